@@ -8,14 +8,15 @@ OUT ?= out/bert
 demo: .venv/demo
 	$(BIN)/effcompile optimize examples/bert.py --max-error 0.031 -o $(OUT)
 
-# Forks by thousands, which takes a process without torch a third of the time, and of one late in the suite far less.
+# Forks by thousands, which takes a process without torch a third of the time, and of one late in the suite
+# far less.
 FORKS := tests/fuzz/test_saves_fuzz.py
 
 # Of every import of every process that the tests start, Python would compile what it may not keep.
 test: export PYTHONDONTWRITEBYTECODE =
 
-# Examples of a page share their names, so that a page is run by one process. worksteal: tests of a file, which share what they capture,
-# stay in one process where they can.
+# Examples of a page share their names, so that a page is run by one process. worksteal: tests of a file,
+# which share what they capture, stay in one process where they can.
 test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -25,18 +26,21 @@ test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(FORKS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests --ignore $(FORKS)
 
-# Takes hours: about as many random cases of training and of inference (2,000 of files), drawn anew at every run; the suite runs a few
-# fixed ones. tests/fuzz/soak.py runs one kind of them from a seed, goes on after a failure, and writes down how to make it again.
+# Takes hours: about as many random cases of training and of inference (2,000 of files), drawn anew at every
+# run; the suite runs a few fixed ones. tests/fuzz/soak.py runs one kind of them from a seed, goes on after a
+# failure, and writes down how to make it again.
 CASES ?= 5000
 fuzz: .venv/dev
 	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2
 
-# What can be shown of the GPU's path without one, with the two tritons that its kernels are made for; some ten minutes.
+# What can be shown of the GPU's path without one, with the two tritons that its kernels are made for; some
+# ten minutes.
 OTHER_TRITON ?= 3.6.0
 gpu-dry: .venv/dev
 	$(BIN)/pip install -qq --no-deps --upgrade --target .venv/triton-$(OTHER_TRITON) triton==$(OTHER_TRITON)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
 	PYTHONPATH=.venv/triton-$(OTHER_TRITON) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
+	EFFCOMPILE_FAKE_GPU_SCHEDULES=40 OMP_NUM_THREADS=1 $(BIN)/pytest tests/schedules/test_reserved.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry
 
 docs: .venv/docs
@@ -49,7 +53,8 @@ lint: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/mypy tests/test_overloads.py
 
-# The stamps install again when the dependencies change. -qq keeps pip's remarks about its own configuration off the screen.
+# The stamps install again when the dependencies change. -qq keeps pip's remarks about its own configuration
+# off the screen.
 .venv/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "effcompile needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv .venv

@@ -1,4 +1,6 @@
-"""Tests and the examples of the docs measure briefly, into a cache of their own, never into the user's; the workers of a run share it."""
+"""Tests and the examples of the docs measure briefly, into a cache of their own, never into the user's; the
+workers of a run share it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,12 +9,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # How fast inputs are drawn, and how many are put aside, says how busy the machine is: no test fails for that.
-settings.register_profile("effcompile", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+settings.register_profile(
+    "effcompile", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 settings.load_profile("effcompile")
 
 
 def pytest_configure() -> None:
-    """Two workers have two cores: pools of compilers of Inductor's own would load torch again for each, and in all that tests start."""
+    """Two workers have two cores: pools of compilers of Inductor's own would load torch again for each, and
+    in all that tests start.
+    """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
@@ -22,7 +28,8 @@ def _own_calibration_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     cache = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "calibration"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EFFCOMPILE_CACHE", str(cache))
-        patch.setattr("effcompile.ir.plan.FAR_APART", 1e9)  # tiny models, two workers: times say little, no second solve
+        # tiny models, two workers: times say little, no second solve
+        patch.setattr("effcompile.ir.plan.FAR_APART", 1e9)
         patch.setattr("effcompile.core.timing.PATIENCE", 0.02)
         patch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.05)
         patch.setattr("effcompile.proof.training.confirm._TIMING_SECONDS", 0.0)

@@ -21,7 +21,14 @@ TEXT = {
 }
 LLAMA = {**TEXT, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
 MOE = {**LLAMA, "num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32}
-VISION = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+VISION = {
+    "hidden_size": D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
 AUDIO = {
     **{k: v for k, v in TEXT.items() if k != "pad_token_id"},
     "conv_dim": (16, 16),
@@ -79,8 +86,24 @@ _BART |= {
     "max_position_embeddings": 64,
 }
 _BART |= {"decoder_start_token_id": 2, "forced_eos_token_id": 2}
-_T5 = {"vocab_size": V, "d_model": D, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-_GPT2 = {"vocab_size": V, "n_embd": D, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+_T5 = {
+    "vocab_size": V,
+    "d_model": D,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+_GPT2 = {
+    "vocab_size": V,
+    "n_embd": D,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _TOWERS = {
     "text_config": {**TEXT, "max_position_embeddings": 64},
     "vision_config": dict(VISION),
@@ -91,15 +114,23 @@ ARCHITECTURES: dict[str, Arch] = {
     # text encoders
     "bert": _encoder("Bert"),
     "roberta": _encoder("Roberta"),
-    "distilbert": Arch("DistilBertConfig", "DistilBertModel", {"vocab_size": V, "dim": D, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}),
+    "distilbert": Arch(
+        "DistilBertConfig",
+        "DistilBertModel",
+        {"vocab_size": V, "dim": D, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+    ),
     "albert": _encoder("Albert", embedding_size=16),
     "electra": _encoder("Electra", embedding_size=16),
     "mobilebert": _encoder("MobileBert", embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
     "camembert": _encoder("Camembert"),
     "xlm-roberta": _encoder("XLMRoberta"),
     "mpnet": _encoder("MPNet"),
-    "deberta": _encoder("Deberta", relative_attention=True, pos_att_type="c2p|p2c", position_biased_input=False),
-    "deberta-v2": _encoder("DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_biased_input=False),
+    "deberta": _encoder(
+        "Deberta", relative_attention=True, pos_att_type="c2p|p2c", position_biased_input=False
+    ),
+    "deberta-v2": _encoder(
+        "DebertaV2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_biased_input=False
+    ),
     "modernbert": _encoder("ModernBert", cls_token_id=1, sep_token_id=2),
     "ernie": _encoder("Ernie"),
     "esm": _encoder("Esm", mask_token_id=3),
@@ -108,13 +139,21 @@ ARCHITECTURES: dict[str, Arch] = {
     "layoutlm": _encoder("LayoutLM"),
     "roformer": _encoder("RoFormer", embedding_size=D),
     "funnel": Arch(
-        "FunnelConfig", "FunnelModel", {"vocab_size": V, "d_model": D, "n_head": 4, "d_head": 8, "d_inner": 64, "block_sizes": [1, 1]}
+        "FunnelConfig",
+        "FunnelModel",
+        {"vocab_size": V, "d_model": D, "n_head": 4, "d_head": 8, "d_inner": 64, "block_sizes": [1, 1]},
     ),
     "longformer": _encoder("Longformer", attention_window=8),
     "reformer": Arch(
         "ReformerConfig",
         "ReformerModel",
-        {"vocab_size": V, "hidden_size": D, "num_attention_heads": 2, "attention_head_size": 16, "feed_forward_size": 64}
+        {
+            "vocab_size": V,
+            "hidden_size": D,
+            "num_attention_heads": 2,
+            "attention_head_size": 16,
+            "feed_forward_size": 64,
+        }
         | {
             "axial_pos_embds": False,
             "attn_layers": ["local", "lsh"],
@@ -126,15 +165,30 @@ ARCHITECTURES: dict[str, Arch] = {
     ),
     # decoders
     "gpt2": Arch("GPT2Config", "GPT2LMHeadModel", _GPT2, family="decoder"),
-    "gpt-neo": _decoder("GPTNeo", TEXT, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], max_position_embeddings=64),
+    "gpt-neo": _decoder(
+        "GPTNeo",
+        TEXT,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=64,
+    ),
     "gpt-neox": _decoder("GPTNeoX", TEXT),
     "gptj": Arch("GPTJConfig", "GPTJForCausalLM", {**_GPT2, "rotary_dim": 4}, family="decoder"),
     "gpt-bigcode": Arch("GPTBigCodeConfig", "GPTBigCodeForCausalLM", _GPT2, family="decoder"),
     "opt": _decoder("OPT", TEXT, ffn_dim=64, word_embed_proj_dim=D, max_position_embeddings=64),
-    "bloom": Arch("BloomConfig", "BloomForCausalLM", {"vocab_size": V, "hidden_size": D, "n_layer": 2, "n_head": 4}, family="decoder"),
+    "bloom": Arch(
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"vocab_size": V, "hidden_size": D, "n_layer": 2, "n_head": 4},
+        family="decoder",
+    ),
     "falcon": _decoder("Falcon", TEXT),
     "mpt": Arch(
-        "MptConfig", "MptForCausalLM", {"vocab_size": V, "d_model": D, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}, family="decoder"
+        "MptConfig",
+        "MptForCausalLM",
+        {"vocab_size": V, "d_model": D, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+        family="decoder",
     ),
     "llama": _decoder("Llama"),
     "mistral": _decoder("Mistral"),
@@ -161,9 +215,19 @@ ARCHITECTURES: dict[str, Arch] = {
     "granitemoe": _decoder("GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
     # state-space models
     "mamba": Arch(
-        "MambaConfig", "MambaForCausalLM", {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "state_size": 4}, "ids", "ssm"
+        "MambaConfig",
+        "MambaForCausalLM",
+        {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "state_size": 4},
+        "ids",
+        "ssm",
     ),
-    "rwkv": Arch("RwkvConfig", "RwkvForCausalLM", {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 2}, "ids", "ssm"),
+    "rwkv": Arch(
+        "RwkvConfig",
+        "RwkvForCausalLM",
+        {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 2},
+        "ids",
+        "ssm",
+    ),
     # encoder-decoders
     "t5": _both("T5", **_T5),
     "mt5": _both("MT5", **_T5),
@@ -183,14 +247,26 @@ ARCHITECTURES: dict[str, Arch] = {
     "swin": Arch(
         "SwinConfig",
         "SwinModel",
-        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
+        {
+            "image_size": 32,
+            "patch_size": 4,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 2,
+        },
         "image",
         "vision",
     ),
     "convnext": _vision("ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     "resnet": _vision("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
     "segformer": _vision(
-        "Segformer", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], num_attention_heads=[1, 2]
+        "Segformer",
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        num_attention_heads=[1, 2],
     ),
     # audio
     "wav2vec2": Arch("Wav2Vec2Config", "Wav2Vec2Model", AUDIO, "waveform", "audio"),
@@ -208,21 +284,34 @@ ARCHITECTURES: dict[str, Arch] = {
     # multimodal
     "clip": Arch("CLIPConfig", "CLIPModel", _TOWERS, "text+image", "multimodal"),
     "siglip": Arch("SiglipConfig", "SiglipModel", _TOWERS, "text+image", "multimodal"),
-    "vilt": Arch("ViltConfig", "ViltModel", {**TEXT, **VISION, "max_position_embeddings": 64}, "text+image", "multimodal"),
+    "vilt": Arch(
+        "ViltConfig",
+        "ViltModel",
+        {**TEXT, **VISION, "max_position_embeddings": 64},
+        "text+image",
+        "multimodal",
+    ),
     "blip": Arch("BlipConfig", "BlipModel", _TOWERS, "text+image", "multimodal"),
-    "flava-text": Arch("FlavaTextConfig", "FlavaTextModel", {**TEXT, "max_position_embeddings": 64}, "text", "multimodal"),
+    "flava-text": Arch(
+        "FlavaTextConfig", "FlavaTextModel", {**TEXT, "max_position_embeddings": 64}, "text", "multimodal"
+    ),
 }
 
 
 def build(arch: Arch, batch: int = B, length: int = S) -> Built:
-    """The model with random weights and its example inputs, of `batch` examples with `length` tokens where they are text."""
+    """The model with random weights and its example inputs, of `batch` examples with `length` tokens where
+    they are text.
+    """
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, arch.config)(**arch.fields)
     model = getattr(transformers, arch.model)(config).eval()
-    tokens = {"input_ids": torch.randint(4, V, (batch, length)), "attention_mask": torch.ones(batch, length, dtype=torch.long)}
+    tokens = {
+        "input_ids": torch.randint(4, V, (batch, length)),
+        "attention_mask": torch.ones(batch, length, dtype=torch.long),
+    }
     image = {"pixel_values": torch.randn(batch, 3, 32, 32)}
     decoder = {"decoder_input_ids": torch.randint(4, V, (batch, length - 4))}
     inputs: dict[str, dict[str, Any]] = {
@@ -231,7 +320,10 @@ def build(arch: Arch, batch: int = B, length: int = S) -> Built:
         "seq2seq": tokens | decoder,
         "image": image,
         "text+image": tokens | image,
-        "waveform": {"input_values": torch.randn(batch, 800), "attention_mask": torch.ones(batch, 800, dtype=torch.long)},
+        "waveform": {
+            "input_values": torch.randn(batch, 800),
+            "attention_mask": torch.ones(batch, 800, dtype=torch.long),
+        },
         "mel": {"input_features": torch.randn(batch, 8, 32)} | decoder,
         "spectrogram": {"input_values": torch.randn(batch, 32, 16)},
     }

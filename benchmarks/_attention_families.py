@@ -1,4 +1,6 @@
-"""Attention as HuggingFace and torch write it: a registry of families, each built at any size with eager attention and padded inputs."""
+"""Attention as HuggingFace and torch write it: a registry of families, each built at any size with eager
+attention and padded inputs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large the model and its batch are. `window` is that of local attention, `image` and `patch` in pixels."""
+    """How large the model and its batch are.
+
+    `window` is that of local attention, `image` and `patch` in pixels.
+    """
 
     batch: int = 2
     seq: int = 16
@@ -44,7 +49,9 @@ ATTENTION = "eager"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """HF config and model class, the config's fields, which inputs it takes, and how many attentions it has with two layers."""
+    """HF config and model class, the config's fields, which inputs it takes, and how many attentions it has
+    with two layers.
+    """
 
     config: str
     model: str
@@ -56,8 +63,9 @@ class Family:
 
 def _text(s: Sizes) -> Fields:
     return {
-        "vocab_size": s.vocab, "hidden_size": s.width, "num_hidden_layers": s.layers, "num_attention_heads": s.heads,
-        "intermediate_size": s.inner, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": s.positions,
+        "vocab_size": s.vocab, "hidden_size": s.width, "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads, "intermediate_size": s.inner, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "max_position_embeddings": s.positions,
     }  # fmt: skip
 
 
@@ -76,8 +84,9 @@ def _layer_types(first: str, s: Sizes) -> list[str]:
 
 def _gpt2(s: Sizes) -> Fields:
     return {
-        "vocab_size": s.vocab, "n_embd": s.width, "n_layer": s.layers, "n_head": s.heads, "n_positions": s.positions, "n_inner": s.inner,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        "vocab_size": s.vocab, "n_embd": s.width, "n_layer": s.layers, "n_head": s.heads,
+        "n_positions": s.positions, "n_inner": s.inner, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0,
     }  # fmt: skip
 
 
@@ -87,65 +96,78 @@ def _rotary(s: Sizes) -> Fields:
 
 def _bart(s: Sizes) -> Fields:
     fields = {
-        "vocab_size": s.vocab, "d_model": s.width, "encoder_layers": s.layers, "decoder_layers": s.layers, "pad_token_id": 0,
-        "encoder_attention_heads": s.heads, "decoder_attention_heads": s.heads, "encoder_ffn_dim": s.inner, "decoder_ffn_dim": s.inner,
-        "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": s.positions, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
+        "vocab_size": s.vocab, "d_model": s.width, "encoder_layers": s.layers, "decoder_layers": s.layers,
+        "pad_token_id": 0, "encoder_attention_heads": s.heads, "decoder_attention_heads": s.heads,
+        "encoder_ffn_dim": s.inner, "decoder_ffn_dim": s.inner, "bos_token_id": 1, "eos_token_id": 2,
+        "max_position_embeddings": s.positions, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
     }  # fmt: skip
     return fields
 
 
 def _t5(s: Sizes) -> Fields:
     return {
-        "vocab_size": s.vocab, "d_model": s.width, "d_kv": s.head_dim, "d_ff": s.inner, "num_layers": s.layers, "num_heads": s.heads,
-        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2,
+        "vocab_size": s.vocab, "d_model": s.width, "d_kv": s.head_dim, "d_ff": s.inner,
+        "num_layers": s.layers, "num_heads": s.heads, "decoder_start_token_id": 0, "pad_token_id": 0,
+        "eos_token_id": 2,
     }  # fmt: skip
 
 
 def _vision(s: Sizes) -> Fields:
     return {
-        "hidden_size": s.width, "num_hidden_layers": s.layers, "num_attention_heads": s.heads, "intermediate_size": s.inner,
-        "image_size": s.image, "patch_size": s.patch,
+        "hidden_size": s.width, "num_hidden_layers": s.layers, "num_attention_heads": s.heads,
+        "intermediate_size": s.inner, "image_size": s.image, "patch_size": s.patch,
     }  # fmt: skip
 
 
 def _swin(s: Sizes) -> Fields:
     return {
-        "image_size": s.image, "patch_size": s.patch // 2, "embed_dim": s.width // 2, "depths": [2, 2], "num_heads": [2, 4],
-        "window_size": 4,
+        "image_size": s.image, "patch_size": s.patch // 2, "embed_dim": s.width // 2, "depths": [2, 2],
+        "num_heads": [2, 4], "window_size": 4,
     }  # fmt: skip
 
 
 def _deberta(s: Sizes) -> Fields:
     return _text(s) | {
-        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False, "max_relative_positions": s.positions,
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False,
+        "max_relative_positions": s.positions,
     }  # fmt: skip
 
 
 def _mla(s: Sizes) -> Fields:
     return _text(s) | {
-        "num_key_value_heads": s.heads, "q_lora_rank": s.width // 2, "kv_lora_rank": s.width // 2, "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": s.head_dim, "v_head_dim": s.head_dim - 2, "moe_intermediate_size": s.inner, "n_routed_experts": 4,
-        "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        "num_key_value_heads": s.heads, "q_lora_rank": s.width // 2, "kv_lora_rank": s.width // 2,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": s.head_dim, "v_head_dim": s.head_dim - 2,
+        "moe_intermediate_size": s.inner, "n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
     }  # fmt: skip
 
 
 def _llama4(s: Sizes) -> Fields:
     return _grouped(s) | {
-        "attention_chunk_size": s.window, "layer_types": [("chunked_attention", "full_attention")[i % 2] for i in range(s.layers)],
-        "intermediate_size_mlp": s.inner, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "attention_chunk_size": s.window,
+        "layer_types": [("chunked_attention", "full_attention")[i % 2] for i in range(s.layers)],
+        "intermediate_size_mlp": s.inner,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
         "no_rope_layers": [i % 2 for i in range(s.layers)],
-    }  # fmt: skip
+    }
 
 
 def _bloom(s: Sizes) -> Fields:
     return {
-        "vocab_size": s.vocab, "hidden_size": s.width, "n_layer": s.layers, "n_head": s.heads, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2,
+        "vocab_size": s.vocab, "hidden_size": s.width, "n_layer": s.layers, "n_head": s.heads,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
 
 
 def _mpt(s: Sizes) -> Fields:
-    return {"vocab_size": s.vocab, "d_model": s.width, "n_layers": s.layers, "n_heads": s.heads, "max_seq_len": s.positions}
+    return {
+        "vocab_size": s.vocab,
+        "d_model": s.width,
+        "n_layers": s.layers,
+        "n_heads": s.heads,
+        "max_seq_len": s.positions,
+    }
 
 
 def _clip(s: Sizes) -> Fields:
@@ -153,11 +175,24 @@ def _clip(s: Sizes) -> Fields:
 
 
 def _xlnet(s: Sizes) -> Fields:
-    return {"vocab_size": s.vocab, "d_model": s.width, "n_layer": s.layers, "n_head": s.heads, "d_inner": s.inner, "pad_token_id": 0}
+    return {
+        "vocab_size": s.vocab,
+        "d_model": s.width,
+        "n_layer": s.layers,
+        "n_head": s.heads,
+        "d_inner": s.inner,
+        "pad_token_id": 0,
+    }
 
 
 def _distilbert(s: Sizes) -> Fields:
-    fields: Fields = {"vocab_size": s.vocab, "dim": s.width, "n_layers": s.layers, "n_heads": s.heads, "hidden_dim": s.inner}
+    fields: Fields = {
+        "vocab_size": s.vocab,
+        "dim": s.width,
+        "n_layers": s.layers,
+        "n_heads": s.heads,
+        "hidden_dim": s.inner,
+    }
     return fields | {"pad_token_id": 0, "max_position_embeddings": s.positions}
 
 
@@ -168,8 +203,19 @@ def _whisper(s: Sizes) -> Fields:
 def _blocks(s: Sizes) -> Fields:
     """gpt-neo: global and local layers in turn."""
     kinds = [[["global", "local"], s.layers // 2]]
-    fields: Fields = {"vocab_size": s.vocab, "hidden_size": s.width, "num_layers": s.layers, "num_heads": s.heads, "attention_types": kinds}
-    return fields | {"intermediate_size": s.inner, "window_size": s.window, "max_position_embeddings": s.positions, "pad_token_id": 0}
+    fields: Fields = {
+        "vocab_size": s.vocab,
+        "hidden_size": s.width,
+        "num_layers": s.layers,
+        "num_heads": s.heads,
+        "attention_types": kinds,
+    }
+    return fields | {
+        "intermediate_size": s.inner,
+        "window_size": s.window,
+        "max_position_embeddings": s.positions,
+        "pad_token_id": 0,
+    }
 
 
 def _with(base: Config, **more: Any) -> Config:
@@ -197,8 +243,12 @@ LISTED: dict[str, Family] = {
     "llama": _lm("Llama", _grouped),
     "mistral": _lm("Mistral", lambda s: _grouped(s) | {"sliding_window": s.window}),
     "qwen3": _lm("Qwen3", _grouped),
-    "gemma2": _lm("Gemma2", _with(_local, attn_logit_softcapping=20.0, query_pre_attn_scalar=8), variant="softcap"),
-    "gemma3": Family(config="Gemma3TextConfig", model="Gemma3ForCausalLM", fields=_with(_local, query_pre_attn_scalar=8)),
+    "gemma2": _lm(
+        "Gemma2", _with(_local, attn_logit_softcapping=20.0, query_pre_attn_scalar=8), variant="softcap"
+    ),
+    "gemma3": Family(
+        config="Gemma3TextConfig", model="Gemma3ForCausalLM", fields=_with(_local, query_pre_attn_scalar=8)
+    ),
     "gpt_oss": _lm("GptOss", _with(_local, num_local_experts=4, num_experts_per_tok=4), variant="sink"),
     "gpt2": _lm("GPT2", _gpt2, "LMHeadModel"),
     "bert": _encoder("Bert"),
@@ -213,7 +263,15 @@ LISTED: dict[str, Family] = {
     "gpt_neox": _lm("GPTNeoX"),
     "modernbert": _encoder(
         "ModernBert",
-        lambda s: _text(s) | {"cls_token_id": 1, "sep_token_id": 2, "local_attention": s.window, "global_attn_every_n_layers": 2},
+        lambda s: (
+            _text(s)
+            | {
+                "cls_token_id": 1,
+                "sep_token_id": 2,
+                "local_attention": s.window,
+                "global_attn_every_n_layers": 2,
+            }
+        ),
     ),
     "starcoder2": _lm("Starcoder2", _grouped),
     "granite": _lm("Granite", _with(_grouped, attention_multiplier=0.2)),
@@ -223,7 +281,7 @@ LISTED: dict[str, Family] = {
     "falcon": _lm("Falcon", _with(_text, alibi=True), variant="ALiBi in place"),
     "gptj": _lm("GPTJ", _rotary, variant="divide, mask"),
     "vit": _image("ViT", variant="scale"),
-}  # fmt: skip
+}
 
 #: Families not on that list.
 OTHERS: dict[str, Family] = {
@@ -253,8 +311,21 @@ OTHERS: dict[str, Family] = {
     "gpt_neo": _lm("GPTNeo", _blocks),
     "xglm": _lm(
         "XGLM",
-        lambda s: {"vocab_size": s.vocab, "d_model": s.width, "num_layers": s.layers, "attention_heads": s.heads, "ffn_dim": s.inner}
-        | {"max_position_embeddings": s.positions, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        lambda s: (
+            {
+                "vocab_size": s.vocab,
+                "d_model": s.width,
+                "num_layers": s.layers,
+                "attention_heads": s.heads,
+                "ffn_dim": s.inner,
+            }
+            | {
+                "max_position_embeddings": s.positions,
+                "pad_token_id": 0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            }
+        ),
     ),
     "deit": _image("DeiT", variant="scale"),
     "beit": _image("Beit", _with(_vision, use_relative_position_bias=True), variant="relative bias"),
@@ -262,7 +333,7 @@ OTHERS: dict[str, Family] = {
     "swin": _image("Swin", _swin, attentions=4, variant="relative bias, shifted windows"),
     "swinv2": _image("Swinv2", _swin, attentions=4, variant="cosine, relative bias, shifted windows"),
     "clip": _lm("CLIP", _clip, "Model", inputs="text+image", attentions=4),
-}  # fmt: skip
+}
 
 #: nn.Modules of torch itself.
 TORCH = ("torch-encoder", "torch-mha", "torch-mha-weights")
@@ -315,7 +386,9 @@ def _without_dropout(config: Any) -> Any:
 
 
 def _spread(model: torch.nn.Module) -> None:
-    """Weights so large that scores differ: at HF's 0.02 every softmax is nearly uniform, and an error in it would not show."""
+    """Weights so large that scores differ: at HF's 0.02 every softmax is nearly uniform, and an error in it
+    would not show.
+    """
     import torch
 
     with torch.no_grad():
@@ -337,7 +410,8 @@ def _inputs(family: Family, model: Any, s: Sizes) -> dict[str, Any]:
     image = {"pixel_values": torch.randn(s.batch, 3, s.image, s.image)}
     mel = {"input_features": torch.randn(s.batch, 8, 2 * s.seq)}
     kinds: Mapping[str, dict[str, Any]] = {
-        "text": tokens, "seq2seq": tokens | decoder, "image": image, "text+image": tokens | image, "mel": mel | decoder,
+        "text": tokens, "seq2seq": tokens | decoder, "image": image, "text+image": tokens | image,
+        "mel": mel | decoder,
     }  # fmt: skip
     return dict(kinds[family.inputs])
 
@@ -351,7 +425,9 @@ def _torch_module(name: str, s: Sizes) -> Built:
 
         def __init__(self, weights: bool) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.MultiheadAttention(s.width, s.heads, batch_first=True) for _ in range(s.layers))
+            self.layers = nn.ModuleList(
+                nn.MultiheadAttention(s.width, s.heads, batch_first=True) for _ in range(s.layers)
+            )
             self.weights = weights
 
         def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -364,5 +440,8 @@ def _torch_module(name: str, s: Sizes) -> Built:
     x = torch.randn(s.batch, s.seq, s.width)
     if name == "torch-encoder":
         layer = nn.TransformerEncoderLayer(s.width, s.heads, s.inner, dropout=0.0, batch_first=True)
-        return nn.TransformerEncoder(layer, s.layers, enable_nested_tensor=False), {"src": x, "src_key_padding_mask": hidden}
+        return nn.TransformerEncoder(layer, s.layers, enable_nested_tensor=False), {
+            "src": x,
+            "src_key_padding_mask": hidden,
+        }
     return Layers(weights=name == "torch-mha-weights"), {"x": x, "hidden": hidden}

@@ -1,4 +1,6 @@
-"""One step at many budgets: planned, built, run; the allocator's peak and the gradients against the unplanned graph's."""
+"""One step at many budgets: planned, built, run; the allocator's peak and the gradients against the unplanned
+graph's.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from effcompile.search.training.solve import leanest
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One budget: bytes asked, predicted and real; predicted seconds; whether equal to the unplanned graph bit by bit."""
+    """One budget: bytes asked, predicted and real; predicted seconds; whether equal to the unplanned graph
+    bit by bit.
+    """
 
     budget: int
     predicted: int
@@ -38,7 +42,9 @@ class Outcome:
 
 
 def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
-    """Budgets from the smallest feasible to the unconstrained peak, evenly; operators are measured here, as in a user's run."""
+    """Budgets from the smallest feasible to the unconstrained peak, evenly; operators are measured here, as
+    in a user's run.
+    """
     passes, step = load_training_passes(None), capture_training(model, (), batch)
     checkpoint = passes.checkpoint
     figures = OperatorCosts(target=load_target("cpu-generic"), here=True)
@@ -73,5 +79,8 @@ def _unplanned(model: Any, batch: dict[str, Any], prepared: Prepared) -> verify.
 
 
 def _equal(a: verify.Result, b: verify.Result) -> bool:
-    same = all((g is None and b.gradients[n] is None) or torch.equal(g, b.gradients[n]) for n, g in a.gradients.items())
+    same = all(
+        (g is None and b.gradients[n] is None) or torch.equal(g, b.gradients[n])
+        for n, g in a.gradients.items()
+    )
     return bool(torch.equal(a.loss, b.loss) and same)

@@ -1,4 +1,6 @@
-"""One process for each architecture, and what each answers: HF registers pytree classes globally, so a warm process proves nothing."""
+"""One process for each architecture, and what each answers: HF registers pytree classes globally, so a warm
+process proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def answer(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
         json.dump(row, file)
 
 
-def answers(script: str, names: Sequence[str], arguments: argparse.Namespace, options: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """What `script` answers for each name, `--jobs` at a time, in the given order; where it does not, its `failure`."""
+def answers(
+    script: str, names: Sequence[str], arguments: argparse.Namespace, options: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """What `script` answers for each name, `--jobs` at a time, in the given order; where it does not, its
+    `failure`.
+    """
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
 
     def one(name: str) -> dict[str, Any]:
@@ -51,7 +57,14 @@ def answers(script: str, names: Sequence[str], arguments: argparse.Namespace, op
         with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
             command = [sys.executable, script, "--child", name, "--answer", file.name, *options]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False, env=environment)
+                done = subprocess.run(
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=arguments.timeout,
+                    check=False,
+                    env=environment,
+                )
             except subprocess.TimeoutExpired:
                 return told | {"failure": f"no result within {arguments.timeout:.0f} s"}
             with contextlib.suppress(json.JSONDecodeError):

@@ -1,4 +1,7 @@
-"""What the benchmarks share: threads, work folder, statistics, our own side, the header. Import it before torch."""
+"""What the benchmarks share: threads, work folder, statistics, our own side, the header.
+
+Import it before torch.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +69,13 @@ def header(title: str, threads: int) -> list[str]:
     return [
         f"# {title}",
         "",
-        f"{_cpu()}, {threads} threads · Python {platform.python_version()} · {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        f"{_cpu()}, {threads} threads · Python {platform.python_version()} · "
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "",
         " · ".join(found),
         "",
-        f"Load average at the start: {load} (1, 5, 15 minutes). Above 1 other work shares the machine and figures are noisy.",
+        f"Load average at the start: {load} (1, 5, 15 minutes). Above 1 other work shares the machine and "
+        "figures are noisy.",
         "",
     ]
 
@@ -136,15 +141,24 @@ class Row:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A markdown table whose columns also line up as plain text; all but the first and last column to the right."""
+    """A markdown table whose columns also line up as plain text; all but the first and last column to the
+    right.
+    """
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     edge = len(columns) - 1
 
     def line(cells: Sequence[str]) -> str:
-        padded = [c.ljust(w) if i in (0, edge) else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        padded = [
+            c.ljust(w) if i in (0, edge) else c.rjust(w)
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ]
         return f"| {' | '.join(padded)} |"
 
-    rule = "|" + "|".join("-" * (w + 2) if i in (0, edge) else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    rule = (
+        "|"
+        + "|".join("-" * (w + 2) if i in (0, edge) else "-" * (w + 1) + ":" for i, w in enumerate(widths))
+        + "|"
+    )
     return [line(columns), rule, *map(line, rows)]
 
 
@@ -160,8 +174,12 @@ def backends_without(*names: str) -> Iterator[None]:
         BACKENDS.update(hidden)
 
 
-def optimize(model: torch.nn.Module, inputs: Mapping[str, Any], plan_file: Path, reuse: bool, **request: Any) -> Executable:
-    """effcompile.optimize as a user calls it; the plan is kept, and with `reuse` an earlier one is carried out instead."""
+def optimize(
+    model: torch.nn.Module, inputs: Mapping[str, Any], plan_file: Path, reuse: bool, **request: Any
+) -> Executable:
+    """effcompile.optimize as a user calls it; the plan is kept, and with `reuse` an earlier one is carried
+    out instead.
+    """
     import effcompile
 
     if reuse and plan_file.exists():
@@ -182,11 +200,17 @@ def file_name(text: str) -> str:
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of an artifact folder, less what only describes it."""
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file() and f.name not in ("plan.json", "report.html"))
+    return sum(
+        f.stat().st_size
+        for f in folder.rglob("*")
+        if f.is_file() and f.name not in ("plan.json", "report.html")
+    )
 
 
 def time_in_turn(calls: Mapping[str, Call], rows: Sequence[Row], rounds: int) -> str:
-    """Time all calls in turn, into the rows of their names; says how far other processes disturbed the timing."""
+    """Time all calls in turn, into the rows of their names; says how far other processes disturbed the
+    timing.
+    """
     from effcompile.core.timing import interleaved
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
@@ -195,7 +219,10 @@ def time_in_turn(calls: Mapping[str, Call], rows: Sequence[Row], rounds: int) ->
     switches = (resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before) / max(1, 3 * len(calls) * rounds)
     for row in rows:
         row.samples = samples.get(row.name, [])
-    disturbed = f"while timing, other work took a core from this process {switches:.1f} times per call (load {os.getloadavg()[0]:.1f})"
+    disturbed = (
+        f"while timing, other work took a core from this process {switches:.1f} times per call "
+        f"(load {os.getloadavg()[0]:.1f})"
+    )
     return f"{rounds} rounds × 2 calls each; {disturbed}. Near 0 the figures hold"
 
 

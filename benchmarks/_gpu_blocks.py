@@ -24,8 +24,16 @@ def one_sparsity(b: int, sparsity: float, rows: int, n: int) -> None:
     pattern = BlockPattern.random(n, n, b, sparsity, torch.Generator().manual_seed(0))
     structure = [t.to(DEVICE) for t in (pattern.crow, pattern.col, pattern.ccol, pattern.row, pattern.perm)]
     values, x, weight = make(len(pattern.col), b, b), make(rows, n), make(n, n)
-    runs: Timed = {"ours": lambda: block_sparse_linear(x, values, *structure), "dense": lambda: F.linear(x, weight)}
-    close(f"block-sparse {sparsity} b{b}", runs["ours"](), F.linear(x, pattern.to(DEVICE).to_dense(values)), 6e-3)
+    runs: Timed = {
+        "ours": lambda: block_sparse_linear(x, values, *structure),
+        "dense": lambda: F.linear(x, weight),
+    }
+    close(
+        f"block-sparse {sparsity} b{b}",
+        runs["ours"](),
+        F.linear(x, pattern.to(DEVICE).to_dense(values)),
+        6e-3,
+    )
     compare(f"block-sparse {sparsity} b{b}", 2.0 * rows * values.numel(), runs, predicted=1 / (1 - sparsity))
     leaves, full = tuple(t.requires_grad_() for t in (x, values)), weight.requires_grad_()
     grad, known = make(rows, n), block_sparse_linear(x, values, *structure)
@@ -34,4 +42,9 @@ def one_sparsity(b: int, sparsity: float, rows: int, n: int) -> None:
         "ours": lambda: torch.autograd.grad(known, leaves, grad, retain_graph=True),
         "dense": lambda: torch.autograd.grad(theirs, (x, full), grad, retain_graph=True),
     }
-    compare(f"block-sparse backward {sparsity} b{b}", 4.0 * rows * values.numel(), pair, predicted=1 / (1 - sparsity))
+    compare(
+        f"block-sparse backward {sparsity} b{b}",
+        4.0 * rows * values.numel(),
+        pair,
+        predicted=1 / (1 - sparsity),
+    )

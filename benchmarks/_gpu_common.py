@@ -1,7 +1,9 @@
-"""What the sections of gpu.py share: where figures go, how they are timed and compared. With `--dry` all is tiny and interpreted.
+"""What the sections of gpu.py share: where figures go, how they are timed and compared.
 
-A kernel takes seconds to compile, and there are some hundred: before anything is timed, processes beside this one run a share of the
-cases once each (`SHARE`), for what that leaves in the compilers' caches on disk.
+With `--dry` all is tiny and interpreted.
+
+A kernel takes seconds to compile, and there are some hundred: before anything is timed, processes beside this
+one run a share of the cases once each (`SHARE`), for what that leaves in the compilers' caches on disk.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def late() -> bool:
 
 
 def mine() -> bool:
-    """Whether this process does the case that begins here: all of them, or its share of what is to be compiled; none when it is late."""
+    """Whether this process does the case that begins here: all of them, or its share of what is to be
+    compiled; none when it is late.
+    """
     if not SHARE:
         return not late()
     SHARE[2] += 1
@@ -60,7 +64,9 @@ def say(**figures: Any) -> None:
     if SHARE:
         return
     figures["at"] = time.monotonic() - START
-    line = json.dumps({key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()})
+    line = json.dumps(
+        {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
+    )
     print(line, flush=True)
     for file in OUT:
         file.write(line + "\n")
@@ -69,7 +75,9 @@ def say(**figures: Any) -> None:
 
 @contextmanager
 def attempt(case: str, **notes: Any) -> Iterator[None]:
-    """Say what fails within, and go on; a fault of the GPU itself ends the section, since nothing runs in this process after it."""
+    """Say what fails within, and go on; a fault of the GPU itself ends the section, since nothing runs in
+    this process after it.
+    """
     try:
         yield
     except Exception as error:
@@ -97,7 +105,9 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def queued(runs: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """All the runs as one CUDA graph: what they take on the GPU, without Python's share, which a small product is shorter than."""
+    """All the runs as one CUDA graph: what they take on the GPU, without Python's share, which a small
+    product is shorter than.
+    """
     if DRY or SHARE:
         return lambda: [run() for run in runs]
     for run in runs:
@@ -109,8 +119,13 @@ def queued(runs: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
     return lambda: (graph.replay(), kept)[0]
 
 
-def compare(case: str, flops: float, contestants: Timed, *, gbytes: float | None = None, calls: int = 1, **notes: Any) -> None:
-    """Time all contestants twice, ours first; say each one's time, rate, and how much faster ours is. A run is of `calls` calls."""
+def compare(
+    case: str, flops: float, contestants: Timed, *, gbytes: float | None = None, calls: int = 1, **notes: Any
+) -> None:
+    """Time all contestants twice, ours first; say each one's time, rate, and how much faster ours is.
+
+    A run is of `calls` calls.
+    """
     rounds: dict[str, list[float]] = {}
     for _ in range(1 if DRY or SHARE else 2):
         for name, run in contestants.items():
@@ -124,7 +139,15 @@ def compare(case: str, flops: float, contestants: Timed, *, gbytes: float | None
         if times:
             best = min(times)
             rate = {"tflops": flops / best / 1e12} if gbytes is None else {"gbytes_per_s": gbytes / best}
-            say(case=case, name=name, ms=best * 1e3, **rate, ours_is=best / ours, spread=max(times) / best - 1, **notes)
+            say(
+                case=case,
+                name=name,
+                ms=best * 1e3,
+                **rate,
+                ours_is=best / ours,
+                spread=max(times) / best - 1,
+                **notes,
+            )
 
 
 def close(case: str, found: Tensor, expected: Tensor, limit: float) -> None:

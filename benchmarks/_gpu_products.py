@@ -1,4 +1,6 @@
-"""Sections of gpu.py: products with quantised operands against cuBLAS and torchao, and updates on states of 8 bits."""
+"""Sections of gpu.py: products with quantised operands against cuBLAS and torchao, and updates on states of 8
+bits.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ from effcompile.ops.states8 import BLOCK, adam8
 GROUP = 32 if DRY else 128
 
 
-#: Weights that a product of a few rows takes in turn, so that none of them is found in L2, where it is not in a model.
+#: Weights that a product of a few rows takes in turn, so that none of them is found in L2, where it is not in
+#: a model.
 IN_TURN = 2 if DRY else 6
 
 
 def products() -> None:
-    """y = x Wᵀ with W in 4 or 8 bits: a few rows (memory bound), and many (arithmetic bound). All outputs in bf16."""
+    """y = x Wᵀ with W in 4 or 8 bits: a few rows (memory bound), and many (arithmetic bound).
+
+    All outputs in bf16.
+    """
     n, k = (64, 64) if DRY else (8192, 8192)
     for rows in (16,) if DRY else (16, 8192, 512):
         for name, made in (("int4 weight", int4), ("int8 x int8", int8), ("fp8 x fp8", fp8)):
@@ -53,15 +59,26 @@ def int4(x: Tensor, weight: Tensor) -> Timed:
     codes = (grouped / scales.unsqueeze(2)).round().clamp(-8, 7).to(torch.int8)
     packed, whole = pack_int4(codes.flatten(1)), (codes.float() * scales.unsqueeze(2)).flatten(1)
     mine = lambda: quantized_linear(x, packed, scales, None, None, None, "none", DTYPE)  # noqa: E731
-    return {"ours": mine, "exact": lambda: x.float() @ whole.T, **torchao("Int4WeightOnlyConfig", x, weight, group_size=GROUP)}
+    return {
+        "ours": mine,
+        "exact": lambda: x.float() @ whole.T,
+        **torchao("Int4WeightOnlyConfig", x, weight, group_size=GROUP),
+    }
 
 
 def int8(x: Tensor, weight: Tensor) -> Timed:
     """A scale per row of each; what is timed takes x in codes (torchao's makes them)."""
-    (a, sa), (b, sb) = quantize_groups(x, x.shape[1], torch.int8), quantize_groups(weight, x.shape[1], torch.int8)
+    (a, sa), (b, sb) = (
+        quantize_groups(x, x.shape[1], torch.int8),
+        quantize_groups(weight, x.shape[1], torch.int8),
+    )
     mine = lambda: quantized_linear(a, b, sb, sa, None, None, "none", DTYPE)  # noqa: E731
     exact = lambda: (a.float() * sa) @ (b.float() * sb).T  # noqa: E731
-    runs: Timed = {"ours": mine, "exact": exact, **torchao("Int8DynamicActivationInt8WeightConfig", x, weight)}
+    runs: Timed = {
+        "ours": mine,
+        "exact": exact,
+        **torchao("Int8DynamicActivationInt8WeightConfig", x, weight),
+    }
     return runs if DRY else {**runs, "cuBLAS int8, unscaled": lambda: torch._int_mm(a, b.T)}
 
 
@@ -70,12 +87,22 @@ def fp8(x: Tensor, weight: Tensor) -> Timed:
     (a, sa), (b, sb) = (quantize_groups(t, x.shape[1], torch.float8_e4m3fn) for t in (x, weight))
     mine = lambda: quantized_linear(a, b, sb, sa, None, None, "none", DTYPE)  # noqa: E731
     exact = lambda: (a.float() * sa) @ (b.float() * sb).T  # noqa: E731
-    runs: Timed = {"ours": mine, "exact": exact, **torchao("Float8DynamicActivationFloat8WeightConfig", x, weight)}
-    return runs if DRY else {**runs, "cuBLAS fp8": lambda: torch._scaled_mm(a, b.T, sa, sb.T.contiguous(), out_dtype=DTYPE)}
+    runs: Timed = {
+        "ours": mine,
+        "exact": exact,
+        **torchao("Float8DynamicActivationFloat8WeightConfig", x, weight),
+    }
+    return (
+        runs
+        if DRY
+        else {**runs, "cuBLAS fp8": lambda: torch._scaled_mm(a, b.T, sa, sb.T.contiguous(), out_dtype=DTYPE)}
+    )
 
 
 def torchao(config: str, x: Tensor, weight: Tensor, **options: Any) -> Timed:
-    """torchao's linear of this kind, compiled as its documentation says; nothing where it is not installed or does not take the shape."""
+    """torchao's linear of this kind, compiled as its documentation says; nothing where it is not installed or
+    does not take the shape.
+    """
     if DRY or missing("torchao"):
         return {}
     try:
@@ -88,7 +115,8 @@ def torchao(config: str, x: Tensor, weight: Tensor, **options: Any) -> Timed:
         run = torch.compile(linear)
         with torch.no_grad():
             run(x)
-    except Exception as error:  # not installed, no such config in this version, a kernel that is not built: whatever it raises
+    except Exception as error:
+        # not installed, no such config in this version, a kernel that is not built: whatever it raises
         say(case=f"torchao {config}", error=f"{type(error).__name__}: {str(error)[:160]}")
         return {}
 
@@ -100,7 +128,9 @@ def torchao(config: str, x: Tensor, weight: Tensor, **options: Any) -> Timed:
 
 
 def states() -> None:
-    """A step of AdamW on states of 8 bits, against torch's fused kernel on states of the parameters' own width, and torchao's."""
+    """A step of AdamW on states of 8 bits, against torch's fused kernel on states of the parameters' own
+    width, and torchao's.
+    """
     for dtype in (torch.float32,) if DRY else (torch.float32, DTYPE):
         if mine():
             with attempt(f"AdamW {dtype}"):
@@ -123,13 +153,18 @@ def one_width(dtype: torch.dtype, n: int) -> None:
     updates = []
     for update in (adam8, adam8._init_fn):
         moved = p[:part].float().clone()
-        kept = [t.clone() for code, scale in zip(codes, scales, strict=True) for t in (code[:part], scale[: part // BLOCK])]
+        kept = [
+            t.clone()
+            for code, scale in zip(codes, scales, strict=True)
+            for t in (code[:part], scale[: part // BLOCK])
+        ]
         update(moved, grad[:part].float(), *kept, *tables, *arguments)
         updates.append(moved - p[:part].float())
     close(f"AdamW's update of {dtype}, 8-bit states", *updates, 1e-4)
     width = p.element_size()
     case = f"AdamW of {n} {str(dtype).rpartition('.')[2]} parameters"
-    least = {"ours": n * (3 * width + 4), "torch fused": n * 7 * width}  # p, both states read and written, the gradient read
+    # p, both states read and written, the gradient read
+    least = {"ours": n * (3 * width + 4), "torch fused": n * 7 * width}
     runs: Timed = {"ours": ours, "torch fused": optimizer_step(torch.optim.AdamW, p, grad, fused=True)}
     if not DRY:
         try:

@@ -1,4 +1,6 @@
-"""A section of gpu.py: what reads and writes each element once, by bytes per second, against torch.compile."""
+"""A section of gpu.py: what reads and writes each element once, by bytes per second, against
+torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ def rows() -> None:
 
 
 def timed(
-    name: str, mine: Callable[..., Any], torchs: Callable[..., Any], given: tuple[Tensor, ...], tensors: int, count: int, width: int
+    name: str,
+    mine: Callable[..., Any],
+    torchs: Callable[..., Any],
+    given: tuple[Tensor, ...],
+    tensors: int,
+    count: int,
+    width: int,
 ) -> None:
     """`tensors`: how many of count × width are read or written at least."""
     found, wanted = mine(*given), torchs(*given)
@@ -63,7 +71,12 @@ def norm_backward(count: int, width: int) -> Case:
 
 
 def gate(count: int, width: int) -> Case:
-    return lambda g, u: (op.swiglu(g, u),), lambda g, u: (op.swiglu_by_torch(g, u),), (make(count, width), make(count, width)), 3
+    return (
+        lambda g, u: (op.swiglu(g, u),),
+        lambda g, u: (op.swiglu_by_torch(g, u),),
+        (make(count, width), make(count, width)),
+        3,
+    )
 
 
 def gate_backward(count: int, width: int) -> Case:

@@ -1,4 +1,6 @@
-"""A section of gpu.py: a training step of a Llama of 1B parameters, planned at half its natural peak, against eager and checkpointing."""
+"""A section of gpu.py: a training step of a Llama of 1B parameters, planned at half its natural peak, against
+eager and checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, s, _ = x.shape
-        parts = self.qkv(self.norm1(x)).view(b, s, -1, self.size).transpose(1, 2).split([self.heads, self.keys, self.keys], 1)
-        q, k = (t * cos + torch.cat([-t[..., self.size // 2 :], t[..., : self.size // 2]], -1) * sin for t in parts[:2])
+        parts = (
+            self.qkv(self.norm1(x))
+            .view(b, s, -1, self.size)
+            .transpose(1, 2)
+            .split([self.heads, self.keys, self.keys], 1)
+        )
+        q, k = (
+            t * cos + torch.cat([-t[..., self.size // 2 :], t[..., : self.size // 2]], -1) * sin
+            for t in parts[:2]
+        )
         y = F.scaled_dot_product_attention(q, k, parts[2], is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, s, -1))
         z = self.norm2(x)
@@ -39,9 +49,14 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """`forward` is the loss. `recompute`: every block is checkpointed, as `torch.utils.checkpoint` does it."""
+    """`forward` is the loss.
 
-    def __init__(self, width: int, hidden: int, layers: int, heads: int, keys: int, words: int, length: int) -> None:
+    `recompute`: every block is checkpointed, as `torch.utils.checkpoint` does it.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, layers: int, heads: int, keys: int, words: int, length: int
+    ) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(words, width), nn.RMSNorm(width, eps=1e-5)
         self.blocks = nn.ModuleList(Block(width, hidden, heads, keys) for _ in range(layers))
@@ -57,7 +72,11 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False) if self.recompute else block(x, self.cos, self.sin)
+            x = (
+                checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
+                if self.recompute
+                else block(x, self.cos, self.sin)
+            )
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
@@ -80,7 +99,11 @@ def step() -> None:
     if not DRY:
         torch.cuda.empty_cache()  # what is free is asked of the driver
     if lacking := missing("msgspec", "z3"):
-        say(case="step", name="ours", error=f"not planned without {' and '.join(lacking)}: carry the wheels (benchmarks/README.md)")
+        say(
+            case="step",
+            name="ours",
+            error=f"not planned without {' and '.join(lacking)}: carry the wheels (benchmarks/README.md)",
+        )
         return
     start = time.perf_counter()
     limit = natural // 2 if natural else None
@@ -88,8 +111,9 @@ def step() -> None:
     plan = planned.plan
     measured, predicted = plan.measured, plan.predicted
     notes = {
-        "limit_gbytes": limit and limit / 1e9, "planning_s": time.perf_counter() - start, "predicted_gbytes": predicted.peak_bytes / 1e9,
-        "predicted_ms": predicted.seconds * 1e3, "profiled_gbytes": measured and measured.peak_bytes and measured.peak_bytes / 1e9,
+        "limit_gbytes": limit and limit / 1e9, "planning_s": time.perf_counter() - start,
+        "predicted_gbytes": predicted.peak_bytes / 1e9, "predicted_ms": predicted.seconds * 1e3,
+        "profiled_gbytes": measured and measured.peak_bytes and measured.peak_bytes / 1e9,
         "kernels": [str(note) for note in plan.notes if "Triton" in str(note)],
         "checks": [(c.name, c.error, c.passed) for c in plan.checks],
     }  # fmt: skip
@@ -98,7 +122,9 @@ def step() -> None:
 
 
 def timed(name: str, loss: Callable[[], Any], model: nn.Module, **notes: Any) -> int | None:
-    """Three steps, forward and backward: the fastest, and the most that the allocator held (None without a GPU)."""
+    """Three steps, forward and backward: the fastest, and the most that the allocator held (None without a
+    GPU).
+    """
     taken, peak = [], None
     for _ in range(1 if DRY else 4):
         model.zero_grad(set_to_none=True)
@@ -112,5 +138,12 @@ def timed(name: str, loss: Callable[[], Any], model: nn.Module, **notes: Any) ->
             peak = torch.cuda.max_memory_allocated()
         taken.append(time.perf_counter() - start)
     model.zero_grad(set_to_none=True)
-    say(case="step", name=name, ms=min(taken) * 1e3, tokens_per_s=BATCH * LENGTH / min(taken), peak_gbytes=peak and peak / 1e9, **notes)
+    say(
+        case="step",
+        name=name,
+        ms=min(taken) * 1e3,
+        tokens_per_s=BATCH * LENGTH / min(taken),
+        peak_gbytes=peak and peak / 1e9,
+        **notes,
+    )
     return peak

@@ -1,4 +1,6 @@
-"""A small masked language model over bytes of the standard library's sources, for trainings that are compared."""
+"""A small masked language model over bytes of the standard library's sources, for trainings that are
+compared.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ MASKED_SHARE = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What all runs share. Rates and the share of blocks exchanged: the best of a few on seeds that the table does not use.
+    """What all runs share.
 
-    A model this small is trained close to what it can learn, which is where the pattern matters: with eight times the weights and a
-    seventh of the steps, moves cost more than they bring, for new blocks have no time to learn.
+    Rates and the share of blocks exchanged: the best of a few on seeds that the table does not use.
+
+    A model this small is trained close to what it can learn, which is where the pattern matters: with eight
+    times the weights and a seventh of the steps, moves cost more than they bring, for new blocks have no time
+    to learn.
     """
 
     width: int = 128
@@ -41,7 +46,9 @@ SHORT = Setup(width=64, depth=2, heads=2, context=32, batch=8, steps=24, updates
 
 
 def build(setup: Setup, width: int) -> nn.Module:
-    """A bidirectional pre-norm transformer over bytes with rotary positions; its head sees the masked places only, as BERT's does."""
+    """A bidirectional pre-norm transformer over bytes with rotary positions; its head sees the masked places
+    only, as BERT's does.
+    """
     from torch import nn
 
     cosines, sines = _rotary(setup.context, width // setup.heads)
@@ -55,8 +62,13 @@ def build(setup: Setup, width: int) -> nn.Module:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             normed = self.norm1(x)
-            q, k, v = (f(normed).unflatten(-1, (setup.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-            mixed = nn.functional.scaled_dot_product_attention(_turned(q, cosines, sines), _turned(k, cosines, sines), v)
+            q, k, v = (
+                f(normed).unflatten(-1, (setup.heads, -1)).transpose(1, 2)
+                for f in (self.query, self.key, self.value)
+            )
+            mixed = nn.functional.scaled_dot_product_attention(
+                _turned(q, cosines, sines), _turned(k, cosines, sines), v
+            )
             x = x + self.out(mixed.transpose(1, 2).flatten(2))
             return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
@@ -93,13 +105,19 @@ def _turned(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torc
     return x * cosines + torch.cat([-high, low], dim=-1) * sines
 
 
-def batch_of(text: torch.Tensor, setup: Setup, count: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """(tokens (N, T), masked places (N, M), bytes to find (N, M)); of the masked, 80 % are hidden, 10 % random, 10 % as they are (BERT)."""
+def batch_of(
+    text: torch.Tensor, setup: Setup, count: int, generator: torch.Generator
+) -> tuple[torch.Tensor, ...]:
+    """(tokens (N, T), masked places (N, M), bytes to find (N, M)); of the masked, 80 % are hidden, 10 %
+    random, 10 % as they are (BERT).
+    """
     import torch
 
     starts = torch.randint(len(text) - setup.context, (count, 1), generator=generator)
     tokens = text[starts + torch.arange(setup.context)].long()
-    chosen = torch.rand(tokens.shape, generator=generator).topk(round(MASKED_SHARE * setup.context), dim=1).indices
+    chosen = (
+        torch.rand(tokens.shape, generator=generator).topk(round(MASKED_SHARE * setup.context), dim=1).indices
+    )
     wanted = tokens.gather(1, chosen)
     how = torch.rand(chosen.shape, generator=generator)
     other = torch.randint(256, chosen.shape, generator=generator)
@@ -118,7 +136,9 @@ def texts() -> tuple[torch.Tensor, torch.Tensor]:
     """Training and unseen bytes, divided by file."""
     import torch
 
-    training, unseen = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in trained_lm.split_files())
+    training, unseen = (
+        torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in trained_lm.split_files()
+    )
     return training, unseen
 
 

@@ -1,7 +1,9 @@
-"""Everyone else's way to run the same model on a CPU, each built as its own documentation says. Nothing of ours.
+"""Everyone else's way to run the same model on a CPU, each built as its own documentation says.
 
-Models have random weights from one seed, so errors are numerical fidelity and not task accuracy. What is built for a model
-is kept in the work folder and used again; delete the folder to build anew.
+Nothing of ours.
+
+Models have random weights from one seed, so errors are numerical fidelity and not task accuracy. What is
+built for a model is kept in the work folder and used again; delete the folder to build anew.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ class Case:
         return Net(self.model if dtype == torch.float32 else copy.deepcopy(self.model).to(dtype))
 
     def artifact(self, name: str, write: Callable[[Path], None]) -> Path:
-        """The kept file of this name, or a new one: written beside it first, so that a kill leaves none half done."""
+        """The kept file of this name, or a new one: written beside it first, so that a kill leaves none half
+        done.
+        """
         path = self.folder / f"{self.subject.name}_{name}"
         if not path.exists():
             part = path.with_name(f"part_{os.getpid()}_{path.name}")
@@ -140,7 +144,9 @@ def _torch_eager(case: Case, dtype: torch.dtype) -> Loaded:
 
 
 def _frozen(case: Case, net: Callable[..., torch.Tensor], megabytes: float | None) -> Loaded:
-    """Compiled with Inductor's freezing, which packs weights for oneDNN; compiled here, so that calls only run."""
+    """Compiled with Inductor's freezing, which packs weights for oneDNN; compiled here, so that calls only
+    run.
+    """
     import torch._inductor.config as inductor
 
     inputs = tuple(case.inputs().values())
@@ -197,8 +203,9 @@ def _export(case: Case, opset: int, path: Path) -> None:
     axes = {0: torch.export.Dim("b", min=1, max=64), 1: torch.export.Dim("s", min=2, max=512)}
     example = tuple(value[:, :64].repeat(2, 1)[:2] for value in case.inputs().values())
     torch.onnx.export(
-        case.net(), example, str(path), dynamo=True, input_names=["input_ids", "attention_mask"], output_names=["out"],
-        dynamic_shapes=(axes, axes), external_data=False, opset_version=opset, verbose=False,
+        case.net(), example, str(path), dynamo=True, input_names=["input_ids", "attention_mask"],
+        output_names=["out"], dynamic_shapes=(axes, axes), external_data=False, opset_version=opset,
+        verbose=False,
     )  # fmt: skip
 
 
@@ -209,8 +216,8 @@ def _export_torchscript(case: Case, path: Path) -> None:
     example = tuple(value[:, :64].repeat(2, 1)[:2] for value in case.inputs().values())
     axes = {name: {0: "b", 1: "s"} for name in ("input_ids", "attention_mask")}
     torch.onnx.export(
-        Net(model), example, str(path), dynamo=False, input_names=["input_ids", "attention_mask"], output_names=["out"],
-        dynamic_axes=axes, opset_version=17,
+        Net(model), example, str(path), dynamo=False, input_names=["input_ids", "attention_mask"],
+        output_names=["out"], dynamic_axes=axes, opset_version=17,
     )  # fmt: skip
 
 
@@ -232,14 +239,21 @@ def _optimized(case: Case) -> Path:
 
         kind = case.subject.name
         made = optimizer.optimize_model(
-            str(source), model_type=kind, num_heads=12, hidden_size=768, optimization_options=FusionOptions(kind), opt_level=1
+            str(source),
+            model_type=kind,
+            num_heads=12,
+            hidden_size=768,
+            optimization_options=FusionOptions(kind),
+            opt_level=1,
         )
         made.save_model_to_file(str(path), use_external_data_format=False)
 
     return case.artifact("ts_optimized.onnx", write)
 
 
-def _int8(source: Callable[[Case], Path], name: str, case: Case, *, typed: bool = False, **options: Any) -> Path:
+def _int8(
+    source: Callable[[Case], Path], name: str, case: Case, *, typed: bool = False, **options: Any
+) -> Path:
     """quantize_dynamic; `typed`: DefaultTensorType, without which it stops on graphs of the optimizer."""
 
     def write(path: Path) -> None:
@@ -260,14 +274,17 @@ def _qdq(case: Case) -> Path:
 
         class Reader(CalibrationDataReader):
             def __init__(self) -> None:
-                self.left = iter({k: v.numpy() for k, v in case.inputs(seed).items()} for seed in CALIBRATION_SEEDS)
+                self.left = iter(
+                    {k: v.numpy() for k, v in case.inputs(seed).items()} for seed in CALIBRATION_SEEDS
+                )
 
             def get_next(self) -> Any:
                 return next(self.left, None)
 
         quantize_static(
-            str(_dynamo(case)), str(path), Reader(), quant_format=QuantFormat.QDQ, activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"],
+            str(_dynamo(case)), str(path), Reader(), quant_format=QuantFormat.QDQ,
+            activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, per_channel=True,
+            op_types_to_quantize=["MatMul", "Gemm"],
             extra_options={"WeightSymmetric": True, "MatMulConstBOnly": True},
         )  # fmt: skip
 
@@ -277,7 +294,10 @@ def _qdq(case: Case) -> Path:
 def _nbits8(case: Case) -> Path:
     def write(path: Path) -> None:
         import onnx
-        from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
+        from onnxruntime.quantization.matmul_nbits_quantizer import (
+            DefaultWeightOnlyQuantConfig,
+            MatMulNBitsQuantizer,
+        )
 
         config = DefaultWeightOnlyQuantConfig(block_size=32, is_symmetric=True, accuracy_level=4, bits=8)
         quantizer = MatMulNBitsQuantizer(onnx.load(str(_dynamo(case))), algo_config=config)
@@ -294,13 +314,18 @@ def _session(build: Callable[[Case], Path], case: Case, off: tuple[str, ...] = (
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = case.threads, 1
     options.log_severity_level = 3
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # or its threads burn cores while others are timed
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(off) or None)
+    # or its threads burn cores while others are timed
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = onnxruntime.InferenceSession(
+        str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(off) or None
+    )
     wanted, inputs = {i.name for i in session.get_inputs()}, case.inputs()
     outputs = [session.get_outputs()[0].name]
 
     def call() -> Any:
-        return session.run(outputs, {name: value.numpy() for name, value in inputs.items() if name in wanted})[0]
+        return session.run(
+            outputs, {name: value.numpy() for name, value in inputs.items() if name in wanted}
+        )[0]
 
     return Loaded(call=call, megabytes=path.stat().st_size / 1e6)
 
@@ -324,7 +349,9 @@ def _ov_int8(case: Case) -> Path:
         import nncf
         import openvino
 
-        data = nncf.Dataset([{k: v.numpy() for k, v in case.inputs(seed).items()} for seed in CALIBRATION_SEEDS])
+        data = nncf.Dataset(
+            [{k: v.numpy() for k, v in case.inputs(seed).items()} for seed in CALIBRATION_SEEDS]
+        )
         model = openvino.Core().read_model(str(_ov_fp32(case)))
         quantized = nncf.quantize(model, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=8)
         openvino.save_model(quantized, str(path), compress_to_fp16=False)
@@ -336,10 +363,19 @@ def _openvino(build: Callable[[Case], Path], precision: str, case: Case) -> Load
     import openvino
 
     path, core = build(case), openvino.Core()
-    hints = {"INFERENCE_NUM_THREADS": case.threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision}
+    hints = {
+        "INFERENCE_NUM_THREADS": case.threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": precision,
+    }
     compiled = core.compile_model(core.read_model(str(path)), "CPU", hints)
     request, inputs = compiled.create_infer_request(), case.inputs()
-    names = {name: value for name, value in inputs.items() if any(name in port.get_names() for port in compiled.inputs)}
+    names = {
+        name: value
+        for name, value in inputs.items()
+        if any(name in port.get_names() for port in compiled.inputs)
+    }
 
     def call() -> Any:
         return request.infer({name: value.numpy() for name, value in names.items()}, share_inputs=True)[0]
@@ -355,18 +391,25 @@ _ONNX: Mapping[str, Callable[[Case], Loaded]] = {
     "ORT fp32 (dynamo, opset 23)": partial(_session, partial(_dynamo, opset=23)),
     "ORT fp32 (transformers.optimizer, ts)": partial(_session, _optimized),
     "ORT int8 dynamic (raw)": partial(_session, partial(_int8, _dynamo, "int8_raw")),
-    "ORT int8 dynamic, per channel": partial(_session, partial(_int8, _dynamo, "int8_channel", per_channel=True)),
-    "ORT int8 dynamic (transformers.optimizer, ts)": partial(_session, partial(_int8, _optimized, "int8_optimized", typed=True)),
+    "ORT int8 dynamic, per channel": partial(
+        _session, partial(_int8, _dynamo, "int8_channel", per_channel=True)
+    ),
+    "ORT int8 dynamic (transformers.optimizer, ts)": partial(
+        _session, partial(_int8, _optimized, "int8_optimized", typed=True)
+    ),
     "ORT int8 static QDQ": partial(_session, _qdq),
     "ORT MatMulNBits 8": partial(_session, _nbits8),
     "graph choices: ORT int8 op23, SkipLayerNormFusion off": partial(
-        _session, partial(_int8, partial(_dynamo, opset=23), "int8_op23", typed=True, op_types_to_quantize=["MatMul"]),
+        _session,
+        partial(_int8, partial(_dynamo, opset=23), "int8_op23", typed=True, op_types_to_quantize=["MatMul"]),
         off=("SkipLayerNormFusion",),
     ),
     "graph choices: ORT int8 ts, SkipLayerNormFusion off": partial(
-        _session, partial(_int8, _torchscript, "int8_ts", typed=True, op_types_to_quantize=["MatMul"]), off=("SkipLayerNormFusion",)
+        _session,
+        partial(_int8, _torchscript, "int8_ts", typed=True, op_types_to_quantize=["MatMul"]),
+        off=("SkipLayerNormFusion",),
     ),
-}  # fmt: skip
+}
 _TORCH: Mapping[str, Callable[[Case], Loaded]] = {
     EAGER: partial(_torch_eager, dtype=torch.float32),
     "torch eager bf16": partial(_torch_eager, dtype=torch.bfloat16),

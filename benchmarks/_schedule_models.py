@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 
 def gpt2(layers: int = 4, width: int = 64, dropout: float = 0.0) -> GPT2LMHeadModel:
@@ -20,13 +27,21 @@ def gpt2(layers: int = 4, width: int = 64, dropout: float = 0.0) -> GPT2LMHeadMo
 def llama() -> nn.Module:
     """GPT-2's Conv1D is no linear, which sparsity is of."""
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, use_cache=False
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        use_cache=False
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
 
 
 def vit() -> nn.Module:
-    config = ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, image_size=64, patch_size=8)
+    config = ViTConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=64,
+        patch_size=8,
+    )
     config.num_labels = 8
     return ViTForImageClassification(config).train()
 
@@ -36,8 +51,14 @@ class PostNorm(nn.Module):
 
     def __init__(self, layers: int = 12, width: int = 64) -> None:
         super().__init__()
-        self.table, self.places, self.head = nn.Embedding(256, width), nn.Embedding(128, width), nn.Linear(width, 256, bias=False)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(layers))
+        self.table, self.places, self.head = (
+            nn.Embedding(256, width),
+            nn.Embedding(128, width),
+            nn.Linear(width, 256, bias=False),
+        )
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(layers)
+        )
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         length = input_ids.shape[1]

@@ -1,7 +1,8 @@
 """Ready-made ways to multiply by a block-sparse weight on a CPU. Nothing of ours is in here.
 
-y = x Wᵀ for x (M, K), W (N, K). Those that want x transposed get it transposed for nothing, and may return yᵀ: their figures are
-better than what a model would see, which pays for both transpositions. `F.linear` with a BSR weight is as a user writes it.
+y = x Wᵀ for x (M, K), W (N, K). Those that want x transposed get it transposed for nothing, and may return
+yᵀ: their figures are better than what a model would see, which pays for both transpositions. `F.linear` with
+a BSR weight is as a user writes it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ Way = Callable[[], Any]
 
 
 def dense_ways(x: Tensor, weight: Tensor) -> dict[str, Way]:
-    """The weight as it is: as a user writes it, and with the weight packed once for oneDNN (what effcompile's torch backend does)."""
+    """The weight as it is: as a user writes it, and with the weight packed once for oneDNN (what effcompile's
+    torch backend does).
+    """
     ways: dict[str, Way] = {"dense F.linear": lambda: torch.nn.functional.linear(x, weight)}
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0])
-        ways["dense, packed for oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        ways["dense, packed for oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(
+            x, packed, None, "none", [], ""
+        )
     except (AttributeError, RuntimeError):  # a build of torch without oneDNN
         pass
     return ways
@@ -60,7 +65,9 @@ def _scipy(turned: Tensor, weight: Tensor, block: int) -> dict[str, Way]:
 
 
 def _gathered(turned: Tensor, weight: Tensor, kept: Tensor, block: int) -> dict[str, Way]:
-    """One bmm over all blocks, summed by index; and one bmm over block rows, those with fewer blocks filled up with zeros."""
+    """One bmm over all blocks, summed by index; and one bmm over block rows, those with fewer blocks filled
+    up with zeros.
+    """
     rows, cols = kept.shape
     r, c = kept.nonzero(as_tuple=True)
     values = weight.view(rows, block, cols, block).transpose(1, 2)[r, c].contiguous()

@@ -1,4 +1,5 @@
-"""A model with our block-sparse operators run without them: ONNX Runtime on the pieces between, the products by our torch operator.
+"""A model with our block-sparse operators run without them: ONNX Runtime on the pieces between, the products
+by our torch operator.
 
 What the ONNX Runtime backend would ship if it had no operator library; here to be timed against it.
 """
@@ -23,7 +24,10 @@ Step = Callable[[dict[str, np.ndarray]], None]
 
 
 def split(path: Path, threads: int) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
-    """The saved model as a callable on named arrays. A piece is what can run between two rounds of sparse products."""
+    """The saved model as a callable on named arrays.
+
+    A piece is what can run between two rounds of sparse products.
+    """
     model = onnx.load(path)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     levels = _levels(model)
@@ -65,25 +69,34 @@ def _session(model: onnx.ModelProto, nodes: list[onnx.NodeProto], threads: int) 
     made = {name for node in nodes for name in node.output}
     read = dict.fromkeys(name for node in nodes for name in node.input if name)
     ours = {id(node) for node in nodes}
-    elsewhere = {name for node in graph.node if id(node) not in ours for name in node.input} | {output.name for output in graph.output}
+    elsewhere = {name for node in graph.node if id(node) not in ours for name in node.input} | {
+        output.name for output in graph.output
+    }
     constants = [tensor for tensor in graph.initializer if tensor.name in read]
     known = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
-    inputs = [known[name] for name in read if name not in made and name not in {tensor.name for tensor in constants}]
+    inputs = [
+        known[name] for name in read if name not in made and name not in {tensor.name for tensor in constants}
+    ]
     outputs = [known[name] for node in nodes for name in node.output if name in elsewhere]
     opsets = [entry for entry in model.opset_import if entry.domain != DOMAIN]
     made_graph = helper.make_graph(nodes, "piece", inputs, outputs, constants)
     piece = helper.make_model(made_graph, opset_imports=opsets, ir_version=model.ir_version)
-    session = open_session(piece.SerializeToString(), Settings(threads=threads, spinning=False))  # dozens of pools must not spin at once
+    # dozens of pools must not spin at once
+    session = open_session(piece.SerializeToString(), Settings(threads=threads, spinning=False))
     names_in, names_out = [value.name for value in session.get_inputs()], [value.name for value in outputs]
 
     def step(values: dict[str, np.ndarray]) -> None:
-        values.update(zip(names_out, session.run(names_out, {name: values[name] for name in names_in}), strict=True))
+        values.update(
+            zip(names_out, session.run(names_out, {name: values[name] for name in names_in}), strict=True)
+        )
 
     return step
 
 
 def _product(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> Step:
-    values, crow, col, *bias = (torch.from_numpy(numpy_helper.to_array(constants[name]).copy()) for name in node.input[1:])
+    values, crow, col, *bias = (
+        torch.from_numpy(numpy_helper.to_array(constants[name]).copy()) for name in node.input[1:]
+    )
     sizes: dict[str, Any] = {attribute.name: attribute.i for attribute in node.attribute}
     pattern = BlockPattern.from_indices(sizes["rows"], sizes["cols"], sizes["block"], crow, col)
     added = bias[0] if bias else None

@@ -1,4 +1,6 @@
-"""Small HuggingFace models for training steps, dropout 0.1 where they have any, and a batch with labels for each."""
+"""Small HuggingFace models for training steps, dropout 0.1 where they have any, and a batch with labels for
+each.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,28 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
     import transformers
 
     torch.manual_seed(0)
-    common = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    common = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
     drop = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     ids = torch.randint(5, 512, (2, 48))
     text = {"input_ids": ids, "labels": ids.clone()}
     heads = {
-        "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positions": 64, "resid_pdrop": 0.1}),
+        "gpt2": (
+            "GPT2LMHeadModel",
+            {
+                "n_embd": 64,
+                "n_layer": 3,
+                "n_head": 4,
+                "vocab_size": 512,
+                "n_positions": 64,
+                "resid_pdrop": 0.1,
+            },
+        ),
         "bert": ("BertForMaskedLM", {**common, **drop}),
         "roberta": ("RobertaForMaskedLM", {**common, **drop, "max_position_embeddings": 66}),
         "electra": ("ElectraForMaskedLM", {**common, **drop, "embedding_size": 64}),
@@ -59,7 +77,15 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
         ),
         "t5": (
             "T5ForConditionalGeneration",
-            {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0},
+            {
+                "vocab_size": 512,
+                "d_model": 64,
+                "d_kv": 16,
+                "d_ff": 128,
+                "num_layers": 3,
+                "num_heads": 4,
+                "decoder_start_token_id": 0,
+            },
         ),
         "bart": (
             "BartForConditionalGeneration",
@@ -90,7 +116,15 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
         ),
         "swin": (
             "SwinForImageClassification",
-            {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_labels": 10},
+            {
+                "image_size": 32,
+                "patch_size": 2,
+                "embed_dim": 16,
+                "depths": [2, 2],
+                "num_heads": [2, 4],
+                "window_size": 4,
+                "num_labels": 10,
+            },
         ),
         "opt": (
             "OPTForCausalLM",
@@ -115,8 +149,14 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
                 "resid_dropout": 0.1,
             },
         ),
-        "bloom": ("BloomForCausalLM", {"vocab_size": 512, "hidden_size": 64, "n_layer": 3, "n_head": 4, "hidden_dropout": 0.1}),
-        "falcon": ("FalconForCausalLM", {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}),
+        "bloom": (
+            "BloomForCausalLM",
+            {"vocab_size": 512, "hidden_size": 64, "n_layer": 3, "n_head": 4, "hidden_dropout": 0.1},
+        ),
+        "falcon": (
+            "FalconForCausalLM",
+            {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+        ),
     }
     causal = {
         "llama": "Llama",

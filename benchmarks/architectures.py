@@ -1,7 +1,9 @@
-"""Capture (with --lower: an exact plan through ONNX Runtime) on many HuggingFace architectures: tiny configs, random weights.
+"""Capture (with --lower: an exact plan through ONNX Runtime) on many HuggingFace architectures: tiny configs,
+random weights.
 
 One process each (_children.py). A row compares the captured graph (with
---lower: the ONNX Runtime session) with the original model at the example, at a second shape and with a padded mask.
+--lower: the ONNX Runtime session) with the original model at the example, at a second shape and with a padded
+mask.
 
     python benchmarks/architectures.py [--only bert,gpt2] [--lower] [--jobs 1] [--timeout 180]
 
@@ -29,7 +31,10 @@ LIMIT = 1e-5
 
 @dataclass(kw_only=True)
 class Row:
-    """One architecture's result, as its process prints it. `seconds`: of the capture, or of all of `optimize`."""
+    """One architecture's result, as its process prints it.
+
+    `seconds`: of the capture, or of all of `optimize`.
+    """
 
     name: str
     family: str
@@ -77,7 +82,9 @@ def _captured(row: Row, model: Any, inputs: dict[str, Any]) -> None:
 
 
 def _lowered(row: Row, model: Any, inputs: dict[str, Any]) -> None:
-    """The exact plan; the captured graph is compared before it is lowered (a difference is a CaptureError)."""
+    """The exact plan; the captured graph is compared before it is lowered (a difference is a
+    CaptureError).
+    """
     import effcompile
 
     plan = effcompile.optimize(model, inputs=inputs, backend="onnxruntime", target="cpu-generic").plan
@@ -85,7 +92,13 @@ def _lowered(row: Row, model: Any, inputs: dict[str, Any]) -> None:
     row.remarks = tuple(map(str, plan.notes))
     _take(row, plan.checks)
     row.padding = next(
-        iter(re.findall(r"padding changes the output by [^)]*|the model itself ignores this mask", " ".join(row.remarks))), "no mask"
+        iter(
+            re.findall(
+                r"padding changes the output by [^)]*|the model itself ignores this mask",
+                " ".join(row.remarks),
+            )
+        ),
+        "no mask",
     )
 
 
@@ -104,10 +117,26 @@ def table(rows: list[Row], width: int | None) -> None:
 
     console = Console(width=width, highlight=False)
     grid = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in ("architecture", "family", "result", "s", "dynamic", "example", "second", "padded", "the mask"):
-        grid.add_column(heading, justify="right" if heading in ("s", "example", "second", "padded") else "left", no_wrap=True)
+    for heading in (
+        "architecture",
+        "family",
+        "result",
+        "s",
+        "dynamic",
+        "example",
+        "second",
+        "padded",
+        "the mask",
+    ):
+        grid.add_column(
+            heading,
+            justify="right" if heading in ("s", "example", "second", "padded") else "left",
+            no_wrap=True,
+        )
     for row in rows:
-        figures = [f"{row.errors[key]:.0e}" if key in row.errors else "–" for key in ("example", "second", "padded")]
+        figures = [
+            f"{row.errors[key]:.0e}" if key in row.errors else "–" for key in ("example", "second", "padded")
+        ]
         mask = row.padding.removeprefix("padding changes the output by ")
         grid.add_row(row.name, row.family, row.state, f"{row.seconds:.1f}", row.dynamic, *figures, mask)
     console.print(grid)

@@ -1,9 +1,11 @@
-"""Attention with a mask on this CPU: what stock PyTorch does with a dense mask beside `effcompile::attention`, interleaved in one run.
+"""Attention with a mask on this CPU: what stock PyTorch does with a dense mask beside
+`effcompile::attention`, interleaved in one run.
 
-    python benchmarks/attention.py [--threads 2] [--rounds 5] [--dtypes float32,bfloat16] [--tokens 4096] [--skip flex] [--out FILE]
+    python benchmarks/attention.py [--threads 2] [--rounds 5] [--dtypes float32,bfloat16] [--tokens 4096]
+    [--skip flex] [--out FILE]
 
-One batch entry, 8 heads of width 64. Times are the fastest of the rounds; `error` is the relative difference of the outputs from
-the first row's. FlexAttention has no backward on CPUs.
+One batch entry, 8 heads of width 64. Times are the fastest of the rounds; `error` is the relative difference
+of the outputs from the first row's. FlexAttention has no backward on CPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Way = Callable[..., "Tensor"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -35,7 +39,9 @@ def main() -> int:
     _common.use_threads(options.threads)
     import torch
 
-    lines = _common.header(f"Attention on CPU, {options.tokens} tokens, {HEADS} heads of {WIDTH}", options.threads)
+    lines = _common.header(
+        f"Attention on CPU, {options.tokens} tokens, {HEADS} heads of {WIDTH}", options.threads
+    )
     print("\n".join(lines), flush=True)
     data: list[dict[str, Any]] = []
     for dtype in options.dtypes.split(","):
@@ -43,7 +49,12 @@ def main() -> int:
         leaves = [torch.randn(1, HEADS, options.tokens, WIDTH, dtype=getattr(torch, dtype)) for _ in range(3)]
         for name, ways in cases(options.tokens, leaves[0].dtype).items():
             kept = {way: call for way, call in ways.items() if not options.skip or options.skip not in way}
-            text = [f"## {name}, {dtype}", "", *table(kept, leaves, options.rounds, data, f"{name}, {dtype}"), ""]
+            text = [
+                f"## {name}, {dtype}",
+                "",
+                *table(kept, leaves, options.rounds, data, f"{name}, {dtype}"),
+                "",
+            ]
             print("\n".join(text), flush=True)
             lines += text
     _common.write_out(options.out, lines, {"header": lines[:7], "rows": data})
@@ -82,7 +93,10 @@ def cases(tokens: int, dtype: Any) -> dict[str, dict[str, Way]]:
             "flex, compiled": flex(tokens),
             "effcompile": ours(lo=1 - WINDOW, hi=0),
         },
-        "causal": {"sdpa, is_causal": lambda q, k, v: sdpa(q, k, v, is_causal=True), "effcompile": ours(hi=0)},
+        "causal": {
+            "sdpa, is_causal": lambda q, k, v: sdpa(q, k, v, is_causal=True),
+            "effcompile": ours(hi=0),
+        },
         f"{DOCUMENTS} documents, causal": {
             "sdpa, boolean mask": lambda q, k, v: sdpa(q, k, v, attn_mask=document),
             "effcompile": ours(q_ids=ids, k_ids=ids, hi=0),
@@ -93,7 +107,13 @@ def cases(tokens: int, dtype: Any) -> dict[str, dict[str, Way]]:
         },
         "sink, causal": {
             "eager": eager(
-                lambda s: torch.cat([s.masked_fill(hidden, -torch.inf), sink.to(s.dtype)[None, :, None, None].expand(*s.shape[:3], 1)], -1),
+                lambda s: torch.cat(
+                    [
+                        s.masked_fill(hidden, -torch.inf),
+                        sink.to(s.dtype)[None, :, None, None].expand(*s.shape[:3], 1),
+                    ],
+                    -1,
+                ),
                 cut=True,
             ),
             "effcompile": ours(sink=sink, hi=0),
@@ -102,7 +122,7 @@ def cases(tokens: int, dtype: Any) -> dict[str, dict[str, Way]]:
             "eager": eager(lambda s: (s + slopes).masked_fill(hidden, -torch.inf)),
             "effcompile": ours(bias=slopes, hi=0),
         },
-    }  # fmt: skip
+    }
 
 
 def flex(tokens: int) -> Way:
@@ -110,12 +130,16 @@ def flex(tokens: int) -> Way:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    blocks = create_block_mask(lambda b, h, i, j: (j <= i) & (i - j < WINDOW), None, None, tokens, tokens, device="cpu")
+    blocks = create_block_mask(
+        lambda b, h, i, j: (j <= i) & (i - j < WINDOW), None, None, tokens, tokens, device="cpu"
+    )
     compiled = torch.compile(flex_attention)
     return lambda q, k, v: compiled(q, k, v, block_mask=blocks)
 
 
-def table(ways: dict[str, Way], leaves: list[Tensor], rounds: int, data: list[dict[str, Any]], case: str) -> list[str]:
+def table(
+    ways: dict[str, Way], leaves: list[Tensor], rounds: int, data: list[dict[str, Any]], case: str
+) -> list[str]:
     """Milliseconds of all ways, taken in turns."""
     import torch
 
@@ -139,9 +163,20 @@ def table(ways: dict[str, Way], leaves: list[Tensor], rounds: int, data: list[di
     for name in names:
         cells = []
         for which in times.values():
-            cells += [f"{which[name] * 1e3:.1f}", f"{which[names[0]] / which[name]:.2f}x"] if name in which else ["-", "-"]
+            cells += (
+                [f"{which[name] * 1e3:.1f}", f"{which[names[0]] / which[name]:.2f}x"]
+                if name in which
+                else ["-", "-"]
+            )
         error = _common.relative_error(outputs[name], reference)
-        data.append({"case": case, "way": name, "error": error, **{kind: which.get(name) for kind, which in times.items()}})
+        data.append(
+            {
+                "case": case,
+                "way": name,
+                "error": error,
+                **{kind: which.get(name) for kind, which in times.items()},
+            }
+        )
         rows.append([name, *cells, f"{error:.1e}"])
     return _common.markdown(["", "forward ms", "speed", "forward + backward ms", "speed", "error"], rows)
 

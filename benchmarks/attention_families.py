@@ -1,9 +1,12 @@
-"""Attention found and replaced in many families: eager HuggingFace models (and torch's own), tiny or at any size, random weights.
+"""Attention found and replaced in many families: eager HuggingFace models (and torch's own), tiny or at any
+size, random weights.
 
-Each row is a process of its own. It captures the model for inference and exports its training forward, replaces every attention by one
-call, and compares with the model itself: outputs at the example and at a second shape, gradients, and both in bf16. Inputs are padded.
+Each row is a process of its own. It captures the model for inference and exports its training forward,
+replaces every attention by one call, and compares with the model itself: outputs at the example and at a
+second shape, gradients, and both in bf16. Inputs are padded.
 
-    python benchmarks/attention_families.py [--only llama,t5] [--form attention|sdpa] [--jobs 1] [--width 512 --seq 1024 ...]
+    python benchmarks/attention_families.py [--only llama,t5] [--form attention|sdpa] [--jobs 1] [--width 512
+    --seq 1024 ...]
 
 Exit 0 when every attention of every family is replaced and every error is within its limit.
 """
@@ -40,7 +43,8 @@ NOT_SDPA = ("softcap", "sink")
 class Row:
     """One family's result, as its process prints it.
 
-    `errors`: ours against eager, by column. `noise` and `ours`: eager's bf16 and ours against eager's fp32, outputs and gradients.
+    `errors`: ours against eager, by column. `noise` and `ours`: eager's bf16 and ours against eager's fp32,
+    outputs and gradients.
     """
 
     name: str
@@ -55,10 +59,18 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """bf16 may differ from eager's bf16 by as much as that differs from fp32: two roundings of one truth."""
-        if self.failure or self.found != [self.attentions] * 2 or set(self.errors) < {"example", "gradients", "bf16"}:
+        """bf16 may differ from eager's bf16 by as much as that differs from fp32: two roundings
+        of one truth.
+        """
+        if (
+            self.failure
+            or self.found != [self.attentions] * 2
+            or set(self.errors) < {"example", "gradients", "bf16"}
+        ):
             return False
-        return all(error <= max(LIMITS[column], self.noise.get(column, 0.0)) for column, error in self.errors.items())
+        return all(
+            error <= max(LIMITS[column], self.noise.get(column, 0.0)) for column, error in self.errors.items()
+        )
 
 
 def probe(name: str, sizes: Sizes, form: str) -> Row:
@@ -99,7 +111,13 @@ def _shown(name: str, value: Any) -> Any:
     """The input with nothing hidden."""
     import torch
 
-    return torch.ones_like(value) if name == "attention_mask" else torch.zeros_like(value) if value.dtype == torch.bool else value
+    return (
+        torch.ones_like(value)
+        if name == "attention_mask"
+        else torch.zeros_like(value)
+        if value.dtype == torch.bool
+        else value
+    )
 
 
 def _training(row: Row, sizes: Sizes, form: str) -> None:
@@ -142,13 +160,17 @@ def training_graph(model: torch.nn.Module, inputs: dict[str, Any]) -> Iterator[f
 
 
 def differentiable(form: str) -> contextlib.AbstractContextManager[Any]:
-    """SDPA as plain products: the gradient of its CPU kernel is wrong where finfo.min hides a whole row, as padding on the left does."""
+    """SDPA as plain products: the gradient of its CPU kernel is wrong where finfo.min hides a whole row, as
+    padding on the left does.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend.MATH) if form == "sdpa" else contextlib.nullcontext()
 
 
-def _step(call: torch.nn.Module, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _step(
+    call: torch.nn.Module, model: torch.nn.Module, inputs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Outputs, and gradients of a random projection of them, by the model's parameters."""
     import torch
 
@@ -183,23 +205,33 @@ def floats(outputs: Any) -> list[torch.Tensor]:
     import torch
     from torch.utils import _pytree as pytree
 
-    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
 
 
 def difference(ours: Any, theirs: Any) -> float:
     """‖ours − theirs‖ / ‖theirs‖ over all tensors together."""
     import torch
 
-    mine, truth = (torch.cat([leaf.double().flatten() for leaf in floats(outputs)]) for outputs in (ours, theirs))
+    mine, truth = (
+        torch.cat([leaf.double().flatten() for leaf in floats(outputs)]) for outputs in (ours, theirs)
+    )
     return float((mine - truth).norm() / truth.norm())
 
 
 def child(name: str, arguments: argparse.Namespace) -> Row:
-    """`probe` in a process of its own: HF registers pytree classes globally, so that a warm process proves nothing."""
+    """`probe` in a process of its own: HF registers pytree classes globally, so that a warm process proves
+    nothing.
+    """
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
         command = [sys.executable, __file__, *sys.argv[1:], "--child", name, "--answer", answer.name]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=arguments.timeout, check=False
+            )
         except subprocess.TimeoutExpired:
             return Row(name=name, failure=f"no result within {arguments.timeout:.0f} s")
         with contextlib.suppress(json.JSONDecodeError):
@@ -217,11 +249,17 @@ def table(rows: list[Row], width: int | None) -> None:
     grid = Table(box=None, padding=(0, 1, 0, 0))
     own = ("eager's own", "ours", "eager's gradients", "ours'")  # bf16 against fp32
     for heading in ("family", "variant", "result", "inference", "training", "padding", *LIMITS, *own):
-        grid.add_column(heading, justify="left" if heading in ("family", "variant", "result") else "right", no_wrap=True)
+        grid.add_column(
+            heading, justify="left" if heading in ("family", "variant", "result") else "right", no_wrap=True
+        )
     for row in rows:
         counts = [f"{count}/{row.attentions}" for count in row.found] + ["–"] * (2 - len(row.found))
         figures = [f"{row.errors[c]:.0e}" if c in row.errors else "–" for c in LIMITS]
-        noise = [f"{of[c]:.1e}" if c in of else "–" for c in ("bf16", "bf16 gradients") for of in (row.noise, row.ours)]
+        noise = [
+            f"{of[c]:.1e}" if c in of else "–"
+            for c in ("bf16", "bf16 gradients")
+            for of in (row.noise, row.ours)
+        ]
         state = "ok" if row.passed else "failed" if row.failure else "not all"
         grid.add_row(row.name, variant_of(row.name), state, *counts, f"{row.padding:.0e}", *figures, *noise)
     console.print(grid)
@@ -230,11 +268,16 @@ def table(rows: list[Row], width: int | None) -> None:
             if text:
                 console.print(f"{row.name}: {text}", markup=False)
     listed = [row for row in rows if row.name in LISTED]
-    console.print(f"{sum(r.passed for r in listed)} of {len(listed)} listed families, {sum(r.passed for r in rows)} of {len(rows)} in all.")
+    console.print(
+        f"{sum(r.passed for r in listed)} of {len(listed)} listed families, {sum(r.passed for r in rows)} "
+        f"of {len(rows)} in all."
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--form", choices=("attention", "sdpa"), default="attention")
     parser.add_argument("--jobs", type=int, default=1)

@@ -1,4 +1,5 @@
-"""Models with eager attention, whole: stock PyTorch, Inductor and effcompile, interleaved in one process per family.
+"""Models with eager attention, whole: stock PyTorch, Inductor and effcompile, interleaved in one process per
+family.
 
 python benchmarks/attention_models.py                 # the 26 families of the facts, d 512, s 1024
 python benchmarks/attention_models.py --families llama,mistral --seq 2048 --backends torch-inductor
@@ -31,19 +32,26 @@ def main() -> None:
     for name in given.families.split(","):
         with common.told(name):
             rows.append(_in_process(name, given))
-        common.write_out(given.out, lines + _table(rows, given), {"rows": rows})  # a long run that is cut off has its rows
+        # a long run that is cut off has its rows
+        common.write_out(given.out, lines + _table(rows, given), {"rows": rows})
     print("\n".join(lines + _table(rows, given)))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", default=",".join(LISTED), help="names in _attention_families.py, by comma")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--families", default=",".join(LISTED), help="names in _attention_families.py, by comma"
+    )
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--backends", default="", help="only these of ours, by comma; all that run here by default")
+    parser.add_argument(
+        "--backends", default="", help="only these of ours, by comma; all that run here by default"
+    )
     parser.add_argument("--timeout", type=int, default=420, help="seconds for one family")
     parser.add_argument("--out", type=Path, help="also write FILE.md and FILE.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -51,10 +59,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _in_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    settings = [f"--{key}={getattr(given, key)}" for key in ("width", "seq", "layers", "rounds", "threads", "backends")]
+    settings = [
+        f"--{key}={getattr(given, key)}"
+        for key in ("width", "seq", "layers", "rounds", "threads", "backends")
+    ]
     try:
         done = subprocess.run(
-            [sys.executable, __file__, "--one", name, *settings], capture_output=True, text=True, timeout=given.timeout, check=False
+            [sys.executable, __file__, "--one", name, *settings],
+            capture_output=True,
+            text=True,
+            timeout=given.timeout,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"family": name, "failed": f"longer than {given.timeout} s"}
@@ -68,8 +83,9 @@ def _sizes(given: argparse.Namespace) -> Sizes:
     heads = max(1, given.width // 64)
     side = 8 * max(1, round((given.seq - 1) ** 0.5))  # as many patches as tokens, near enough
     return Sizes(
-        batch=1, seq=given.seq, layers=given.layers, width=given.width, heads=heads, kv_heads=max(1, heads // 4),
-        vocab=2048, inner=4 * given.width, window=given.seq // 8, image=side, patch=8,
+        batch=1, seq=given.seq, layers=given.layers, width=given.width, heads=heads,
+        kv_heads=max(1, heads // 4), vocab=2048, inner=4 * given.width, window=given.seq // 8, image=side,
+        patch=8,
     )  # fmt: skip
 
 
@@ -121,7 +137,11 @@ def _first(outputs: Any) -> Any:
     import torch
     from torch.utils import _pytree as pytree
 
-    return next(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+    return next(
+        leaf
+        for leaf in pytree.tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    )
 
 
 def _interleaved(ways: dict[str, Any], rounds: int) -> dict[str, float]:
@@ -136,7 +156,17 @@ def _interleaved(ways: dict[str, Any], rounds: int) -> dict[str, float]:
 
 
 def _table(rows: list[dict[str, Any]], given: argparse.Namespace) -> list[str]:
-    columns = ["family", "eager ms", "inductor ms", "ours ms", "eager ÷ ours", "inductor ÷ ours", "error", "ours", "attention"]
+    columns = [
+        "family",
+        "eager ms",
+        "inductor ms",
+        "ours ms",
+        "eager ÷ ours",
+        "inductor ÷ ours",
+        "error",
+        "ours",
+        "attention",
+    ]
     cells = []
     for row in rows:
         if "failed" in row:
@@ -145,12 +175,18 @@ def _table(rows: list[dict[str, Any]], given: argparse.Namespace) -> list[str]:
         t = row["seconds"]
         compiled = t.get("inductor")
         cells.append([
-            row["family"], f"{t['eager'] * 1e3:.1f}", f"{compiled * 1e3:.1f}" if compiled else "failed", f"{t['ours'] * 1e3:.1f}",
-            f"{t['eager'] / t['ours']:.2f}", f"{compiled / t['ours']:.2f}" if compiled else "–", f"{row['error']:.1e}", row["backend"],
+            row["family"], f"{t['eager'] * 1e3:.1f}", f"{compiled * 1e3:.1f}" if compiled else "failed",
+            f"{t['ours'] * 1e3:.1f}", f"{t['eager'] / t['ours']:.2f}",
+            f"{compiled / t['ours']:.2f}" if compiled else "–", f"{row['error']:.1e}", row["backend"],
             row["forms"],
         ])  # fmt: skip
-    faster = sum(r["seconds"].get("inductor", float("inf")) > r["seconds"]["ours"] for r in rows if "seconds" in r)
-    what = f"d {given.width}, s {given.seq}, {given.layers} layers, batch 1, fp32, least of {given.rounds} interleaved rounds."
+    faster = sum(
+        r["seconds"].get("inductor", float("inf")) > r["seconds"]["ours"] for r in rows if "seconds" in r
+    )
+    what = (
+        f"d {given.width}, s {given.seq}, {given.layers} layers, batch 1, fp32, least of "
+        f"{given.rounds} interleaved rounds."
+    )
     return [what, "", *common.markdown(columns, cells), "", f"Faster than Inductor: {faster} of {len(rows)}."]
 
 

@@ -1,11 +1,13 @@
-"""Is the chosen batch the best? `batch=` against a sweep of all its sizes, each planned by itself, for a machine that is not here.
+"""Is the chosen batch the best? `batch=` against a sweep of all its sizes, each planned by itself, for a
+machine that is not here.
 
-    python benchmarks/batch.py                          all models
-    python benchmarks/batch.py gpt2 llama               some
-    python benchmarks/batch.py gpt2 llama --measured    on this machine: steps of all sizes that fit, run in turn
+    python benchmarks/batch.py                     all models
+    python benchmarks/batch.py gpt2 llama          some
+    python benchmarks/batch.py gpt2 --measured     on this machine: steps of all sizes that fit, run in turn
 
-Each model gets half of what its step takes with 8 examples and everything kept. Printed: the size chosen, the best of the sweep, the
-examples a second of both (predicted, or measured), and how many sizes were planned of how many, or the chosen step's peak.
+Each model gets half of what its step takes with 8 examples and everything kept. Printed: the size chosen, the
+best of the sweep, the examples a second of both (predicted, or measured), and how many sizes were planned of
+how many, or the chosen step's peak.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from effcompile.core.timing import interleaved
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 TARGET = "h100-sxm"
-MEASURED = [1, 2, 4, 8, 16]
+MEASURED, CHOSEN = [1, 2, 4, 8, 16], "chosen"
 _ROUNDS = 15
 MODELS = ("gpt2", "llama", "bert", "t5", "vit")
 
@@ -53,7 +55,8 @@ def swept(model: torch.nn.Module, inputs: dict[str, torch.Tensor], asked: dict[s
 def row(name: str) -> list[str]:
     model, inputs = build(name)
     asked: dict[str, Any] = {"mode": "training", "target": TARGET, "optimizer": torch.optim.AdamW}
-    asked["passes"] = ["states.in_backward=false"]  # or else a size that does not fit is planned with gradients consumed in the backward
+    # or else a size that does not fit is planned with gradients consumed in the backward
+    asked["passes"] = ["states.in_backward=false"]
     whole = effcompile.plan(model, at(inputs, 8), **asked).baseline.peak_bytes
     assert whole
     asked["memory"] = whole // 2
@@ -67,21 +70,28 @@ def row(name: str) -> list[str]:
     planned = 1 + sum(d.by == "batch" for d in plan.declined)
     spent = time.perf_counter() - start
     return [
-        name, f"{whole / 2**21:.1f} MiB", str(chosen), str(best), f"{rates[chosen]:.0f}", f"{rates[best]:.0f}",
-        f"{rates[chosen] / rates[best]:.4f}", f"{planned} of {len(SIZES)}", f"{seconds:.0f} s", f"{spent:.0f} s",
+        name, f"{whole / 2**21:.1f} MiB", str(chosen), str(best), f"{rates[chosen]:.0f}",
+        f"{rates[best]:.0f}", f"{rates[chosen] / rates[best]:.4f}", f"{planned} of {len(SIZES)}",
+        f"{seconds:.0f} s", f"{spent:.0f} s",
     ]  # fmt: skip
 
 
 def measured(name: str) -> list[str]:
-    """The size that a plan for this machine chose, beside what steps of every size take here."""
+    """The step that `batch=` chose for this machine, run in turn with a step planned for each size alone."""
     model, inputs = build(name)
-    asked: dict[str, Any] = {"mode": "training", "optimizer": torch.optim.AdamW, "passes": ["states.in_backward=false"]}
+    asked: dict[str, Any] = {
+        "mode": "training",
+        "optimizer": torch.optim.AdamW,
+        "passes": ["states.in_backward=false"],
+    }
     whole = effcompile.plan(model, at(inputs, 8), **asked).baseline.peak_bytes
     assert whole
     asked["memory"] = whole // 2
-    chosen = effcompile.optimize(copy.deepcopy(model), at(inputs, 2), batch=MEASURED, **asked).plan
+    found = effcompile.optimize(copy.deepcopy(model), at(inputs, 2), batch=MEASURED, **asked)
+    chosen = found.plan
     assert chosen.batch is not None and chosen.measured is not None and chosen.measured.peak_bytes is not None
-    steps: dict[str, Any] = {}
+    own = at(inputs, chosen.batch)
+    steps: dict[str, Any] = {CHOSEN: lambda: found(**own).loss.backward()}
     for size in MEASURED:
         given = at(inputs, size)
         try:
@@ -90,12 +100,13 @@ def measured(name: str) -> list[str]:
             break
         steps[str(size)] = lambda planned=planned, given=given: planned(**given).loss.backward()
     seconds = {size: statistics.median(found) for size, found in interleaved(steps, _ROUNDS).items()}
+    mine = chosen.batch / seconds.pop(CHOSEN)
     rates = {int(size): int(size) / took for size, took in seconds.items()}
     best = max(rates, key=rates.__getitem__)
     peak = f"{chosen.measured.peak_bytes / 2**20:.2f} of {asked['memory'] / 2**20:.2f} MiB"
     return [
-        name, str(chosen.batch), str(best), f"{rates[chosen.batch]:.1f}", f"{rates[best]:.1f}",
-        f"{rates[chosen.batch] / rates[best]:.3f}", " ".join(f"{size}: {rate:.1f}" for size, rate in rates.items()), peak,
+        name, str(chosen.batch), str(best), f"{mine:.1f}", f"{rates[best]:.1f}", f"{mine / rates[best]:.3f}",
+        " ".join(f"{size}: {rate:.1f}" for size, rate in rates.items()), peak,
     ]  # fmt: skip
 
 
@@ -103,10 +114,30 @@ def main() -> int:
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(MODELS)
     if "--measured" in sys.argv:
         heads = ["model", "chosen", "best", "examples/s", "best's", "share", "every size", "peak measured"]
-        print("\n".join([*header("The batch that is chosen, measured", 1), *markdown(heads, [measured(name) for name in names])]))
+        print(
+            "\n".join(
+                [
+                    *header("The batch that is chosen, measured", 1),
+                    *markdown(heads, [measured(name) for name in names]),
+                ]
+            )
+        )
         return 0
-    heads = ["model", "memory", "chosen", "best", "examples/s", "best's", "share", "planned", "chosen in", "swept in"]
-    print("\n".join([*header("The batch that is chosen", 1), *markdown(heads, [row(name) for name in names])]))
+    heads = [
+        "model",
+        "memory",
+        "chosen",
+        "best",
+        "examples/s",
+        "best's",
+        "share",
+        "planned",
+        "chosen in",
+        "swept in",
+    ]
+    print(
+        "\n".join([*header("The batch that is chosen", 1), *markdown(heads, [row(name) for name in names])])
+    )
     return 0
 
 

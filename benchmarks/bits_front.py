@@ -1,12 +1,15 @@
-"""Bytes against nats per token on trained weights: one bit width for all matrices, and bits per matrix as plans choose them.
+"""Bytes against nats per token on trained weights: one bit width for all matrices, and bits per matrix as
+plans choose them.
 
-A small Llama over 2048 tokens is trained here on sources of the Python standard library (some minutes, kept in $EFFCOMPILE_BENCH) and
-judged on files that it has not seen, told through the lowered step as generation runs it: weights and activations are rounded as there.
+A small Llama over 2048 tokens is trained here on sources of the Python standard library (some minutes, kept
+in $EFFCOMPILE_BENCH) and judged on files that it has not seen, told through the lowered step as generation
+runs it: weights and activations are rounded as there.
 
     python benchmarks/bits_front.py [--train-seconds 420] [--errors 0.01,0.02,0.04,0.08,0.12] [--out FILE]
 
-"bytes" are those of the matrices that a token reads: the head, and not the table that it looks a row up in. q4_0 is llama.cpp's (its head
-in q8_0), which `int4_groups` are to the rounding of their scales; q4_K is emulated: weights rounded to nearest, activations exact.
+"bytes" are those of the matrices that a token reads: the head, and not the table that it looks a row up in.
+q4_0 is llama.cpp's (its head in q8_0), which `int4_groups` are to the rounding of their scales; q4_K is
+emulated: weights rounded to nearest, activations exact.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
 
 CONTEXT, BATCH, HELD_OUT, CALIBRATION, VOCABULARY = 128, 16, 96, 16, 2048
 SIZES = {
-    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 768,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 256, "tie_word_embeddings": True,
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 768, "vocab_size": VOCABULARY, "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -43,9 +47,14 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     words = tokenizers.Tokenizer(tokenizers.models.BPE())
     words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False
+    )
     words.train_from_iterator(training[:2_000_000].splitlines(keepends=True), trainer)
-    made = [words.encode_batch([text[at : at + 100_000] for at in range(0, len(text), 100_000)]) for text in (training, held_out)]
+    made = [
+        words.encode_batch([text[at : at + 100_000] for at in range(0, len(text), 100_000)])
+        for text in (training, held_out)
+    ]
     return tuple(torch.tensor([token for part in parts for token in part.ids]) for parts in made)  # type: ignore[return-value]
 
 
@@ -63,7 +72,9 @@ def trained(text: torch.Tensor, seconds: float) -> tuple[Any, str]:
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, eos_token_id=None, bos_token_id=None, pad_token_id=0))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    )
     kept = _common.work_folder() / f"bits_front_{seconds:g}s.pt"
     if not kept.exists():
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05)
@@ -79,11 +90,19 @@ def trained(text: torch.Tensor, seconds: float) -> tuple[Any, str]:
             optimizer.step()
             losses, step = [*losses[-19:], float(loss)], step + 1
             if step % 50 == 0:
-                print(f"step {step}, {statistics.mean(losses):.3f} nats, {spent:.0%}", file=sys.stderr, flush=True)
+                print(
+                    f"step {step}, {statistics.mean(losses):.3f} nats, {spent:.0%}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         torch.save({"weights": model.state_dict(), "steps": step, "loss": statistics.mean(losses)}, kept)
     state = torch.load(kept, weights_only=True)
     model.load_state_dict(state["weights"])
-    return model.eval(), f"{state['steps']} steps of {BATCH} × {CONTEXT} tokens, last training loss {state['loss']:.3f} nats per token"
+    return (
+        model.eval(),
+        f"{state['steps']} steps of {BATCH} × {CONTEXT} tokens, last training loss {state['loss']:.3f} "
+        "nats per token",
+    )
 
 
 def nats(run: Any, text: torch.Tensor) -> float:
@@ -94,12 +113,18 @@ def nats(run: Any, text: torch.Tensor) -> float:
     with torch.no_grad():
         for batch in text.split(BATCH):
             logits = run(input_ids=batch[:, :-1]).logits
-            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
+            total += float(
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
+                )
+            )
     return total / text[:, 1:].numel()
 
 
 def q4_k(weight: torch.Tensor) -> torch.Tensor:
-    """llama.cpp's Q4_K, to nearest: 8 groups of 32 of 4-bit codes; 6-bit scales and minima of them, each with a scale in fp16: 4.5 bits."""
+    """llama.cpp's Q4_K, to nearest: 8 groups of 32 of 4-bit codes; 6-bit scales and minima of them, each with
+    a scale in fp16: 4.5 bits.
+    """
     groups = weight.reshape(-1, 8, 32)
     low, high = groups.amin(2).clamp(max=0), groups.amax(2)
     scale, least = (high - low) / 15, -low
@@ -112,7 +137,9 @@ def q4_k(weight: torch.Tensor) -> torch.Tensor:
 
 
 def q6_k(weight: torch.Tensor) -> torch.Tensor:
-    """Q6_K, to nearest: 16 groups of 16 with 6-bit codes, 8-bit scales of them and one in fp16: 6.5625 bits."""
+    """Q6_K, to nearest: 16 groups of 16 with 6-bit codes, 8-bit scales of them and one in fp16:
+    6.5625 bits.
+    """
     groups = weight.reshape(-1, 16, 16)
     scale = groups.abs().amax(2) / 31
     unit = (scale.amax(1, keepdim=True) / 127).half().float().clamp(min=1e-12)
@@ -121,7 +148,9 @@ def q6_k(weight: torch.Tensor) -> torch.Tensor:
 
 
 def mixed(model: Any, text: torch.Tensor) -> tuple[int, float]:
-    """Q4_K_M: Q6_K for the table, and for values and downs of every second layer; Q4_K for the rest. (bytes, nats)."""
+    """Q4_K_M: Q6_K for the table, and for values and downs of every second layer; Q4_K for the rest. (bytes,
+    nats).
+    """
     import copy
 
     import torch
@@ -137,7 +166,9 @@ def mixed(model: Any, text: torch.Tensor) -> tuple[int, float]:
     return int(total), nats(lambda **given: emulated(**given, use_cache=False), text)
 
 
-def front(model: Any, training: torch.Tensor, held_out: torch.Tensor, errors: list[float]) -> list[tuple[str, int, float, str]]:
+def front(
+    model: Any, training: torch.Tensor, held_out: torch.Tensor, errors: list[float]
+) -> list[tuple[str, int, float, str]]:
     """(way, bytes that a token reads of matrices, nats per token, what it is made of), smallest first."""
     from decoding import built
 
@@ -157,20 +188,36 @@ def front(model: Any, training: torch.Tensor, held_out: torch.Tensor, errors: li
         "q4_0, head q8_0": {**dict.fromkeys(weights, four), head: eight},
         "uniform int8 (q8_0)": dict.fromkeys(weights, eight),
     }
-    rows = [("fp32", size(dict.fromkeys(weights, FP32)), nats(lambda **given: model(**given, use_cache=False), held_out), "")]
+    rows = [
+        (
+            "fp32",
+            size(dict.fromkeys(weights, FP32)),
+            nats(lambda **given: model(**given, use_cache=False), held_out),
+            "",
+        )
+    ]
     for way, held in uniform.items():
         rows.append((way, size(held), nats(built(model, step, held, CONTEXT)[0], held_out), made_of(held)))
     rows.append(("q4_K_M-like", *mixed(model, held_out), "q4_K and q6_K"))
-    calibration = [{"input_ids": batch[:, :-1]} for batch in windows(training, CALIBRATION, seed=10**6).split(8)]
+    calibration = [
+        {"input_ids": batch[:, :-1]} for batch in windows(training, CALIBRATION, seed=10**6).split(8)
+    ]
     for error in errors:
         made = effcompile.optimize(
-            model, calibration[0], mode="generation", context=CONTEXT, prompt=96, new=32, minimize="memory", max_error=error,
-            calibration=calibration, backend="torch-eager",
+            model, calibration[0], mode="generation", context=CONTEXT, prompt=96, new=32, minimize="memory",
+            max_error=error, calibration=calibration, backend="torch-eager",
         )  # fmt: skip
         forms = made.plan.forms()
         held = {name: (forms[name].weights if name in forms else None) or FP32 for name in weights}
         found = max(check.error for check in made.plan.checks)
-        rows.append((f"ours, error ≤ {error:g}", size(held), nats(made, held_out), f"{made_of(held)}; error {found:.3f}"))
+        rows.append(
+            (
+                f"ours, error ≤ {error:g}",
+                size(held),
+                nats(made, held_out),
+                f"{made_of(held)}; error {found:.3f}",
+            )
+        )
         print(rows[-1], file=sys.stderr, flush=True)
     return sorted(rows, key=lambda row: row[1])
 
@@ -182,9 +229,15 @@ def made_of(held: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train-seconds", type=float, default=420.0)
-    parser.add_argument("--errors", type=lambda text: [float(word) for word in text.split(",")], default=[0.01, 0.02, 0.04, 0.08, 0.12])
+    parser.add_argument(
+        "--errors",
+        type=lambda text: [float(word) for word in text.split(",")],
+        default=[0.01, 0.02, 0.04, 0.08, 0.12],
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--train-only", action="store_true")
     parser.add_argument("--out", type=Path, help="writes FILE.md and FILE.json")
@@ -198,9 +251,15 @@ def main() -> None:
     lines = _common.header("Bits per matrix on trained weights", options.threads)
     found = front(model, training, unseen, options.errors)
     exact = next(loss for way, _, loss, _ in found if way == "fp32")
-    lines += [f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights; {how}; {unseen[:, 1:].numel()} tokens not seen.", ""]
+    lines += [
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights; {how}; "
+        f"{unseen[:, 1:].numel()} tokens not seen.",
+        "",
+    ]
     lines += ["| way | bytes a token | nats per token | more than fp32 | matrices |", "|---|---|---|---|---|"]
-    lines += [f"| {way} | {size:,} | {loss:.4f} | {loss - exact:+.4f} | {made} |" for way, size, loss, made in found]
+    lines += [
+        f"| {way} | {size:,} | {loss:.4f} | {loss - exact:+.4f} | {made} |" for way, size, loss, made in found
+    ]
     print("\n".join(lines))
     _common.write_out(options.out, lines, {"front": found})
 

@@ -1,10 +1,12 @@
-"""No violations: GPT-2, Llama, BERT, T5 and ViT steps at 20 budgets each, the allocator's peak against the budget.
+"""No violations: GPT-2, Llama, BERT, T5 and ViT steps at 20 budgets each, the allocator's peak against the
+budget.
 
     python benchmarks/budgets.py [--models gpt2,llama,bert,t5,vit] [--budgets 20] [--exact] [--out FILE]
 
-Budgets go evenly from the smallest feasible to the unconstrained peak. Per model: violations, the largest difference between
-predicted and real peak, whether loss and gradients were bit-identical to the unplanned graph, whether more memory ever
-cost more predicted time. `--exact` adds 20 and more HF architectures at one budget each, dropout 0.1 on. Exit 1 on any fault.
+Budgets go evenly from the smallest feasible to the unconstrained peak. Per model: violations, the largest
+difference between predicted and real peak, whether loss and gradients were bit-identical to the unplanned
+graph, whether more memory ever cost more predicted time. `--exact` adds 20 and more HF architectures at one
+budget each, dropout 0.1 on. Exit 1 on any fault.
 """
 
 from __future__ import annotations
@@ -33,14 +35,27 @@ def main() -> int:
     print("\n".join(lines), flush=True)
     rows = [_swept(name, options.budgets) for name in options.models]
     text = _common.markdown(
-        ["model", "budgets", "violations", "largest |predicted − real|", "bit-identical", "monotone", "seconds"],
+        [
+            "model",
+            "budgets",
+            "violations",
+            "largest |predicted − real|",
+            "bit-identical",
+            "monotone",
+            "seconds",
+        ],
         [_cells(r) for r in rows],
     )
     print("\n".join(text), flush=True)
-    bad = any(r["violations"] or r["exact"] != "yes" or r["monotone"] != "yes" or r["difference"] > 0.02 for r in rows)
+    bad = any(
+        r["violations"] or r["exact"] != "yes" or r["monotone"] != "yes" or r["difference"] > 0.02
+        for r in rows
+    )
     if options.exact:
         found = [_exact(name) for name in EXACT]
-        more = _common.markdown(["architecture", "budget kept", "bit-identical", "largest error against eager", "note"], found)
+        more = _common.markdown(
+            ["architecture", "budget kept", "bit-identical", "largest error against eager", "note"], found
+        )
         print("\n".join(["", *more]), flush=True)
         text += ["", *more]
         bad = bad or sum(row[2] == "yes" for row in found) < 20
@@ -50,11 +65,21 @@ def main() -> int:
 
 def _cells(r: dict[str, Any]) -> list[str]:
     difference = f"{100 * r['difference']:.3f} %"
-    return [r["model"], str(r["budgets"]), str(r["violations"]), difference, r["exact"], r["monotone"], f"{r['seconds']:.0f}"]
+    return [
+        r["model"],
+        str(r["budgets"]),
+        str(r["violations"]),
+        difference,
+        r["exact"],
+        r["monotone"],
+        f"{r['seconds']:.0f}",
+    ]
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--budgets", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
@@ -97,7 +122,13 @@ def _exact(name: str) -> list[str]:
     except Exception as error:
         return [name, "", "", "", _common.reason_of(error)]
     kept = "yes" if tight.real <= tight.budget else "NO"
-    return [name, kept, "yes" if tight.exact else "NO", f"{tight.eager_error:.1e}", f"{tight.recomputed} operators run again"]
+    return [
+        name,
+        kept,
+        "yes" if tight.exact else "NO",
+        f"{tight.eager_error:.1e}",
+        f"{tight.recomputed} operators run again",
+    ]
 
 
 if __name__ == "__main__":

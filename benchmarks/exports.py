@@ -1,9 +1,11 @@
-"""What stock engines make of our exports, where they are installed: their own configuration classes, and DeepSpeed on two gloo ranks.
+"""What stock engines make of our exports, where they are installed: their own configuration classes, and
+DeepSpeed on two gloo ranks.
 
     python benchmarks/exports.py
 
-Each line says an engine and what came out; an engine that is not installed says so. DeepSpeed trains a tiny Llama from the JSON for three
-steps, beside one process; the share of the parameters that a rank holds is read from the engine.
+Each line says an engine and what came out; an engine that is not installed says so. DeepSpeed trains a tiny
+Llama from the JSON for three steps, beside one process; the share of the parameters that a rank holds is read
+from the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from effcompile.proof.parallel.processes import on_ranks
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "parallel"))
 from rank_helpers import STEPS, batch_of, model_of, optimizer_of, part, trained
 
-COMMON: dict[str, Any] = {"dp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none", "precision": "fp32", "micro_batch": 2}
+COMMON: dict[str, Any] = {
+    "dp": 2,
+    "tp": 1,
+    "pp": 1,
+    "zero": 3,
+    "recompute": "none",
+    "precision": "fp32",
+    "micro_batch": 2,
+}
 
 
 def plan_for(devices: int = 2, **strategy: Any) -> effcompile.Plan:
@@ -34,7 +44,9 @@ def plan_for(devices: int = 2, **strategy: Any) -> effcompile.Plan:
     with torch.device("meta"):
         model = model_of("llama")
     inputs = {name: value.to("meta") for name, value in batch_of("llama", 2).items()}
-    return effcompile.plan(model, inputs, mode="training", target="h100-sxm", devices=devices, strategy={**COMMON, **strategy})
+    return effcompile.plan(
+        model, inputs, mode="training", target="h100-sxm", devices=devices, strategy={**COMMON, **strategy}
+    )
 
 
 def megatron() -> str:
@@ -47,14 +59,22 @@ def megatron() -> str:
         text = exported(plan_for(4, engine="megatron", **given), "megatron")
         flags = dict((f"{line} ".split(" ", 1)) for line in text.splitlines() if line.startswith("--"))
         config = TransformerConfig(
-            num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
-            tensor_model_parallel_size=int(flags["--tensor-model-parallel-size"]), pipeline_dtype=torch.float32,
-            pipeline_model_parallel_size=int(flags["--pipeline-model-parallel-size"]), sequence_parallel="--sequence-parallel" in flags,
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_query_groups=2,
+            ffn_hidden_size=48,
+            tensor_model_parallel_size=int(flags["--tensor-model-parallel-size"]),
+            pipeline_dtype=torch.float32,
+            pipeline_model_parallel_size=int(flags["--pipeline-model-parallel-size"]),
+            sequence_parallel="--sequence-parallel" in flags,
             context_parallel_size=int(flags["--context-parallel-size"]),
             recompute_granularity=flags.get("--recompute-granularity", "").strip() or None,
             recompute_method=flags.get("--recompute-method", "").strip() or None,
-            recompute_num_layers=int(flags["--recompute-num-layers"]) if "--recompute-num-layers" in flags else None,
-        )  # fmt: skip
+            recompute_num_layers=int(flags["--recompute-num-layers"])
+            if "--recompute-num-layers" in flags
+            else None,
+        )
         said.append(f"tp {config.tensor_model_parallel_size} pp {config.pipeline_model_parallel_size}")
     return "TransformerConfig takes " + "; ".join(said)
 
@@ -67,7 +87,9 @@ def torchtitan() -> str:
 
 def run(rank: int, text: str) -> tuple[list[float], int]:
     """Three steps of DeepSpeed."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29533"
+    )
     import deepspeed
     import deepspeed.ops
 
@@ -95,12 +117,15 @@ def deepspeed() -> str:
     for zero in (1, 2, 3):
         found = on_ranks(run, 2, exported(plan_for(engine="deepspeed", zero=zero), "deepspeed"))
         error = max(abs(a - b) / abs(b) for losses, _ in found for a, b in zip(losses, wanted, strict=True))
-        said.append(f"zero {zero}: losses within {error:.1e}, {found[0][1] / whole:.2f} of the parameters on a rank")
+        said.append(
+            f"zero {zero}: losses within {error:.1e}, {found[0][1] / whole:.2f} of the parameters on a rank"
+        )
     return "; ".join(said)
 
 
 ENGINES: dict[str, tuple[str, Callable[[], str]]] = {
-    "megatron": ("megatron", megatron), "torchtitan": ("torchtitan", torchtitan), "deepspeed": ("deepspeed", deepspeed)
+    "megatron": ("megatron", megatron), "torchtitan": ("torchtitan", torchtitan),
+    "deepspeed": ("deepspeed", deepspeed)
 }  # fmt: skip
 
 

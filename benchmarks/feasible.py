@@ -1,16 +1,20 @@
-"""Is training feasible within what eager PyTorch needs? A step planned at a share of eager's measured peak, for every architecture.
+"""Is training feasible within what eager PyTorch needs?
 
-One process for each architecture of _architectures.py (tiny configs, random weights; batch 8, up to 64 tokens), forked from one that has
-imported the libraries and nothing of a model: importing costs seconds, and what an architecture registers stays its own.
-Exact levers only, and no micro-batches: those would make any budget look met. The loss is the model's own where it makes one of labels,
-else the mean square of what it returns. The budget is 0.8x of eager's peak where activations are more than half of it, else 1.0x; the
-step's graphs are emitted and simulated, storage by storage. `--least` plans at the smallest budget instead, which the refusal of an
-impossible one names; `--run` also runs, verifies and measures the step.
+A step planned at a share of eager's measured peak, for every architecture.
 
-    python benchmarks/feasible.py [--only gptj,mixtral] [--batch 8] [--tokens 64] [--least] [--run] [--rows rows.jsonl]
+One process for each architecture of _architectures.py (tiny configs, random weights; batch 8, up to 64
+tokens), forked from one that has imported the libraries and nothing of a model: importing costs seconds, and
+what an architecture registers stays its own. Exact levers only, and no micro-batches: those would make any
+budget look met. The loss is the model's own where it makes one of labels, else the mean square of what it
+returns. The budget is 0.8x of eager's peak where activations are more than half of it, else 1.0x; the step's
+graphs are emitted and simulated, storage by storage. `--least` plans at the smallest budget instead, which
+the refusal of an impossible one names; `--run` also runs, verifies and measures the step.
 
-`--rows` adds each row to a file as it is found, and takes from there what is known: a run that was stopped goes on.
-Exit 0 when every architecture is feasible within its share.
+    python benchmarks/feasible.py [--only gptj,mixtral] [--batch 8] [--tokens 64] [--least] [--run] [--rows
+    rows.jsonl]
+
+`--rows` adds each row to a file as it is found, and takes from there what is known: a run that was stopped
+goes on. Exit 0 when every architecture is feasible within its share.
 """
 
 from __future__ import annotations
@@ -34,15 +38,24 @@ from _common import header
 
 MIB = 2**20
 #: What every child needs, imported once.
-_LIBRARIES = ["torch._dynamo", "torch._functorch.aot_autograd", "transformers.modeling_utils", "effcompile.compiler.training.compile"]
+_LIBRARIES = [
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "transformers.modeling_utils",
+    "effcompile.compiler.training.compile",
+]
 #: Fields of configs that bound the length.
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One architecture. Bytes: `eager` measured at its highest instant, `resident` of it the model and its inputs; `budget` what was asked
-    for, `planned` the simulated peak of the step planned at it, `ran` what it took when it was run (0: it was not)."""
+    """One architecture.
+
+    Bytes: `eager` measured at its highest instant, `resident` of it the model and its inputs; `budget` what
+    was asked for, `planned` the simulated peak of the step planned at it, `ran` what it took when it was run
+    (0: it was not).
+    """
 
     name: str
     family: str
@@ -110,14 +123,22 @@ def probe(name: str, batch: int, tokens: int, *, least: bool, run: bool) -> Row:
 
 def _long_enough(arch: Arch, tokens: int) -> Arch:
     """The architecture with positions for so many tokens."""
-    return replace(arch, fields=arch.fields | {name: max(tokens, arch.fields[name]) for name in _LONGEST if name in arch.fields})
+    return replace(
+        arch,
+        fields=arch.fields
+        | {name: max(tokens, arch.fields[name]) for name in _LONGEST if name in arch.fields},
+    )
 
 
 def _plan(row: Row, model: Any, inputs: dict[str, Any], *, least: bool, run: bool) -> None:
     """A step planned at the limit, or at the smallest budget; where the limit is below that, too."""
     import effcompile
 
-    request = {"mode": "training", "passes": ["no-microbatch"], "loss": None if "labels" in inputs else loss_of}
+    request = {
+        "mode": "training",
+        "passes": ["no-microbatch"],
+        "loss": None if "labels" in inputs else loss_of,
+    }
     planned = lambda: effcompile.plan(model, inputs, memory=row.budget, target="cpu-generic", **request)  # noqa: E731
     row.budget = row.resident + 1 if least else row.limit
     try:
@@ -126,7 +147,9 @@ def _plan(row: Row, model: Any, inputs: dict[str, Any], *, least: bool, run: boo
         row.budget = int(error.nearest["memory"])
         row.planned = planned().predicted.peak_bytes
     if run:
-        row.ran = effcompile.optimize(model, inputs=inputs, memory=row.budget, **request).plan.measured.peak_bytes
+        row.ran = effcompile.optimize(
+            model, inputs=inputs, memory=row.budget, **request
+        ).plan.measured.peak_bytes
 
 
 def _measure(row: Row, model: Any, inputs: dict[str, Any]) -> None:
@@ -134,7 +157,9 @@ def _measure(row: Row, model: Any, inputs: dict[str, Any]) -> None:
     from effcompile.core import torch_compat_memory
 
     tensors = [*model.parameters(), *model.buffers(), *inputs.values()]
-    row.resident = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    row.resident = sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
     def step() -> None:
         loss_of(model(**inputs), inputs).backward()
@@ -160,7 +185,11 @@ def line(row: Row) -> str:
 def rows_of(names: list[str], arguments: argparse.Namespace) -> Iterator[Row]:
     """The row of each name: from the file where it is known, else found now, and added to it."""
     file = Path(arguments.rows) if arguments.rows else None
-    known = [msgspec.json.decode(text) for text in file.read_text().splitlines()] if file and file.exists() else []
+    known = (
+        [msgspec.json.decode(text) for text in file.read_text().splitlines()]
+        if file and file.exists()
+        else []
+    )
     rows = {told["name"]: Row(**told) for told in known}
     yield from (rows[name] for name in names if name in rows)
     multiprocessing.set_forkserver_preload(_LIBRARIES)
@@ -184,7 +213,11 @@ def _in_a_child(name: str, arguments: argparse.Namespace) -> Row:
     try:
         if ours.poll(arguments.timeout):
             return Row(**ours.recv())
-        return Row(name=name, family=ARCHITECTURES[name].family, failure=f"no result within {arguments.timeout:.0f} s")
+        return Row(
+            name=name,
+            family=ARCHITECTURES[name].family,
+            failure=f"no result within {arguments.timeout:.0f} s",
+        )
     except EOFError:
         child.join()
         return Row(name=name, family=ARCHITECTURES[name].family, failure=f"ended with {child.exitcode}")
@@ -199,12 +232,18 @@ def _answer(told: Connection, name: str, asked: dict[str, Any]) -> None:
         row = probe(name, asked["batch"], asked["tokens"], least=asked["least"], run=asked["run"])
     except Exception as error:  # every architecture has a row
         traceback.print_exc()
-        row = Row(name=name, family=ARCHITECTURES[name].family, failure=f"not an effcompile error: {type(error).__name__}: {error}"[:400])
+        row = Row(
+            name=name,
+            family=ARCHITECTURES[name].family,
+            failure=f"not an effcompile error: {type(error).__name__}: {error}"[:400],
+        )
     told.send(asdict(row))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per architecture")
     parser.add_argument("--batch", type=int, default=8)
@@ -216,13 +255,19 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     print("\n".join(header("Training within eager's peak", 1)))
     print(f"Batch {arguments.batch}, up to {arguments.tokens} tokens; MiB.\n")
-    print("| architecture | family | eager | model | budget | planned peak | budget ÷ eager | |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| architecture | family | eager | model | budget | planned peak | budget ÷ eager | "
+        "|\n|---|---|---|---|---|---|---|---|"
+    )
     rows = []
     for row in rows_of(names_in(parser, arguments.only), arguments):
         rows.append(row)
         print(line(row), flush=True)
     good = sum(row.state == "ok" for row in rows)
-    print(f"\n{good} of {len(rows)} are feasible within eager's peak (at 0.8x of it where activations are more than half).")
+    print(
+        f"\n{good} of {len(rows)} are feasible within eager's peak (at 0.8x of it where activations are "
+        "more than half)."
+    )
     return 0 if good == len(rows) else 1
 
 

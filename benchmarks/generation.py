@@ -1,10 +1,12 @@
-"""Generation against Hugging Face's generate(): seconds of both regimes, interleaved in one run, with a read stream beside them.
+"""Generation against Hugging Face's generate(): seconds of both regimes, interleaved in one run, with a read
+stream beside them.
 
-    python benchmarks/generation.py --shape small --context 512 --new 64 [--memory 200MiB] [--max-error 0.05] [--backend torch-eager]
-    python benchmarks/generation.py --architectures        # greedy tokens of 17 architectures beside the model's own
+    python benchmarks/generation.py --shape small --context 512 --new 64 [--memory 200MiB] [--max-error 0.05]
+    [--backend torch-eager]
+    python benchmarks/generation.py --architectures   # tokens of 17 architectures beside the model's own
 
-Weights are random. A stream of as many bytes as the model has is read before and after: a machine whose bandwidth changed meanwhile
-is seen in its two figures.
+Weights are random. A stream of as many bytes as the model has is read before and after: a machine whose
+bandwidth changed meanwhile is seen in its two figures.
 """
 
 from __future__ import annotations
@@ -25,22 +27,37 @@ SHAPES: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408, "vocab_size": 8000},
     # a quarter of the layers and of the vocabulary: the same bytes by kind, in a quarter of the time
     "quarter": {"hidden_size": 896, "num_hidden_layers": 6, "intermediate_size": 4864, "vocab_size": 37984},
-    "qwen2.5-0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864, "vocab_size": 151936},
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+    },
 }
 _HEADS = {"tiny": (4, 2), "small": (8, 2), "quarter": (14, 2), "qwen2.5-0.5b": (14, 2)}
 TINY = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128, "intermediate_size": 128,
-    "max_position_embeddings": 512,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
+    "intermediate_size": 128, "max_position_embeddings": 512,
 }  # fmt: skip
 GQA = {**TINY, "num_key_value_heads": 2}
 ENCODED = {"vocab_size": 128, "d_model": 64}
-LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+LAYERS = {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
 FFN = {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": GQA,
     "qwen3": {**GQA, "head_dim": 16},
     "gemma2": {**GQA, "head_dim": 16, "sliding_window": 16},
-    "gemma3_text": {**GQA, "head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        **GQA,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 512},
     "gpt_neox": TINY,
     "phi3": {**GQA, "pad_token_id": 0},
@@ -51,20 +68,49 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "falcon": TINY,
     "opt": {**TINY, "ffn_dim": 128, "word_embed_proj_dim": 64},
     "deepseek_v3": {
-        **TINY, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-        "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        **TINY,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
     },
-    "t5": {**ENCODED, "decoder_start_token_id": 0, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
+    "t5": {
+        **ENCODED,
+        "decoder_start_token_id": 0,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+    },
     "bart": {**ENCODED, "decoder_start_token_id": 2, **LAYERS, **FFN},
     "whisper": {
-        **ENCODED, **LAYERS, **FFN, "max_source_positions": 50, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+        **ENCODED,
+        **LAYERS,
+        **FFN,
+        "max_source_positions": 50,
+        "num_mel_bins": 8,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
         "decoder_start_token_id": 1,
     },
-}  # fmt: skip
+}
 
 
-AUTO = {"t5": "AutoModelForSeq2SeqLM", "bart": "AutoModelForSeq2SeqLM", "whisper": "AutoModelForSpeechSeq2Seq"}
+AUTO = {
+    "t5": "AutoModelForSeq2SeqLM",
+    "bart": "AutoModelForSeq2SeqLM",
+    "whisper": "AutoModelForSpeechSeq2Seq",
+}
 
 
 def model_of(shape: str, context: int) -> Any:
@@ -120,14 +166,21 @@ def race(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.rounds):
         for name, run in (("effcompile", planned.generate), ("generate()", model.generate)):
             first = seconds(run, ids, 1)
-            found[name].append((first, (seconds(run, ids, 1 + arguments.new // 2) - first) / (arguments.new // 2)))
+            found[name].append(
+                (first, (seconds(run, ids, 1 + arguments.new // 2) - first) / (arguments.new // 2))
+            )
     after = stream(weights)
-    print(f"stream {before / 1e9:.1f} GB/s before, {after / 1e9:.1f} after; {torch.get_num_threads()} threads")
+    print(
+        f"stream {before / 1e9:.1f} GB/s before, {after / 1e9:.1f} after; {torch.get_num_threads()} threads"
+    )
     for name, times in found.items():
         first, each = (statistics.median(column) for column in zip(*times, strict=True))
         then = f"then {each * 1e3:7.2f} ms a token ({1 / each:6.1f}/s)"
         print(f"{name:12} first token {first * 1e3:8.1f} ms ({prompt / first:7.1f} tokens/s)   {then}")
-    ratios = [tuple(b / a for a, b in zip(x, y, strict=True)) for x, y in zip(found["effcompile"], found["generate()"], strict=True)]
+    ratios = [
+        tuple(b / a for a, b in zip(x, y, strict=True))
+        for x, y in zip(found["effcompile"], found["generate()"], strict=True)
+    ]
     print(
         "times faster: first token {:.2f}, each token {:.2f} (medians of pairs)".format(
             *(statistics.median(r) for r in zip(*ratios, strict=True))
@@ -136,20 +189,34 @@ def race(arguments: argparse.Namespace) -> None:
 
 
 def architectures(new: int) -> None:
-    """Greedy tokens of exact steps beside the model's own generate(), of a row alone and of a left-padded one."""
+    """Greedy tokens of exact steps beside the model's own generate(), of a row alone and of a left-padded
+    one.
+    """
     equal = 0
     for kind, settings in ARCHITECTURES.items():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(kind, **settings)
-        model = getattr(transformers, AUTO.get(kind, "AutoModelForCausalLM")).from_config(config).eval().float()
+        model = (
+            getattr(transformers, AUTO.get(kind, "AutoModelForCausalLM")).from_config(config).eval().float()
+        )
         model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
         planned = as_it_is(model, new + 16)
-        text, how = torch.randint(3, 120, (2, 9)), {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        text, how = (
+            torch.randint(3, 120, (2, 9)),
+            {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False},
+        )
         given = {"input_features": torch.randn(2, 8, 100)} if kind == "whisper" else {"input_ids": text}
         alike = torch.equal(planned.generate(**given, **how), model.generate(**given, **how))
-        padded = "no padding of its own" if config.is_encoder_decoder else f"left-padded {_padded(planned, text[:1], how)}"
+        padded = (
+            "no padding of its own"
+            if config.is_encoder_decoder
+            else f"left-padded {_padded(planned, text[:1], how)}"
+        )
         equal += alike
-        print(f"{kind:12} {new} greedy tokens of two rows {'equal' if alike else 'DIFFER'}, {padded}", flush=True)
+        print(
+            f"{kind:12} {new} greedy tokens of two rows {'equal' if alike else 'DIFFER'}, {padded}",
+            flush=True,
+        )
     print(f"{equal} of {len(ARCHITECTURES)} architectures: equal tokens")
 
 
@@ -172,17 +239,24 @@ def as_it_is(model: Any, context: int) -> Any:
     from effcompile.runtime.generation.steps import CacheRoom
 
     step = capture_step(model)
-    proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
+    proof = Certificate(
+        status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver=""
+    )
     plan = Plan(
-        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context), target="", target_line="",
-        backend="torch-eager", decisions=(), declined=(), certificate=proof, baseline=Totals(), predicted=Totals(),
+        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context), target="",
+        target_line="", backend="torch-eager", decisions=(), declined=(), certificate=proof,
+        baseline=Totals(), predicted=Totals(),
     )  # fmt: skip
-    lowered, parts = lower_step(step, step.program, load_backend("torch-eager"), plan, CacheRoom(context=context, chunk=512))
+    lowered, parts = lower_step(
+        step, step.program, load_backend("torch-eager"), plan, CacheRoom(context=context, chunk=512)
+    )
     return GenerationExecutable(model, step, lowered, plan, parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--new", type=int, default=64)

@@ -1,17 +1,21 @@
-"""The Triton kernels on a GPU, in one call: ceilings, correctness, then ratios against what else there is. One JSON line per figure.
+"""The Triton kernels on a GPU, in one call: ceilings, correctness, then ratios against what else there is.
+
+One JSON line per figure.
 
     python benchmarks/gpu.py [--only correctness attention …] [--seconds 540] [--out F.jsonl]
     python benchmarks/gpu.py --dry        # tiny shapes in triton's interpreter, no GPU: does the script run
 
-The sections stand in the order of what matters, and --seconds is kept: what comes late is left out, and says so. Before the first of
-them --processes others compile the cases' kernels (ours, FlexAttention's), each a share, so that waiting for compilers is not what the time
-goes to. Needs torch ≥ 2.11, triton ≥ 3.6 and numpy; `--dry` ml_dtypes, too. What else a section can use and does not find is named in
-the first line, and in a line of that section, which then times the other contestants: z3 and msgspec plan (`step`), torchao is a peer
-(`gemm`, `states`). Figures are written as they come, to --out or $OUT/gpu.jsonl, so that a run that is cut short loses none.
-benchmarks/README.md has the commands for a machine that reaches no registry and takes ten minutes a command. Times
-are medians of CUDA events, every contestant of a case in one process, the whole round twice; `spread` is how far the rounds lie
-apart. `predicted…` is the ratio that the visited tiles allow: it is printed beside what was measured. What fails is a line with its
-error, and the rest goes on; after a fault of the GPU in a process of its own.
+The sections stand in the order of what matters, and --seconds is kept: what comes late is left out, and says
+so. Before the first of them --processes others compile the cases' kernels (ours, FlexAttention's), each a
+share, so that waiting for compilers is not what the time goes to. Needs torch ≥ 2.11, triton ≥ 3.6 and numpy;
+`--dry` ml_dtypes, too. What else a section can use and does not find is named in the first line, and in a
+line of that section, which then times the other contestants: z3 and msgspec plan (`step`), torchao is a peer
+(`gemm`, `states`). Figures are written as they come, to --out or $OUT/gpu.jsonl, so that a run that is cut
+short loses none. benchmarks/README.md has the commands for a machine that reaches no registry and takes ten
+minutes a command. Times are medians of CUDA events, every contestant of a case in one process, the whole
+round twice; `spread` is how far the rounds lie apart. `predicted…` is the ratio that the visited tiles allow:
+it is printed beside what was measured. What fails is a line with its error, and the rest goes on; after a
+fault of the GPU in a process of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +34,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from _gpu_blocks import block_sparse
-from _gpu_common import DEVICE, DRY, DTYPE, END, OUT, SHARE, Timed, attempt, broken, close, compare, make, mine, missing, say, seconds
+from _gpu_common import (
+    DEVICE,
+    DRY,
+    DTYPE,
+    END,
+    OUT,
+    SHARE,
+    Timed,
+    attempt,
+    broken,
+    close,
+    compare,
+    make,
+    mine,
+    missing,
+    say,
+    seconds,
+)
 from _gpu_products import products, states
 from _gpu_rows import rows
 from _gpu_step import step
@@ -61,7 +82,9 @@ def ceilings() -> None:
 
 
 def candidates() -> None:
-    """What the tuner will time before the first call of a head size: compiled beside, found in the cache then."""
+    """What the tuner will time before the first call of a head size: compiled beside, found in the cache
+    then.
+    """
     from effcompile.backends.triton import attention_calls, attention_tiles
     from effcompile.backends.triton.configs import KERNELS
 
@@ -126,17 +149,23 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, form: dict[str, Any]) -
 
 
 def visibility(form: dict[str, Any]) -> Visibility:
-    return Visibility(**{name: value for name, value in form.items() if name in ("lo", "hi", "q_ids", "k_ids")})
+    return Visibility(
+        **{name: value for name, value in form.items() if name in ("lo", "hi", "q_ids", "k_ids")}
+    )
 
 
-def call(q: Tensor, k: Tensor, v: Tensor, scale: float, form: dict[str, Any], lists: Any = None, block: int = 0) -> tuple[Tensor, Tensor]:
+def call(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, form: dict[str, Any], lists: Any = None, block: int = 0
+) -> tuple[Tensor, Tensor]:
     tensors = [form.get(name) for name in ("bias", "sink", "mask", "q_ids", "k_ids", "valid")]
     numbers = {name: form[name] for name in ("lo", "hi", "softcap") if name in form}
     return attention(q, k, v, *tensors, lists, scale=scale, block_q=block, block_k=block, **numbers)
 
 
 def attention_cases() -> None:
-    """Forward, and forward with backward: 16k tokens, 2048 wide, against each SDPA backend and FlexAttention, both pinned."""
+    """Forward, and forward with backward: 16k tokens, 2048 wide, against each SDPA backend and FlexAttention,
+    both pinned.
+    """
     s = 64 if DRY else 16384
     for name in ("causal", "window", "documents", "softcap", "full"):
         for d in (16,) if DRY else (128, 64):
@@ -160,30 +189,52 @@ def one_case(name: str, b: int, s: int, d: int, *, group: int = 1) -> None:
     label = f"{name} d{d} s{s} h{heads}:{heads // group}"
     with attempt(label):
         form = form_of(name, s)
-        q, k, v = make(b, heads, s, d, grad=True), make(b, heads // group, s, d, grad=True), make(b, heads // group, s, d, grad=True)
+        q, k, v = (
+            make(b, heads, s, d, grad=True),
+            make(b, heads // group, s, d, grad=True),
+            make(b, heads // group, s, d, grad=True),
+        )
         grad, scale, block = make(b, heads, s, d), d**-0.5, 32 if DRY else 128
         tiles = visibility(form).tiles(block, block, q_len=s, k_len=s)
         lists = [t.to(DEVICE) for t in tiles.tensors()] if "q_ids" in form else None
-        runs: dict[str, Callable[[], Tensor]] = {"ours": lambda: call(q, k, v, scale, form, lists, block if lists else 0)[0]}
+        runs: dict[str, Callable[[], Tensor]] = {
+            "ours": lambda: call(q, k, v, scale, form, lists, block if lists else 0)[0]
+        }
         runs |= sdpa(q, k, v, name, scale) if name in ("causal", "full") else {}
-        runs |= {"causal flash": sdpa(q, k, v, "causal", scale)["FLASH_ATTENTION"]} if name in ("window", "documents") and not DRY else {}
+        runs |= (
+            {"causal flash": sdpa(q, k, v, "causal", scale)["FLASH_ATTENTION"]}
+            if name in ("window", "documents") and not DRY
+            else {}
+        )
         if not DRY:
             with attempt(label, name="flex"):
                 runs["flex"] = flex(q, k, v, form, scale, s)
         flops = 4.0 * d * pairs(q, k, form)
-        notes = {"tiles": tiles.density, "predicted_over_causal": 0.5 * (1 + block / s) / max(tiles.density, 1e-9)}
+        notes = {
+            "tiles": tiles.density,
+            "predicted_over_causal": 0.5 * (1 + block / s) / max(tiles.density, 1e-9),
+        }
         compare(f"forward {label}", flops, {n: no_grad(run) for n, run in runs.items()}, **notes)
-        compare(f"forward+backward {label}", 3.5 * flops, {n: with_backward(run, grad, (q, k, v)) for n, run in runs.items()}, **notes)
+        compare(
+            f"forward+backward {label}",
+            3.5 * flops,
+            {n: with_backward(run, grad, (q, k, v)) for n, run in runs.items()},
+            **notes,
+        )
         agree(label, runs, grad, (q, k, v))
 
 
-def agree(label: str, runs: dict[str, Callable[[], Tensor]], grad: Tensor, leaves: tuple[Tensor, ...]) -> None:
+def agree(
+    label: str, runs: dict[str, Callable[[], Tensor]], grad: Tensor, leaves: tuple[Tensor, ...]
+) -> None:
     """Say how far ours and a peer that computes the same lie apart; what was timed is what is compared."""
     peer = next((name for name in ("flex", "FLASH_ATTENTION", "MATH") if name in runs), None)
     if peer is None:
         return
     with attempt(f"correct: {label} against {peer}"):
-        found = [(out.detach(), *torch.autograd.grad(out, leaves, grad)) for out in (runs["ours"](), runs[peer]())]
+        found = [
+            (out.detach(), *torch.autograd.grad(out, leaves, grad)) for out in (runs["ours"](), runs[peer]())
+        ]
         for what, one, other in zip(("out", "dq", "dk", "dv"), *found, strict=True):
             close(f"{label} {what} against {peer}", one, other, 1e-2)
 
@@ -201,16 +252,23 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, name: str, scale: float) -> dict[str, 
 
     def run(backend: SDPBackend) -> Tensor:
         with sdpa_kernel([backend]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=name == "causal", scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=name == "causal", scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
 
-    kinds = (SDPBackend.MATH,) if DRY else (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    kinds = (
+        (SDPBackend.MATH,)
+        if DRY
+        else (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    )
     return {kind.name: (lambda kind=kind: run(kind)) for kind in kinds}
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, form: dict[str, Any], scale: float, s: int) -> Callable[[], Tensor]:
     """FlexAttention, compiled, with the same mask and score change.
 
-    Each case is compiled afresh: after eight variants of one function dynamo runs it unfused. `fullgraph` makes that an error.
+    Each case is compiled afresh: after eight variants of one function dynamo runs it unfused. `fullgraph`
+    makes that an error.
     """
     lo, hi, ids, cap, bias = (form.get(name) for name in ("lo", "hi", "q_ids", "softcap", "bias"))
 
@@ -224,11 +282,17 @@ def flex(q: Tensor, k: Tensor, v: Tensor, form: dict[str, Any], scale: float, s:
         score = cap * torch.tanh(score / cap) if cap else score
         return score if bias is None else score + bias[0, 0, i, j]
 
-    mask = None if hi is None and lo is None and ids is None else create_block_mask(seen, None, None, s, s, device=DEVICE)
+    mask = (
+        None
+        if hi is None and lo is None and ids is None
+        else create_block_mask(seen, None, None, s, s, device=DEVICE)
+    )
     mod = change if cap or bias is not None else None
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return lambda: compiled(q, k, v, score_mod=mod, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return lambda: compiled(
+        q, k, v, score_mod=mod, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def no_grad(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -244,7 +308,9 @@ def with_backward(run: Callable[[], Tensor], grad: Tensor, leaves: tuple[Tensor,
 
 
 def loss_head() -> None:
-    """Linear and cross entropy, forward and backward: time, and the peak of memory beyond what is given and what comes out."""
+    """Linear and cross entropy, forward and backward: time, and the peak of memory beyond what is given and
+    what comes out.
+    """
     if not mine():
         return
     n, d, words = (40, 32, 100) if DRY else (8192, 2304, 256000)
@@ -255,21 +321,30 @@ def loss_head() -> None:
 
     def mine_in_two() -> Any:
         loss, lse = loss_head_forward(x, weight, None, target, *form)
-        return loss, loss_head_backward(torch.ones_like(loss), x, weight, None, target, lse, *form, [True, True, False])
+        return loss, loss_head_backward(
+            torch.ones_like(loss), x, weight, None, target, lse, *form, [True, True, False]
+        )
 
     def eager(a: Tensor, w: Tensor) -> Tensor:
         return F.cross_entropy((a @ w.T).float(), target)
 
     leaves = (x.detach().requires_grad_(), weight.detach().requires_grad_())
     once = lambda: loss_head_gradients(x, weight, None, target, *form, [True, True, False])  # noqa: E731
-    runs: Timed = {"ours": mine_in_two, "ours in one pass": once, "eager": lambda: torch.autograd.grad(eager(*leaves), leaves)}
+    runs: Timed = {
+        "ours": mine_in_two,
+        "ours in one pass": once,
+        "eager": lambda: torch.autograd.grad(eager(*leaves), leaves),
+    }
     if not DRY:
         torch._dynamo.reset()
         compiled = torch.compile(eager, dynamic=False)
         runs["torch.compile"] = lambda: torch.autograd.grad(compiled(*leaves), leaves)
     with attempt("correct: loss head"):
         wanted = torch.autograd.grad(eager(*leaves), leaves)
-        for name, made in (("loss head", lambda: mine_in_two()[1]), ("loss head in one pass", lambda: once()[1:])):
+        for name, made in (
+            ("loss head", lambda: mine_in_two()[1]),
+            ("loss head in one pass", lambda: once()[1:]),
+        ):
             found = made()
             close(f"{name} dx", found[0], wanted[0], 6e-3)
             close(f"{name} dW", found[1], wanted[1], 6e-3)
@@ -296,23 +371,36 @@ def working_bytes(run: Callable[[], Any]) -> int:
 
 #: In the order of what matters: the time may end.
 SECTIONS: dict[str, Callable[[], None]] = {
-    "ceilings": ceilings, "correctness": correctness, "attention": attention_cases, "block_sparse": block_sparse, "loss_head": loss_head,
-    "rows": rows, "states": states, "gemm": products, "step": step, "lengths": lengths,
+    "ceilings": ceilings, "correctness": correctness, "attention": attention_cases,
+    "block_sparse": block_sparse, "loss_head": loss_head, "rows": rows, "states": states, "gemm": products,
+    "step": step, "lengths": lengths,
 }  # fmt: skip
 #: Those whose kernels are compiled beside, before the first is run.
 COMPILED = ("correctness", "attention", "block_sparse", "loss_head", "rows", "gemm", "lengths")
 
 
 def compile_beside(sections: list[str], processes: int, patience: float) -> None:
-    """Have other processes run each case once, none twice, for the compilers' caches; those that take longer than `patience` are ended."""
+    """Have other processes run each case once, none twice, for the compilers' caches; those that take longer
+    than `patience` are ended.
+    """
     chosen = [name for name in sections if name in COMPILED]
     if DRY or not chosen or processes < 1:
         return
-    environment = {**os.environ, "EFFCOMPILE_TUNE": "off", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "EFFCOMPILE_TUNE": "off",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, __file__, "--seconds", str(patience), "--only", *chosen, "--share"]
     start = time.monotonic()
     started = [
-        subprocess.Popen([*command, str(i), str(processes)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            [*command, str(i), str(processes)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         for i in range(processes)
     ]
     for one in started:
@@ -321,7 +409,12 @@ def compile_beside(sections: list[str], processes: int, patience: float) -> None
         except subprocess.TimeoutExpired:
             one.kill()
             one.wait()
-    say(case="compiled beside", seconds=time.monotonic() - start, processes=processes, failed=sum(one.returncode != 0 for one in started))
+    say(
+        case="compiled beside",
+        seconds=time.monotonic() - start,
+        processes=processes,
+        failed=sum(one.returncode != 0 for one in started),
+    )
 
 
 def run_sections(options: argparse.Namespace) -> bool:
@@ -341,22 +434,36 @@ def run_sections(options: argparse.Namespace) -> bool:
 
 
 def elsewhere(sections: list[str]) -> bool:
-    """The rest in a new process, where this one's context of the GPU is lost; False, since something failed."""
+    """The rest in a new process, where this one's context of the GPU is lost; False, since
+    something failed.
+    """
     if sections:
         left = max(1.0, END[0] - time.monotonic())
         out = ["--out", OUT[0].name] if OUT else []
-        subprocess.run([sys.executable, __file__, "--processes", "0", "--seconds", str(left), *out, "--only", *sections], check=False)
+        subprocess.run(
+            [sys.executable, __file__, "--processes", "0", "--seconds", str(left), *out, "--only", *sections],
+            check=False,
+        )
     return False
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing further after this time")
-    parser.add_argument("--processes", type=int, default=min(12, (os.cpu_count() or 1) - 2), help="that compile before anything is timed")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(12, (os.cpu_count() or 1) - 2),
+        help="that compile before anything is timed",
+    )
     parser.add_argument("--share", nargs=2, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"], "gpu.jsonl") if "OUT" in os.environ else None)
+    parser.add_argument(
+        "--out", type=Path, default=Path(os.environ["OUT"], "gpu.jsonl") if "OUT" in os.environ else None
+    )
     options = parser.parse_args()
     END[0] = time.monotonic() + options.seconds
     if options.share:
@@ -365,7 +472,9 @@ def main() -> None:
         OUT.append(options.out.open("a"))
     torch.manual_seed(0)
     lacking = missing("triton", "msgspec", "z3", "torchao", *["ml_dtypes"] * DRY)
-    reason = "--dry needs ml_dtypes: pip install ml_dtypes" if "ml_dtypes" in lacking else ours.register(DEVICE)
+    reason = (
+        "--dry needs ml_dtypes: pip install ml_dtypes" if "ml_dtypes" in lacking else ours.register(DEVICE)
+    )
     name = "interpreter" if DRY else torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     say(device=name, torch=torch.__version__, triton=version("triton"), missing=lacking, declined=reason)
     if reason is not None:

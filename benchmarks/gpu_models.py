@@ -1,11 +1,13 @@
-"""Whole models on a GPU beside torch eager and torch.compile: time of a call or a step, the allocator's peak, and what was predicted.
+"""Whole models on a GPU beside torch eager and torch.compile: time of a call or a step, the allocator's peak,
+and what was predicted.
 
-    python benchmarks/gpu_models.py train --shares 0.6 0.35      # GPT-2 124M, fp32, 8 x 1024, AdamW; budgets as shares of eager's peak
+    python benchmarks/gpu_models.py train --shares 0.6 0.35      # budgets as shares of eager's peak
     python benchmarks/gpu_models.py call --model bert --dtype bfloat16 [--max-error 0.02]     # bert | llama
-    python benchmarks/gpu_models.py generate                     # tokens/s, and whether the tokens are eager's
+    python benchmarks/gpu_models.py generate      # tokens/s, and whether the tokens are eager's
 
-Medians of synchronised calls, contestants in turn, after compiling and planning all of them. `--tiny` runs on a CPU, to see that it runs.
-Calls are recorded as CUDA graphs under EFFCOMPILE_CUDA_GRAPHS=1.
+Trained is GPT-2 124M, fp32, 8 x 1024, AdamW. Medians of synchronised calls, contestants in turn, after
+compiling and planning all of them. `--tiny` runs on a CPU, to see that it runs. Calls are recorded as CUDA
+graphs under EFFCOMPILE_CUDA_GRAPHS=1.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ Step = Callable[[], Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("train", "call", "generate"))
-    parser.add_argument("--shares", nargs="*", type=float, default=[0.6, 0.35], help="budgets, as shares of eager's peak")
+    parser.add_argument(
+        "--shares", nargs="*", type=float, default=[0.6, 0.35], help="budgets, as shares of eager's peak"
+    )
     parser.add_argument("--model", choices=("bert", "llama"), default="bert")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--max-error", type=float)
@@ -42,7 +48,11 @@ def main() -> None:
         parser.error("there is no GPU here that PyTorch can use; --tiny runs a toy without one")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
+    print(
+        f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{time.strftime('%Y-%m-%d')}",
+        flush=True,
+    )
     {"train": train, "call": call, "generate": generate}[options.what](options, device)
 
 
@@ -73,12 +83,15 @@ def train(options: argparse.Namespace, device: str) -> None:
         optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-4)
         budget = {} if share is None else {"memory": int(peak * share)}
         start = time.perf_counter()
-        planned = effcompile.optimize(mine, inputs={"input_ids": ids, "labels": ids}, mode="training", optimizer=optimizer, **budget)
+        planned = effcompile.optimize(
+            mine, inputs={"input_ids": ids, "labels": ids}, mode="training", optimizer=optimizer, **budget
+        )
         took = time.perf_counter() - start
         planned.report(Console(width=120))
         predicted = planned.plan.predicted
         foreseen = (
-            f"budget {budget.get('memory', 0) / MIB:.0f} MiB, predicted {(predicted.peak_bytes or 0) / MIB:.0f}, planned in {took:.0f} s"
+            f"budget {budget.get('memory', 0) / MIB:.0f} MiB, predicted "
+            f"{(predicted.peak_bytes or 0) / MIB:.0f}, planned in {took:.0f} s"
         )
         told_of(f"effcompile at {share}", planned, planned.train(), foreseen)
 
@@ -99,7 +112,9 @@ def told(name: str, model: nn.Module, loss: Step, note: str = "") -> int:
         taken.append(time.perf_counter() - start)
         most = max(most, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
     reserved = torch.cuda.max_memory_reserved() / MIB if torch.cuda.is_available() else 0.0
-    figures = f"{statistics.median(taken[2:]) * 1e3:9.2f} ms  peak {most / MIB:9.1f} MiB  reserved {reserved:9.1f}"
+    figures = (
+        f"{statistics.median(taken[2:]) * 1e3:9.2f} ms  peak {most / MIB:9.1f} MiB  reserved {reserved:9.1f}"
+    )
     print(f"== {name:20s} {figures}  loss {float(value.detach()):.4f}  {note}", flush=True)
     return most
 
@@ -119,9 +134,16 @@ def call(options: argparse.Namespace, device: str) -> None:
     with torch.no_grad():
         wanted = model(**inputs)[0].double()
         found = planned(**inputs)[0].double()
-        runs = {"eager": lambda: model(**inputs), "reduce-overhead": lambda: compiled(**inputs), "effcompile": lambda: planned(**inputs)}
+        runs = {
+            "eager": lambda: model(**inputs),
+            "reduce-overhead": lambda: compiled(**inputs),
+            "effcompile": lambda: planned(**inputs),
+        }
         for name, seconds in in_turn(runs):
-            print(f"== {options.model} {rows} x {tokens} {options.dtype} {name:16s} {seconds * 1e3:9.3f} ms", flush=True)
+            print(
+                f"== {options.model} {rows} x {tokens} {options.dtype} {name:16s} {seconds * 1e3:9.3f} ms",
+                flush=True,
+            )
     print(f"error {float((found - wanted).norm() / wanted.norm()):.2e}, backend {planned.plan.backend}")
 
 
@@ -145,7 +167,10 @@ def generate(options: argparse.Namespace, device: str) -> None:
     planned = effcompile.optimize(model, inputs={"input_ids": ids}, mode="generation", context=256)
     planned.report(Console(width=120))
     contestants = {"eager": model, "effcompile": planned}
-    runs = {name: partial(each.generate, ids, max_new_tokens=64, do_sample=False) for name, each in contestants.items()}
+    runs = {
+        name: partial(each.generate, ids, max_new_tokens=64, do_sample=False)
+        for name, each in contestants.items()
+    }
     texts = {name: run() for name, run in runs.items()}
     for name, seconds in in_turn(runs):
         print(f"== generate {name:16s} {64 / seconds:9.1f} tokens/s", flush=True)
@@ -155,10 +180,22 @@ def generate(options: argparse.Namespace, device: str) -> None:
 def made(name: str, tiny: bool) -> Any:
     """BERT-base, or a Llama of 187 M parameters; random weights."""
     torch.manual_seed(0)
-    toy = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128, "vocab_size": 500}
+    toy = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 500,
+    }
     if name == "bert":
         return transformers.BertModel(transformers.BertConfig(**(toy if tiny else {}))).eval()
-    wide = {"num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 32000}
+    wide = {
+        "num_hidden_layers": 8,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "vocab_size": 32000,
+    }
     config = transformers.LlamaConfig(**(toy if tiny else wide), num_key_value_heads=2 if tiny else 4)
     return transformers.LlamaForCausalLM(config).eval()
 

@@ -1,10 +1,11 @@
-"""What the guards cost: seconds of all checks of one call, beside the call itself, for a tiny model, BERT-base 1×128 and a GPT-2 step.
+"""What the guards cost: seconds of all checks of one call, beside the call itself, for a tiny model,
+BERT-base 1×128 and a GPT-2 step.
 
     python benchmarks/guards.py [tiny] [bert] [gpt2]
 
-The checks are those of the model's state (a share of its weights' bytes included), of the arguments, and of the tensors among them
-(shapes, and of ids that they are rows of the table). The model's own call stands for the planned one: what a plan saves makes the share
-larger by as much.
+The checks are those of the model's state (a share of its weights' bytes included), of the arguments, and of
+the tensors among them (shapes, and of ids that they are rows of the table). The model's own call stands for
+the planned one: what a plan saves makes the share larger by as much.
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ def row(name: str, model: nn.Module, kwargs: dict[str, Any], *, training: bool) 
 class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.drop, self.down, self.temperature = nn.Linear(64, 256), nn.Dropout(0.1), nn.Linear(256, 64), 1.0
+        self.up, self.drop, self.down, self.temperature = (
+            nn.Linear(64, 256),
+            nn.Dropout(0.1),
+            nn.Linear(256, 64),
+            1.0,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.drop(torch.relu(self.up(x)))) / self.temperature
@@ -81,7 +87,14 @@ def main(names: list[str]) -> None:
         print(row("tiny MLP", Tiny().eval(), {"x": torch.randn(8, 64)}, training=False))
     if not names or "bert" in names:
         bert = hf.BertModel(hf.BertConfig()).eval()
-        print(row("BERT-base 1×128", bert, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, training=False))
+        print(
+            row(
+                "BERT-base 1×128",
+                bert,
+                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                training=False,
+            )
+        )
     if not names or "gpt2" in names:
         gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config()).train()
         print(row("GPT-2 step 1×128", gpt2, {"input_ids": ids, "labels": ids}, training=True))

@@ -1,10 +1,11 @@
-"""Counts what the house is measured by, on the syntax trees: long files, wide functions, `Any` in signatures, names with several homes.
+"""Counts what the house is measured by, on the syntax trees: long files, wide functions, `Any` in signatures,
+names with several homes.
 
     python benchmarks/house.py            the counts
     python benchmarks/house.py --list     with each place
 
-A signature counts once per annotation that names `Any`: each parameter, and the result. Kernels (backends/triton/kernels) take what
-the GPU's launch gives them and are left out of the count of parameters.
+A signature counts once per annotation that names `Any`: each parameter, and the result. Kernels
+(backends/triton/kernels) take what the GPU's launch gives them and are left out of the count of parameters.
 """
 
 from __future__ import annotations
@@ -56,10 +57,15 @@ def counted(package: Path = PACKAGE) -> House:
             annotations += vague
             functions += vague[:1]
     return House(
-        lines=lines, long_files=tuple(long_files), wide_functions=tuple(wide), any_annotations=tuple(annotations),
+        lines=lines,
+        long_files=tuple(long_files),
+        wide_functions=tuple(wide),
+        any_annotations=tuple(annotations),
         any_functions=tuple(functions),
-        shared_names=tuple(f"{kind}: {', '.join(files)}" for kind, files in sorted(homes.items()) if len(files) > 1),
-    )  # fmt: skip
+        shared_names=tuple(
+            f"{kind}: {', '.join(files)}" for kind, files in sorted(homes.items()) if len(files) > 1
+        ),
+    )
 
 
 def _functions(tree: ast.Module) -> Iterator[Function]:

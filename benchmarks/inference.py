@@ -1,10 +1,13 @@
-"""BERT-base and GPT-2-small on this CPU: every ONNX Runtime, PyTorch and OpenVINO way beside effcompile, in one interleaved run.
+"""BERT-base and GPT-2-small on this CPU: every ONNX Runtime, PyTorch and OpenVINO way beside effcompile, in
+one interleaved run.
 
-    python benchmarks/inference.py [--models bert,gpt2] [--shapes 1x128,8x128] [--errors 0,0.005,0.01,0.031] [--rounds 7]
-                                   [--only ORT,effcompile] [--skip compile] [--reuse-plans] [--out FILE]
+    python benchmarks/inference.py [--models bert,gpt2] [--shapes 1x128,8x128] [--errors 0,0.005,0.01,0.031]
+                                   [--rounds 7] [--only ORT,effcompile] [--skip compile] [--reuse-plans]
+                                   [--out FILE]
 
-Peers are built once and kept in $EFFCOMPILE_BENCH; effcompile plans anew in each run unless --reuse-plans. Weights and tokens
-are random: the error is numerical fidelity on the timed input. Exit 1 when a plan of ours failed or broke its error limit.
+Peers are built once and kept in $EFFCOMPILE_BENCH; effcompile plans anew in each run unless --reuse-plans.
+Weights and tokens are random: the error is numerical fidelity on the timed input. Exit 1 when a plan of ours
+failed or broke its error limit.
 """
 
 from __future__ import annotations
@@ -45,10 +48,26 @@ def main() -> int:
         for shape in options.shapes or DEFAULT_SHAPES[name].split(","):
             case = _case(name, shape, options.threads)
             rows, disturbed = _run(case, options)
-            text = [f"## {name} {shape}", "", *_table(rows), "", disturbed, "", *_verdicts(rows, options.errors), ""]
+            text = [
+                f"## {name} {shape}",
+                "",
+                *_table(rows),
+                "",
+                disturbed,
+                "",
+                *_verdicts(rows, options.errors),
+                "",
+            ]
             print("\n".join(text), flush=True)
             lines += text
-            tables.append({"model": name, "shape": shape, "disturbed": disturbed, "rows": [row.as_dict() for row in rows]})
+            tables.append(
+                {
+                    "model": name,
+                    "shape": shape,
+                    "disturbed": disturbed,
+                    "rows": [row.as_dict() for row in rows],
+                }
+            )
             _common.write_out(options.out, lines, {"header": lines[:7], "tables": tables})
             gc.collect()
     ours = [row for table in tables for row in table["rows"] if row["family"] == "effcompile"]
@@ -59,15 +78,27 @@ def _options() -> argparse.Namespace:
     def words(text: str) -> list[str]:
         return [word for word in text.split(",") if word]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", type=words, default=["bert", "gpt2"])
-    parser.add_argument("--shapes", type=words, default=[], help="batch x sequence; default: BERT 1x128,8x128, GPT-2 1x256")
-    parser.add_argument("--errors", type=lambda text: [float(word) for word in words(text)], default=[0.0, 5e-3, 1e-2, 3.1e-2])
-    parser.add_argument("--only", type=words, default=[], help="rows whose name contains one of these (and torch eager fp32)")
+    parser.add_argument(
+        "--shapes", type=words, default=[], help="batch x sequence; default: BERT 1x128,8x128, GPT-2 1x256"
+    )
+    parser.add_argument(
+        "--errors", type=lambda text: [float(word) for word in words(text)], default=[0.0, 5e-3, 1e-2, 3.1e-2]
+    )
+    parser.add_argument(
+        "--only", type=words, default=[], help="rows whose name contains one of these (and torch eager fp32)"
+    )
     parser.add_argument("--skip", type=words, default=[], help="rows whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=7, help="each row is timed twice in each")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--reuse-plans", action="store_true", help="carry out the plans of an earlier run instead of planning anew")
+    parser.add_argument(
+        "--reuse-plans",
+        action="store_true",
+        help="carry out the plans of an earlier run instead of planning anew",
+    )
     parser.add_argument("--out", type=Path, help="writes FILE.md and FILE.json")
     options = parser.parse_args()
     if unknown := set(options.models) - set(DEFAULT_SHAPES):
@@ -82,7 +113,14 @@ def _case(name: str, shape: str, threads: int) -> Case:
     torch.manual_seed(0)
     batch, seq = (int(part) for part in shape.split("x"))
     model = SUBJECTS[name].build().eval()
-    return Case(subject=SUBJECTS[name], model=model, batch=batch, seq=seq, folder=_common.work_folder(), threads=threads)
+    return Case(
+        subject=SUBJECTS[name],
+        model=model,
+        batch=batch,
+        seq=seq,
+        folder=_common.work_folder(),
+        threads=threads,
+    )
 
 
 def _run(case: Case, options: argparse.Namespace) -> tuple[list[Row], str]:
@@ -141,7 +179,9 @@ def _ours(
 ) -> tuple[Row, Executable | None]:  # fmt: skip
     row = Row(name=name, family="effcompile", point=point)
     inputs, start = case.inputs(), time.perf_counter()
-    kept = case.folder / "plans" / f"{case.subject.name}_{case.batch}x{case.seq}_{_common.file_name(name)}.json"
+    kept = (
+        case.folder / "plans" / f"{case.subject.name}_{case.batch}x{case.seq}_{_common.file_name(name)}.json"
+    )
     with _common.told(name):
         try:
             executable = _common.optimize(case.model, inputs, kept, options.reuse_plans, max_error=point)
@@ -192,16 +232,25 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _verdicts(rows: Sequence[Row], points: Sequence[float]) -> list[str]:
-    """Per error limit: what a user gets from us against all, and from us without OpenVINO against the rest."""
+    """Per error limit: what a user gets from us against all, and from us without OpenVINO against
+    the rest.
+    """
     lines = []
     for point in points:
         limit = max(point, EXACT)
         ours = [row for row in rows if row.point == point]
-        peers = [row for row in rows if row.point is None and row.samples and row.error is not None and row.error <= limit]
+        peers = [
+            row
+            for row in rows
+            if row.point is None and row.samples and row.error is not None and row.error <= limit
+        ]
         plain = [row for row in ours if row.note != "openvino"]
         lines.append(f"- error ≤ {limit:g}")
         lines.append("  - all peers: " + _verdict(peers, ours[:1], limit))
-        lines.append("  - ONNX Runtime and PyTorch only: " + _verdict([r for r in peers if r.family != "openvino"], plain, limit))
+        lines.append(
+            "  - ONNX Runtime and PyTorch only: "
+            + _verdict([r for r in peers if r.family != "openvino"], plain, limit)
+        )
     return ["fastest peer within the error : effcompile, median (minimum)", "", *lines]
 
 
@@ -210,7 +259,11 @@ def _verdict(peers: Sequence[Row], ours: Sequence[Row], limit: float) -> str:
     if not ours or not ours[0].samples:
         return "effcompile has no result" + (f": {ours[0].failed}" if ours else "")
     mine = ours[0]
-    broken = f"; ERROR {mine.error:.1e} IS ABOVE THE LIMIT" if mine.error is not None and mine.error > limit else ""
+    broken = (
+        f"; ERROR {mine.error:.1e} IS ABOVE THE LIMIT"
+        if mine.error is not None and mine.error > limit
+        else ""
+    )
     if not peers:
         return f"no peer is within it; {mine.median * 1e3:.1f} ms ({mine.note}){broken}"
     peer, best = min(peers, key=lambda row: row.median), min(row.best for row in peers)

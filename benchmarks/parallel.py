@@ -2,11 +2,11 @@
 
     python benchmarks/parallel.py [published|regret|large]
 
-`published` compares seconds and peaks of steps whose figures others published (named with each) with the closed form: none of
-the steps was run here. One rate and one half-width (planner/parallel/engines.py) were fitted to all of Megatron's rows together.
-`regret` solves and simulates every strategy of 64 devices (of two choices of what is free) and compares the best with the one that
-the search takes.
-`large` times plans of 70 B parameters on 64 devices and of 1 T on 3072.
+`published` compares seconds and peaks of steps whose figures others published (named with each) with the
+closed form: none of the steps was run here. One rate and one half-width (planner/parallel/engines.py) were
+fitted to all of Megatron's rows together. `regret` solves and simulates every strategy of 64 devices (of two
+choices of what is free) and compares the best with the one that the search takes. `large` times plans of 70 B
+parameters on 64 devices and of 1 T on 3072.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ TITAN = "torchtitan docs/performance.md (Llama 3.1, H100 96 GB, 2.4 TB/s)"
 
 @dataclass(frozen=True)
 class Published:
-    """A step that others ran. `model`: (name, tokens of a sequence). Seconds, or the peak of reserved GiB, or both."""
+    """A step that others ran.
+
+    `model`: (name, tokens of a sequence). Seconds, or the peak of reserved GiB, or both.
+    """
 
     name: str
     source: str
@@ -53,15 +56,22 @@ class Published:
 
 def _gpt(hidden: int, layers: int, heads: int, tokens: int) -> nn.Module:
     config = GPT2Config(
-        n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=51200, n_positions=tokens, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=heads,
+        vocab_size=51200,
+        n_positions=tokens,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
     )
     return GPT2LMHeadModel(config)
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int) -> nn.Module:
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-        vocab_size=128256,
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, vocab_size=128256,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -88,18 +98,38 @@ def described(name: str, tokens: int, target: str) -> Model:
 def published() -> Iterator[Published]:
     """Every row that is compared."""
     rows = {
-        "GPT 22B": (Strategy(tp=8, micro_batch=4, engine="megatron", recompute="none", sp=True), 4, 1.42, 1.10),
-        "GPT 175B": (Strategy(tp=8, pp=8, vpp=3, schedule="interleaved", engine="megatron", recompute="none", sp=True), 64, 18.13, 13.75),
-        "GPT 530B": (Strategy(tp=8, pp=35, vpp=3, schedule="interleaved", engine="megatron", recompute="none", sp=True), 280, 49.05, 37.83),
+        "GPT 22B": (
+            Strategy(tp=8, micro_batch=4, engine="megatron", recompute="none", sp=True),
+            4,
+            1.42,
+            1.10,
+        ),
+        "GPT 175B": (
+            Strategy(tp=8, pp=8, vpp=3, schedule="interleaved", engine="megatron", recompute="none", sp=True),
+            64,
+            18.13,
+            13.75,
+        ),
+        "GPT 530B": (
+            Strategy(
+                tp=8, pp=35, vpp=3, schedule="interleaved", engine="megatron", recompute="none", sp=True
+            ),
+            280,
+            49.05,
+            37.83,
+        ),
         "GPT 1T": (Strategy(tp=8, pp=64, engine="megatron", recompute="none", sp=True), 512, 94.42, 71.49),
     }
     for name, (strategy, batch, full, selective) in rows.items():
-        yield Published(f"{name}, selective", MEGATRON, (name, 2048), "a100-80gb", strategy, batch, seconds=selective)
+        yield Published(
+            f"{name}, selective", MEGATRON, (name, 2048), "a100-80gb", strategy, batch, seconds=selective
+        )
         whole = replace(strategy, recompute="full", sp=False)
         yield Published(f"{name}, full", MEGATRON, (name, 2048), "a100-80gb", whole, batch, seconds=full)
     fsdp = Strategy(dp=8, zero=3, engine="fsdp2", recompute="op", micro_batch=2)
     yield Published(
-        "8B, 8 devices, op", TITAN, ("Llama 3.1 8B", 8192), "h100-sxm", fsdp, 16, seconds=2 * 8192 / 6667, gib=77.0
+        "8B, 8 devices, op", TITAN, ("Llama 3.1 8B", 8192), "h100-sxm", fsdp, 16, seconds=2 * 8192 / 6667,
+        gib=77.0
     )  # fmt: skip
     for dp, cp, tokens, rate, gib in (
         (8, 1, 32768, 3890, 83.9),
@@ -109,8 +139,8 @@ def published() -> Iterator[Published]:
     ):
         strategy = Strategy(dp=dp, cp=cp, zero=3, engine="fsdp2", recompute="full")
         yield Published(
-            f"8B, {tokens} tokens, cp {cp}, fp8", TITAN, ("Llama 3.1 8B", tokens), "h100-sxm", replace(strategy, precision="fp8"), dp,
-            seconds=tokens * dp / 8 / rate, gib=gib,
+            f"8B, {tokens} tokens, cp {cp}, fp8", TITAN, ("Llama 3.1 8B", tokens), "h100-sxm",
+            replace(strategy, precision="fp8"), dp, seconds=tokens * dp / 8 / rate, gib=gib,
         )  # fmt: skip
 
 
@@ -121,8 +151,8 @@ def predicted(row: Published) -> tuple[float, float]:
     if row.target == "h100-sxm" and "torchtitan" in row.source:
         target = replace(target, memory_bandwidth=2.4e12)
     problem = DivisionProblem(
-        model=described(*row.model, row.target), cluster=Cluster.of(target.cluster, row.strategy.world), target=target,
-        global_batch=row.global_batch,
+        model=described(*row.model, row.target), cluster=Cluster.of(target.cluster, row.strategy.world),
+        target=target, global_batch=row.global_batch,
     )  # fmt: skip
     division = Division(problem=problem, strategy=row.strategy)
     solved = division.solve(None)
@@ -132,10 +162,17 @@ def predicted(row: Published) -> tuple[float, float]:
 
 def print_published() -> None:
     """Predicted beside published, row by row."""
-    print(f"{'step':34}{'published':>12}{'predicted':>12}{'off by':>9}   {'GiB':>6}{'predicted':>11}{'off by':>9}")
+    print(
+        f"{'step':34}{'published':>12}{'predicted':>12}{'off by':>9}   "
+        f"{'GiB':>6}{'predicted':>11}{'off by':>9}"
+    )
     for row in published():
         seconds, gib = predicted(row)
-        times = f"{row.seconds:10.2f} s{seconds:10.2f} s{seconds / row.seconds - 1:+9.1%}" if row.seconds else " " * 33
+        times = (
+            f"{row.seconds:10.2f} s{seconds:10.2f} s{seconds / row.seconds - 1:+9.1%}"
+            if row.seconds
+            else " " * 33
+        )
         peaks = f"   {row.gib:6.1f}{gib:11.1f}{gib / row.gib - 1:+9.1%}" if row.gib else ""
         print(f"{row.name:34}{times}{peaks}", flush=True)
     print(f"seconds of GPT: {MEGATRON}\nLlama: {TITAN}")
@@ -146,9 +183,14 @@ def print_regret() -> None:
     target = load_target("h100-sxm")
     assert target.cluster is not None
     model = described("Llama 3.1 8B", 8192, "h100-sxm")
-    cases: tuple[tuple[int, StrategyFields], ...] = ((64, {"offload": "none", "cp": 1}), (256, {"offload": "none", "micro_batch": 1}))
+    cases: tuple[tuple[int, StrategyFields], ...] = (
+        (64, {"offload": "none", "cp": 1}),
+        (256, {"offload": "none", "micro_batch": 1}),
+    )
     for batch, asked in cases:
-        problem = DivisionProblem(model=model, cluster=Cluster.of(target.cluster, 64), target=target, global_batch=batch)
+        problem = DivisionProblem(
+            model=model, cluster=Cluster.of(target.cluster, 64), target=target, global_batch=batch
+        )
         found = search(problem, asked)
         assert found.best is not None
         room, best, count = int(target.memory_bytes / 1.1), float("inf"), 0
@@ -162,9 +204,9 @@ def print_regret() -> None:
                 continue
         took = time.monotonic() - start
         print(
-            f"8B, 64 devices, batch {batch}, {asked}: "
-            f"search {found.best.seconds:.4f} s after {found.solves} solves in {found.seconds:.1f} s; "
-            f"exhaustive {best:.4f} s over {count} in {took:.0f} s; regret {found.best.seconds / best - 1:+.3%}",
+            f"8B, 64 devices, batch {batch}, {asked}: search {found.best.seconds:.4f} s after "
+            f"{found.solves} solves in {found.seconds:.1f} s; exhaustive {best:.4f} s over {count} in "
+            f"{took:.0f} s; regret {found.best.seconds / best - 1:+.3%}",
             flush=True,
         )
 
@@ -177,21 +219,27 @@ def print_large() -> None:
         target = load_target(machine)
         assert target.cluster is not None
         problem = DivisionProblem(
-            model=described(name, tokens, machine), cluster=Cluster.of(target.cluster, devices), target=target, global_batch=batch
+            model=described(name, tokens, machine),
+            cluster=Cluster.of(target.cluster, devices),
+            target=target,
+            global_batch=batch,
         )
         found = search(problem, {})
         assert found.best is not None
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(
-            f"{name}, {devices} devices: {time.monotonic() - start:.1f} s, {rss:.0f} MiB resident; {found.best.strategy}; "
-            f"{found.best.seconds:.2f} s a step, {found.considered} strategies, {found.solves} solved",
+            f"{name}, {devices} devices: {time.monotonic() - start:.1f} s, {rss:.0f} MiB resident; "
+            f"{found.best.strategy}; {found.best.seconds:.2f} s a step, {found.considered} strategies, "
+            f"{found.solves} solved",
             flush=True,
         )
 
 
 if __name__ == "__main__":
     tables = {"published": print_published, "regret": print_regret, "large": print_large}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tables", nargs="*", choices=[*tables, []], default=list(tables))
     for table in parser.parse_args().tables:
         tables[table]()

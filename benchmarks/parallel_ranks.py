@@ -1,14 +1,17 @@
-"""Training on gloo ranks of this machine: planned (ZeRO by block, decided by the solver) against stock FSDP2 with full checkpointing.
+"""Training on gloo ranks of this machine: planned (ZeRO by block, decided by the solver) against stock FSDP2
+with full checkpointing.
 
     python benchmarks/parallel_ranks.py [llama] [gpt2] [--ranks 2] [--layers 4] [--width 256]
     python benchmarks/parallel_ranks.py llama gpt2 bert --sweep 10 --layers 2 --width 64 [--way "pp 2"]
 
-Both train the same model for the same steps, in turn within one pair of processes, so that what else the machine does falls on both. Peaks
-are torch's allocator's on the fullest rank, parameters' shards included, optimizer states not; seconds the median over steps. The plan is
-given three budgets: the peak of FSDP2 with full checkpointing, the least, and no limit. A budget given by hand stands in the first's place.
+Both train the same model for the same steps, in turn within one pair of processes, so that what else the
+machine does falls on both. Peaks are torch's allocator's on the fullest rank, parameters' shards included,
+optimizer states not; seconds the median over steps. The plan is given three budgets: the peak of FSDP2 with
+full checkpointing, the least, and no limit. A budget given by hand stands in the first's place.
 
-The sweep instead takes so many budgets from the least to that of everything kept, for ZeRO by block, tensor parallelism and a
-pipeline, and says how many of the measured peaks are above the budget, and how near predictions are.
+The sweep instead takes so many budgets from the least to that of everything kept, for ZeRO by block, tensor
+parallelism and a pipeline, and says how many of the measured peaks are above the budget, and how near
+predictions are.
 """
 
 from __future__ import annotations
@@ -59,19 +62,21 @@ def model_of(kind: str, layers: int, width: int) -> nn.Module:
     torch.manual_seed(0)
     if kind == "gpt2":
         config = hf.GPT2Config(
-            vocab_size=ROWS, n_embd=width, n_layer=layers, n_head=8, n_positions=TOKENS, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+            vocab_size=ROWS, n_embd=width, n_layer=layers, n_head=8, n_positions=TOKENS, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
         return hf.GPT2LMHeadModel(config).train()
     if kind == "bert":
         small = hf.BertConfig(
-            vocab_size=ROWS, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=8,
-            max_position_embeddings=TOKENS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=ROWS, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+            num_attention_heads=8, max_position_embeddings=TOKENS, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         return hf.BertForMaskedLM(small).train()
     config = hf.LlamaConfig(
-        vocab_size=ROWS, hidden_size=width, intermediate_size=width * 11 // 4 // 8 * 8, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=TOKENS, use_cache=False,
+        vocab_size=ROWS, hidden_size=width, intermediate_size=width * 11 // 4 // 8 * 8,
+        num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=TOKENS, use_cache=False,
     )  # fmt: skip
     return hf.LlamaForCausalLM(config).train()
 
@@ -87,7 +92,9 @@ def stock(kind: str, layers: int, width: int, *, checkpointed: bool) -> nn.Modul
     for block in blocks:
         if checkpointed:
             own = block.forward
-            block.forward = lambda *args, own=own, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
+            block.forward = lambda *args, own=own, **kwargs: checkpoint(
+                own, *args, use_reentrant=False, **kwargs
+            )
         fully_shard(block)
     fully_shard(model)
     return model
@@ -98,13 +105,18 @@ def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan]) -
     ranks = dist.get_world_size()
     ids = batch(ranks).chunk(ranks)[rank].clone()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-    models = {f"FSDP2{', full checkpointing' if full else ''}": stock(kind, layers, width, checkpointed=full) for full in (False, True)}
+    models = {
+        f"FSDP2{', full checkpointing' if full else ''}": stock(kind, layers, width, checkpointed=full)
+        for full in (False, True)
+    }
     predicted = dict.fromkeys(models, 0)
     for name, plan in plans.items():
         inputs = {"input_ids": ids, "labels": ids}
         models[name] = effcompile.optimize(model_of(kind, layers, width), inputs=inputs, plan=plan, mesh=mesh)
         predicted[name] = plan.predicted.peak_bytes or 0
-    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False) for name, model in models.items()}
+    optimizers = {
+        name: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False) for name, model in models.items()
+    }
     bases = {name: alive_bytes("cpu", *model.parameters(), ids) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in models}
     peaks, seconds = dict.fromkeys(models, 0), {name: list[float]() for name in models}
@@ -119,13 +131,22 @@ def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan]) -
             peaks[name] = max(peaks[name], bases[name] + peak)
             seconds[name].append(spent)
     return [
-        Row(name=name, losses=losses[name], peak=peaks[name], seconds=statistics.median(seconds[name][1:]), predicted=predicted[name])
+        Row(
+            name=name,
+            losses=losses[name],
+            peak=peaks[name],
+            seconds=statistics.median(seconds[name][1:]),
+            predicted=predicted[name],
+        )
         for name in models
     ]
 
 
 def one(model: nn.Module, ids: Tensor) -> tuple[Tensor, int, float]:
-    """(loss, peak, seconds) of one forward and backward. Watching slows the step: each is run watched, and its seconds are of that run."""
+    """(loss, peak, seconds) of one forward and backward.
+
+    Watching slows the step: each is run watched, and its seconds are of that run.
+    """
     with torch_compat_memory.watched_memory("cpu") as peak:
         start = perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
@@ -176,12 +197,18 @@ WAYS: dict[str, tuple[list[str], str, int]] = {
 
 
 def once_captured() -> None:
-    """Capture equal steps once for all plans of this process: they differ in their budgets alone, and most of planning is capturing."""
+    """Capture equal steps once for all plans of this process: they differ in their budgets alone, and most of
+    planning is capturing.
+    """
     known: dict[object, tuple[Step, fx.GraphModule | None]] = {}
     captured = Source._capture_with_front
 
     def shared(source: Source) -> tuple[Step, fx.GraphModule | None]:
-        shapes = [leaf.shape for leaf in pytree.tree_leaves((source.args, dict(source.kwargs))) if isinstance(leaf, Tensor)]
+        shapes = [
+            leaf.shape
+            for leaf in pytree.tree_leaves((source.args, dict(source.kwargs)))
+            if isinstance(leaf, Tensor)
+        ]
         if source.base is not None:
             return captured(source)
         if str(shapes) not in known:
@@ -193,16 +220,22 @@ def once_captured() -> None:
 
 
 def held(rank: int, kind: str, layers: int, width: int, way: str, count: int) -> list[tuple[int, int, int]]:
-    """(highest of three steps' peaks, predicted, budget) at each of `count` budgets; 0 for the first two where this rank cannot have it."""
+    """(highest of three steps' peaks, predicted, budget) at each of `count` budgets; 0 for the first two
+    where this rank cannot have it.
+    """
     once_captured()
     passes, axis, examples = WAYS[way]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
-    ids = torch.randint(0, ROWS, (examples, TOKENS), generator=torch.Generator().manual_seed(rank if axis == "dp" else 0))
+    ids = torch.randint(
+        0, ROWS, (examples, TOKENS), generator=torch.Generator().manual_seed(rank if axis == "dp" else 0)
+    )
     inputs = {"input_ids": ids, "labels": ids}
 
     def planned(budget: int | None) -> nn.Module:
         model = model_of(kind, layers, width)
-        return effcompile.optimize(model, inputs=inputs, mode="training", passes=passes, mesh=mesh, memory=budget)
+        return effcompile.optimize(
+            model, inputs=inputs, mode="training", passes=passes, mesh=mesh, memory=budget
+        )
 
     edges = torch.tensor([_least(lambda: planned(1 << 16)), planned(None).plan.predicted.peak_bytes or 0])
     dist.all_reduce(edges, op=dist.ReduceOp.MAX)
@@ -232,7 +265,10 @@ def _peak(model: nn.Module, ids: Tensor, inputs: dict[str, Tensor]) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
     chunks = getattr(model.runner, "chunks", {})
     runners = [chunk.runner for chunk in chunks.values()] or [model.runner]
-    base, peaks = alive_bytes("cpu", model, ids, [list(runner.step.constants.values()) for runner in runners]), []
+    base, peaks = (
+        alive_bytes("cpu", model, ids, [list(runner.step.constants.values()) for runner in runners]),
+        [],
+    )
     for _ in range(3):
         with torch_compat_memory.watched_memory("cpu") as peak:
             model.runner.loss((), inputs).backward()
@@ -257,19 +293,26 @@ def sweep(kind: str, layers: int, width: int, count: int, ways: list[str]) -> No
         apart = max(abs(peak / said - 1) for peak, said, _ in measured if peak)
         edge = f"{format_bytes(measured[0][2])} to {format_bytes(measured[-1][2])}"
         print(
-            f"{kind:<8}{way:<16}{edge:<26}{over:>4} of {len(measured)} over the budget, {refused} refused, prediction within {apart:.3%}",
+            f"{kind:<8}{way:<16}{edge:<26}{over:>4} of {len(measured)} over the budget, {refused} "
+            f"refused, prediction within {apart:.3%}",
             flush=True,
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kinds", nargs="*", default=["llama", "gpt2"])
     for name, value in (("ranks", 2), ("layers", 4), ("width", 256)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--budget", type=parse_bytes, default=None, help="instead of FSDP2's peak, such as 24MiB")
+    parser.add_argument(
+        "--budget", type=parse_bytes, default=None, help="instead of FSDP2's peak, such as 24MiB"
+    )
     parser.add_argument("--sweep", type=int, default=0, help="so many budgets for each way to divide a step")
-    parser.add_argument("--way", action="append", choices=list(WAYS), help="of a sweep, instead of all of them")
+    parser.add_argument(
+        "--way", action="append", choices=list(WAYS), help="of a sweep, instead of all of them"
+    )
     asked = parser.parse_args()
     if asked.sweep:
         timed_once()
@@ -279,13 +322,17 @@ def main() -> None:
     for kind in asked.kinds:
         plans = plans_of(kind, asked.layers, asked.width, asked.ranks, asked.budget)
         found = on_ranks(run, asked.ranks, kind, asked.layers, asked.width, plans, seconds=500.0)
-        print(f"\n{kind}, {asked.layers} layers of width {asked.width}, {asked.ranks} ranks × {EXAMPLES} × {TOKENS} tokens, fp32")
+        print(
+            f"\n{kind}, {asked.layers} layers of width {asked.width}, {asked.ranks} ranks × {EXAMPLES} × "
+            f"{TOKENS} tokens, fp32"
+        )
         print(f"{'':<30}{'peak':>12}{'predicted':>12}{'s a step':>10}   losses")
         for rows in zip(*found, strict=True):
             worst = max(rows, key=lambda row: row.peak)
             said = format_bytes(worst.predicted) if worst.predicted else "–"
             losses = ", ".join(f"{loss:.5f}" for loss in worst.losses[:3])
-            print(f"{worst.name:<30}{format_bytes(worst.peak):>12}{said:>12}{max(row.seconds for row in rows):>10.3f}   {losses}")
+            slowest = max(row.seconds for row in rows)
+            print(f"{worst.name:<30}{format_bytes(worst.peak):>12}{said:>12}{slowest:>10.3f}   {losses}")
 
 
 if __name__ == "__main__":

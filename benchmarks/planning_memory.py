@@ -1,9 +1,11 @@
-"""Peak resident memory of planning: a whole `optimize` of a training step, or of inference, in a process of its own, sampled from outside.
+"""Peak resident memory of planning: a whole `optimize` of a training step, or of inference, in a process of
+its own, sampled from outside.
 
     python benchmarks/planning_memory.py [model ...] [--threads 2]
 
-What is resident may be a quarter and 1 GiB above the larger of the model and the budget. The original step is run where it fits in that;
-where it does not, its row says what it needs, and the plan was compared with the model's own step run leanly.
+What is resident may be a quarter and 1 GiB above the larger of the model and the budget. The original step is
+run where it fits in that; where it does not, its row says what it needs, and the plan was compared with the
+model's own step run leanly.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Row:
 
 
 def filled(kind: Callable[[], Any]) -> Any:
-    """A model with small random weights, made without the initialisation that takes minutes for a billion of them."""
+    """A model with small random weights, made without the initialisation that takes minutes for a billion of
+    them.
+    """
     import torch
     from transformers.initialization import no_init_weights
 
@@ -50,7 +54,9 @@ def filled(kind: Callable[[], Any]) -> Any:
             flat = parameter.view(-1)
             for start in range(0, flat.numel(), block.numel()):
                 piece = flat[start : start + block.numel()]
-                piece.copy_(block[: piece.numel()].roll(number + start // 997)) if parameter.dim() > 1 else piece.fill_(1.0)
+                piece.copy_(
+                    block[: piece.numel()].roll(number + start // 997)
+                ) if parameter.dim() > 1 else piece.fill_(1.0)
     return model.train()
 
 
@@ -60,11 +66,15 @@ def llama(width: int, layers: int, tokens: int, dtype: str = "float32") -> tuple
     import transformers as hf
 
     config = hf.LlamaConfig(
-        hidden_size=width, num_hidden_layers=layers, intermediate_size=width * 11 // 4, num_attention_heads=width // 128, vocab_size=32000,
-        max_position_embeddings=1024, tie_word_embeddings=False, use_cache=False,
+        hidden_size=width, num_hidden_layers=layers, intermediate_size=width * 11 // 4,
+        num_attention_heads=width // 128, vocab_size=32000, max_position_embeddings=1024,
+        tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(0, 32000, (1, tokens), generator=torch.Generator().manual_seed(1))
-    return filled(lambda: hf.LlamaForCausalLM(config).to(getattr(torch, dtype))), {"input_ids": ids, "labels": ids.clone()}
+    return filled(lambda: hf.LlamaForCausalLM(config).to(getattr(torch, dtype))), {
+        "input_ids": ids,
+        "labels": ids.clone(),
+    }
 
 
 def gpt2() -> tuple[Any, dict[str, Any]]:
@@ -73,7 +83,10 @@ def gpt2() -> tuple[Any, dict[str, Any]]:
     import transformers as hf
 
     ids = torch.randint(0, 50257, (2, 512), generator=torch.Generator().manual_seed(1))
-    return filled(lambda: hf.GPT2LMHeadModel(hf.GPT2Config(use_cache=False))), {"input_ids": ids, "labels": ids.clone()}
+    return filled(lambda: hf.GPT2LMHeadModel(hf.GPT2Config(use_cache=False))), {
+        "input_ids": ids,
+        "labels": ids.clone(),
+    }
 
 
 def bert() -> tuple[Any, dict[str, Any]]:
@@ -94,7 +107,9 @@ ROWS: Mapping[str, Row] = {
         f"llama-0.1b {backend}": Row(make=lambda: llama(768, 8, 128), backend=backend)
         for backend in ("torch-eager", "torch-inductor", "onnxruntime", "openvino")
     },
-    "llama-1.7b": Row(make=lambda: llama(2560, 20, 256, "bfloat16"), budget=14 * GIB, max_error=0.02, passes=("offload",)),
+    "llama-1.7b": Row(
+        make=lambda: llama(2560, 20, 256, "bfloat16"), budget=14 * GIB, max_error=0.02, passes=("offload",)
+    ),
 }
 
 
@@ -111,14 +126,18 @@ def child(name: str) -> None:
         return answered(model, {"input_ids": inputs["input_ids"]}, row.backend)
     optimizer = (lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)) if row.optimizer else None
     goal: dict[str, Any] = {"mode": "training", "memory": row.budget, "max_error": row.max_error}
-    planned = effcompile.optimize(model, inputs=inputs, optimizer=optimizer, passes=list(row.passes) if row.passes else None, **goal)
+    planned = effcompile.optimize(
+        model, inputs=inputs, optimizer=optimizer, passes=list(row.passes) if row.passes else None, **goal
+    )
     plan = planned.plan
     planned(**inputs)["loss"].backward()
     if planned.optimizer is not None:
         planned.optimizer.step()
     told = {
-        "model": sum(p.numel() * p.element_size() for p in model.parameters()), "predicted": plan.predicted.peak_bytes,
-        "measured": plan.measured.peak_bytes if plan.measured else None, "checks": [f"{c.error:.1e}" for c in plan.checks],
+        "model": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "predicted": plan.predicted.peak_bytes,
+        "measured": plan.measured.peak_bytes if plan.measured else None,
+        "checks": [f"{c.error:.1e}" for c in plan.checks],
         "original": next((note.because for note in plan.notes if isinstance(note, Unmeasured)), "measured"),
     }  # fmt: skip
     print(json.dumps(told))
@@ -132,8 +151,9 @@ def answered(model: Any, inputs: dict[str, Any], backend: str) -> None:
     planned(**inputs)
     plan = planned.plan
     told = {
-        "model": sum(p.numel() * p.element_size() for p in model.parameters()), "predicted": plan.predicted.peak_bytes,
-        "measured": plan.measured.peak_bytes, "checks": [f"{c.error:.1e}" for c in plan.checks], "original": "measured",
+        "model": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "predicted": plan.predicted.peak_bytes, "measured": plan.measured.peak_bytes,
+        "checks": [f"{c.error:.1e}" for c in plan.checks], "original": "measured",
     }  # fmt: skip
     print(json.dumps(told))
 
@@ -141,7 +161,11 @@ def answered(model: Any, inputs: dict[str, Any], backend: str) -> None:
 def watched(name: str, threads: int) -> tuple[dict[str, Any] | None, int, float]:
     """(what the child told, None where it failed; its highest resident bytes; seconds)."""
     start, highest = time.perf_counter(), [0]
-    process = subprocess.Popen([sys.executable, __file__, "--child", name, "--threads", str(threads)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--child", name, "--threads", str(threads)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
     def sample() -> None:
         status = Path(f"/proc/{process.pid}/status")
@@ -167,12 +191,22 @@ def line(name: str, row: Row, told: Mapping[str, Any] | None, peak: int, seconds
         allowed = int(1.25 * max(told["model"], row.budget)) + GIB
         figures = f"{size(told['predicted'])}, {size(told['measured'])}"
         verdict = f"{size(peak)} {'✔' if peak <= allowed else '✘'}"
-        cells = [size(told["model"]), size(row.budget), size(allowed), verdict, figures, ", ".join(told["checks"]), told["original"]]
+        cells = [
+            size(told["model"]),
+            size(row.budget),
+            size(allowed),
+            verdict,
+            figures,
+            ", ".join(told["checks"]),
+            told["original"],
+        ]
     return f"| {' | '.join([name, *cells, f'{seconds / 60:.1f}'])} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=list(ROWS), help=", ".join(ROWS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--child", default="")
@@ -181,7 +215,10 @@ def main() -> None:
     if asked.child:
         return child(asked.child)
     print("\n".join(header("Peak resident memory of planning, verifying and one step", asked.threads)))
-    print("| model | parameters | budget | allowed | peak resident | plan: predicted, measured | errors | original step | minutes |")
+    print(
+        "| model | parameters | budget | allowed | peak resident | plan: predicted, measured | errors | "
+        "original step | minutes |"
+    )
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for name in asked.models:
         print(line(name, ROWS[name], *watched(name, asked.threads)), flush=True)

@@ -1,10 +1,11 @@
-"""A GPT-2 training step in fp32 and in 16 bits: eager, eager under torch.autocast, planned exactly, planned with an error
-allowed, and that in micro-batches.
+"""A GPT-2 training step in fp32 and in 16 bits: eager, eager under torch.autocast, planned exactly, planned
+with an error allowed, and that in micro-batches.
 
-    python benchmarks/precision.py [--layers 12] [--width 768] [--tokens 256] [--batch 2] [--max-error 0.02] [--rounds 5] [--threads 1]
+    python benchmarks/precision.py [--layers 12] [--width 768] [--tokens 256] [--batch 2] [--max-error 0.02]
+    [--rounds 5] [--threads 1]
 
-All run interleaved in one process; the process's CPU time, the least of the rounds. Peaks are the allocator's, with gradients. The error
-is that of the whole gradient against eager fp32.
+All run interleaved in one process; the process's CPU time, the least of the rounds. Peaks are the
+allocator's, with gradients. The error is that of the whole gradient against eager fp32.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def _measured(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     divided = (f"{allowed}, one example at a time", options.max_error, [f"microbatch.count={options.batch}"])
     for name, error, passes in (("planned, exact", None, None), (allowed, options.max_error, None), divided):
         with _common.told(name):
-            made = effcompile.optimize(model, inputs=batch, goal=effcompile.Goal(mode="training", max_error=error), passes=passes)
+            made = effcompile.optimize(
+                model, inputs=batch, goal=effcompile.Goal(mode="training", max_error=error), passes=passes
+            )
         plans[name], steps[name] = made.plan, lambda made=made: made(**batch).loss
     results = {name: verify.run(step, model) for name, step in steps.items()}
     seconds: dict[str, float] = dict.fromkeys(steps, float("inf"))
@@ -77,7 +80,9 @@ def _measured(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
 def _taken(plan: Any) -> str:
     """The precision, and how the batch is divided where it is."""
     chosen = {d.kind: d.option for d in plan.decisions}
-    return ", ".join([chosen.get("precision", "fp32"), *([chosen["micro-batches"]] if "micro-batches" in chosen else [])])
+    return ", ".join(
+        [chosen.get("precision", "fp32"), *([chosen["micro-batches"]] if "micro-batches" in chosen else [])]
+    )
 
 
 def _gpt2(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -86,14 +91,25 @@ def _gpt2(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
     torch.manual_seed(0)
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = hf.GPT2Config(n_layer=options.layers, n_embd=options.width, n_head=options.width // 64, use_cache=False, **drops)
+    config = hf.GPT2Config(
+        n_layer=options.layers, n_embd=options.width, n_head=options.width // 64, use_cache=False, **drops
+    )
     ids = torch.randint(0, config.vocab_size, (options.batch, options.tokens))
     return hf.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("layers", 12), ("width", 768), ("tokens", 256), ("batch", 2), ("rounds", 5), ("threads", 1)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in (
+        ("layers", 12),
+        ("width", 768),
+        ("tokens", 256),
+        ("batch", 2),
+        ("rounds", 5),
+        ("threads", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--max-error", type=float, default=0.02)
     parser.add_argument("--out", type=Path)

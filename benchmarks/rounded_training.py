@@ -1,12 +1,14 @@
 """Training with values in 8 bits: compressed activations, and 8-bit optimizer states, against exact training.
 
-    python benchmarks/rounded_training.py [--steps 300] [--seeds 3] [--architectures gpt2,llama,...] [--out FILE]
+    python benchmarks/rounded_training.py [--steps 300] [--seeds 3] [--architectures gpt2,llama,...] [--out
+    FILE]
 
-First, per architecture (small HuggingFace configs, dropout 0): the leanest plan with compression alone, its bytes between
-forward and backward, and the cosine of its whole gradient with eager's. Second, a byte-level GPT-2 trained on the sources of
-the standard library, each way from the same seeds and batches: loss on unseen files as training goes, and whether the means
-lie within the spread of the exact runs. Bytes of the 8-bit states are counted in their state_dict beside the plan's figure.
-Exit 1 when a cosine is below 0.999, a curve ends outside the noise, or bytes differ.
+First, per architecture (small HuggingFace configs, dropout 0): the leanest plan with compression alone, its
+bytes between forward and backward, and the cosine of its whole gradient with eager's. Second, a byte-level
+GPT-2 trained on the sources of the standard library, each way from the same seeds and batches: loss on unseen
+files as training goes, and whether the means lie within the spread of the exact runs. Bytes of the 8-bit
+states are counted in their state_dict beside the plan's figure. Exit 1 when a cosine is below 0.999, a curve
+ends outside the noise, or bytes differ.
 """
 
 from __future__ import annotations
@@ -26,7 +28,20 @@ import trained_lm
 from _common import told
 from _step_models import build
 
-ARCHITECTURES = ("gpt2", "llama", "bert", "t5", "vit", "mistral", "qwen3", "gemma2", "opt", "bloom", "roberta", "bart")
+ARCHITECTURES = (
+    "gpt2",
+    "llama",
+    "bert",
+    "t5",
+    "vit",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "opt",
+    "bloom",
+    "roberta",
+    "bart",
+)
 LEAST_COSINE = 0.999
 CONTEXT, BATCH, MARKS = 128, 8, 6
 WAYS = ("exact", "compressed activations", "8-bit AdamW", "both")
@@ -43,8 +58,20 @@ def main() -> int:
     for name in options.architectures:
         with told(name):
             rows.append(_gradient(name))
-    cells = [[r["name"], f"{r['whole'] / 1e6:.2f}", f"{r['packed'] / 1e6:.2f}", f"{r['error']:.1e}", f"{r['cosine']:.6f}"] for r in rows]
-    text = _common.markdown(["architecture", "peak MB, exact", "peak MB, compressed", "error of the gradient", "its cosine"], cells)
+    cells = [
+        [
+            r["name"],
+            f"{r['whole'] / 1e6:.2f}",
+            f"{r['packed'] / 1e6:.2f}",
+            f"{r['error']:.1e}",
+            f"{r['cosine']:.6f}",
+        ]
+        for r in rows
+    ]
+    text = _common.markdown(
+        ["architecture", "peak MB, exact", "peak MB, compressed", "error of the gradient", "its cosine"],
+        cells,
+    )
     print("\n".join(text), flush=True)
     curves, said = _curves(options.steps, options.seeds)
     text += ["", *curves, "", *said]
@@ -54,7 +81,9 @@ def main() -> int:
 
 
 def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bool = False) -> Any:
-    """The model with the leanest plan that compression alone gives, or with nothing but its optimizer's states in 8 bits."""
+    """The model with the leanest plan that compression alone gives, or with nothing but its optimizer's
+    states in 8 bits.
+    """
     import torch
 
     from effcompile.backends.torch.training import StepRunner
@@ -80,8 +109,14 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
     adam: Callable[[Any], Any] = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False)  # noqa: E731
     work = make_work(Task.of(model, (), batch, {"goal": goal, "passes": passes, "optimizer": adam}))
     found = work.prepare(work.capture(False))
-    wanted = [p for p in found.variants if (p.case.states.form.name == EIGHT_BIT) == eight_bit and not p.case.states.consumed]
-    subsets = Subsets(found=[replace(found, variants=wanted[:1])], levers=work.passes.levers, figures=work.figures)
+    wanted = [
+        p
+        for p in found.variants
+        if (p.case.states.form.name == EIGHT_BIT) == eight_bit and not p.case.states.consumed
+    ]
+    subsets = Subsets(
+        found=[replace(found, variants=wanted[:1])], levers=work.passes.levers, figures=work.figures
+    )
     least = None
     if compress:
         try:
@@ -107,8 +142,8 @@ def _gradient(name: str) -> dict[str, Any]:
     found = plan.checks[0].note
     assert isinstance(found, Cosine), "nothing was compressed"
     return {
-        "name": name, "whole": plan.measured_baseline.peak_bytes, "packed": plan.measured.peak_bytes, "error": plan.checks[0].error,
-        "cosine": found.cosine,
+        "name": name, "whole": plan.measured_baseline.peak_bytes, "packed": plan.measured.peak_bytes,
+        "error": plan.checks[0].error, "cosine": found.cosine,
     }  # fmt: skip
 
 
@@ -134,17 +169,26 @@ def _curves(steps: int, seeds: int) -> tuple[list[str], list[str]]:
             losses[way].append(curve)
             states += [found] if found else []
     marks = [steps * (i + 1) // MARKS for i in range(MARKS)]
-    rows = [[way, *(_mean_and_spread([curve[i] for curve in of]) for i in range(MARKS))] for way, of in losses.items()]
+    rows = [
+        [way, *(_mean_and_spread([curve[i] for curve in of]) for i in range(MARKS))]
+        for way, of in losses.items()
+    ]
     table = _common.markdown(["nats per byte, unseen files", *(f"step {mark}" for mark in marks)], rows)
     return table, [*_verdicts(losses), *_bytes(states)]
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}" if len(values) > 1 else f"{values[0]:.4f}"
+    return (
+        f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
+        if len(values) > 1
+        else f"{values[0]:.4f}"
+    )
 
 
 def _verdicts(losses: dict[str, list[list[float]]]) -> list[str]:
-    """Each way's mean difference from the exact run of the same seed, beside how far exact runs of two seeds lie apart."""
+    """Each way's mean difference from the exact run of the same seed, beside how far exact runs of two seeds
+    lie apart.
+    """
     ends = {way: [curve[-1] for curve in of] for way, of in losses.items()}
     exact = ends["exact"]
     noise = 2 * statistics.stdev(exact) if len(exact) > 1 else math.inf
@@ -152,14 +196,19 @@ def _verdicts(losses: dict[str, list[list[float]]]) -> list[str]:
     for way in WAYS[1:]:
         apart = statistics.mean(b - a for a, b in zip(exact, ends[way], strict=True))
         verdict = "within" if apart <= noise else "NOT within"
-        said.append(f"{way}: {apart:+.4f} against exact at the end, {verdict} the noise of seeds (± {noise:.4f})")
+        said.append(
+            f"{way}: {apart:+.4f} against exact at the end, {verdict} the noise of seeds (± {noise:.4f})"
+        )
     return said
 
 
 def _bytes(states: Sequence[tuple[int, int]]) -> list[str]:
     """Bytes of 8-bit states, counted and planned."""
-    return [f"8-bit states: {real} bytes in state_dict, {planned} planned: {'equal' if abs(real / planned - 1) < 1e-3 else 'NOT equal'} "
-            f"({100 * (real / planned - 1):+.3f} %)" for real, planned in dict.fromkeys(states)]  # fmt: skip
+    return [
+        f"8-bit states: {real} bytes in state_dict, {planned} planned: "
+        f"{'equal' if abs(real / planned - 1) < 1e-3 else 'NOT equal'} ({100 * (real / planned - 1):+.3f} %)"
+        for real, planned in dict.fromkeys(states)
+    ]
 
 
 def _run(way: str, seed: int, steps: int) -> tuple[list[float], tuple[int, int] | None]:
@@ -169,7 +218,9 @@ def _run(way: str, seed: int, steps: int) -> tuple[list[float], tuple[int, int] 
 
     torch.manual_seed(seed)
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = hf.GPT2Config(vocab_size=256, n_embd=128, n_layer=3, n_head=4, n_positions=CONTEXT, use_cache=False, **drops)
+    config = hf.GPT2Config(
+        vocab_size=256, n_embd=128, n_layer=3, n_head=4, n_positions=CONTEXT, use_cache=False, **drops
+    )
     model = hf.GPT2LMHeadModel(config).train()
     seen, unseen = trained_lm.split_files()
     batch = _batch(seen, seed, 0)
@@ -177,7 +228,9 @@ def _run(way: str, seed: int, steps: int) -> tuple[list[float], tuple[int, int] 
     if way == "exact":
         step, optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     else:
-        step = _planned(model, batch, compress=way != "8-bit AdamW", eight_bit=way != "compressed activations")
+        step = _planned(
+            model, batch, compress=way != "8-bit AdamW", eight_bit=way != "compressed activations"
+        )
         optimizer = step.optimizer
     judged = _batch(unseen, 10**6, 0, count=64)
     curve = []
@@ -198,7 +251,9 @@ def _run(way: str, seed: int, steps: int) -> tuple[list[float], tuple[int, int] 
 
 
 def _state_bytes(optimizer: Any) -> int:
-    """Bytes of the tensors in an optimizer's state_dict, those inside subclasses too; the step counts are on the CPU side, not counted."""
+    """Bytes of the tensors in an optimizer's state_dict, those inside subclasses too; the step counts are on
+    the CPU side, not counted.
+    """
     import torch
 
     def size(value: Any) -> int:
@@ -216,7 +271,9 @@ def _batch(text: bytes, seed: int, number: int, count: int = BATCH) -> dict[str,
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--architectures", type=lambda text: text.split(","), default=list(ARCHITECTURES))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)

@@ -1,10 +1,12 @@
-"""Schedules of stages: is every stage within its budget, is a killed run resumed to the bit, and what do schedules do to a small model?
+"""Schedules of stages: is every stage within its budget, is a killed run resumed to the bit, and what do
+schedules do to a small model?
 
-    python benchmarks/schedules.py peaks             six schedules: the measured peak of every stage beside its budget
-    python benchmarks/schedules.py kill --times 20   a run killed at random instants and resumed, against one that was not
-    python benchmarks/schedules.py learn [NAMES]     a byte-level language model on the Python distribution's sources, three seeds
+    python benchmarks/schedules.py peaks             the measured peak of every stage of six beside its budget
+    python benchmarks/schedules.py kill --times 20   a run killed at random instants and resumed, and one not
+    python benchmarks/schedules.py learn [NAMES]     a byte-level model of Python's own sources, three seeds
 
-Seconds are those of this process's CPU, on one thread, so that they hold on a busy machine; planning is not among them.
+Seconds are those of this process's CPU, on one thread, so that they hold on a busy machine; planning is not
+among them.
 """
 
 from __future__ import annotations
@@ -86,19 +88,33 @@ def tokens(stage: effcompile.Stage) -> Batch:
 
 def six() -> Iterator[tuple[str, nn.Module, list[effcompile.Stage], Callable[..., Batch]]]:
     stage = effcompile.Stage
-    yield "length", gpt2(), [stage(steps=2, sequence=32), stage(steps=2, sequence=64), stage(steps=2, sequence=128)], tokens
+    yield (
+        "length",
+        gpt2(),
+        [stage(steps=2, sequence=32), stage(steps=2, sequence=64), stage(steps=2, sequence=128)],
+        tokens,
+    )
     yield "resolution", vit(), [stage(steps=2, image=32), stage(steps=2, image=64)], image
     yield "stacking", gpt2(), [stage(steps=2, depth=2), stage(steps=2, depth=4)], tokens
     yield "layer drop", gpt2(), [stage(steps=6, layers=0.75)], tokens
-    yield "MAE 0.25", vit(), [stage(steps=2, image=64, tokens=0.25), stage(steps=2)], lambda s: image(stage(steps=1, image=64))
+    yield (
+        "MAE 0.25",
+        vit(),
+        [stage(steps=2, image=64, tokens=0.25), stage(steps=2)],
+        lambda s: image(stage(steps=1, image=64)),
+    )
     yield "sparse → dense", llama(), [stage(steps=2, sparsity=0.75), stage(steps=2)], tokens
 
 
 def peaks() -> list[list[str]]:
-    """Each schedule under 0.85 of what its largest stage takes unplanned; the peak of a whole step, by torch's allocator."""
+    """Each schedule under 0.85 of what its largest stage takes unplanned; the peak of a whole step, by
+    torch's allocator.
+    """
     rows = []
     for name, model, stages, inputs in six():
-        free = effcompile.schedule(copy.deepcopy(model), stages, inputs=inputs, optimizer=adamw, passes=PASSES)
+        free = effcompile.schedule(
+            copy.deepcopy(model), stages, inputs=inputs, optimizer=adamw, passes=PASSES
+        )
         budget = int(0.85 * max(priced.peak or 0 for priced in free.priced))
         run = effcompile.schedule(model, stages, inputs=inputs, optimizer=adamw, passes=PASSES, memory=budget)
         for active in run:
@@ -110,7 +126,8 @@ def peaks() -> list[list[str]]:
                 most = max(most, there + peak())
             foreseen = run.priced[active.number].peak or 0
             rows.append([
-                f"{name}: {active.stage.sizes or 'dense'}", f"{budget / 2**20:.3f}", f"{foreseen / 2**20:.3f}", f"{most / 2**20:.3f}",
+                f"{name}: {active.stage.sizes or 'dense'}", f"{budget / 2**20:.3f}",
+                f"{foreseen / 2**20:.3f}", f"{most / 2**20:.3f}",
                 "yes" if foreseen <= budget and most <= budget else "NO",
             ])  # fmt: skip
             print(rows[-1], file=sys.stderr, flush=True)
@@ -130,7 +147,10 @@ def child(file: str, out: str) -> None:
     """A run that is saved after every step, resumed where a file is there; writes a digest of its end."""
     torch.manual_seed(0)
     model = gpt2(4, dropout=0.1)
-    stages = [effcompile.Stage(steps=6, depth=2, sequence=16), effcompile.Stage(steps=6, depth=4, sequence=32)]
+    stages = [
+        effcompile.Stage(steps=6, depth=2, sequence=16),
+        effcompile.Stage(steps=6, depth=4, sequence=32),
+    ]
     run = effcompile.schedule(model, stages, inputs=tokens, optimizer=adamw, passes=PASSES)
     if os.path.exists(file):
         run.resume(file)
@@ -151,7 +171,9 @@ def kill(times: int) -> list[list[str]]:
     rng, rows = random.Random(0), []
     with tempfile.TemporaryDirectory() as folder:
         whole, start = Path(folder) / "whole.txt", time.time()
-        subprocess.run([sys.executable, __file__, "child", str(Path(folder) / "whole.pt"), str(whole)], check=True)
+        subprocess.run(
+            [sys.executable, __file__, "child", str(Path(folder) / "whole.pt"), str(whole)], check=True
+        )
         took = time.time() - start
         for number in range(times):
             file, out = Path(folder) / f"{number}.pt", Path(folder) / f"{number}.txt"
@@ -172,12 +194,21 @@ def kill(times: int) -> list[list[str]]:
 # ------------------------------------------------------------ learning
 
 
-def scheduled(seed: int, stages: list[effcompile.Stage], **asked: Any) -> tuple[list[float], list[float], nn.Module, effcompile.Run]:
-    """A run: validation loss and CPU seconds after every 20 steps, seconds without planning and without validation."""
+def scheduled(
+    seed: int, stages: list[effcompile.Stage], **asked: Any
+) -> tuple[list[float], list[float], nn.Module, effcompile.Run]:
+    """A run: validation loss and CPU seconds after every 20 steps, seconds without planning and without
+    validation.
+    """
     torch.manual_seed(seed)
     model = gpt2()
     run = effcompile.schedule(
-        model, stages, inputs=lambda stage: DATA.at(0, 0, stage.sequence or CONTEXT), optimizer=adamw, passes=PASSES, **asked
+        model,
+        stages,
+        inputs=lambda stage: DATA.at(0, 0, stage.sequence or CONTEXT),
+        optimizer=adamw,
+        passes=PASSES,
+        **asked,
     )
     torch.manual_seed(seed)
     losses, seconds, spent = [], [], 0.0
@@ -193,9 +224,19 @@ def scheduled(seed: int, stages: list[effcompile.Stage], **asked: Any) -> tuple[
     return losses, seconds, model, run
 
 
-def looped(seed: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, batch: int = BATCH,
-           after: Callable[[], object] = lambda: None, pick: Tensor | None = None) -> float:  # fmt: skip
-    """A plain loop; returns the validation loss at its end. `pick`: numbers of the batches that are taken, over and over."""
+def looped(
+    seed: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = STEPS,
+    batch: int = BATCH,
+    after: Callable[[], object] = lambda: None,
+    pick: Tensor | None = None,
+) -> float:
+    """A plain loop; returns the validation loss at its end.
+
+    `pick`: numbers of the batches that are taken, over and over.
+    """
     torch.manual_seed(seed)
     for step in range(steps):
         loss = model(**DATA.at(seed, step if pick is None else int(pick[step % len(pick)]), batch=batch)).loss
@@ -219,21 +260,33 @@ def growth(seed: int) -> dict[str, float]:
     """Progressive length and depth against one stage of as many steps."""
     stage, third = effcompile.Stage, STEPS // 3
     one = scheduled(seed, [stage(steps=STEPS)])
-    ways = {"length": [stage(steps=third, sequence=CONTEXT // 2), stage(steps=2 * STEPS // 3 + third // 2)],
-            "stacking": [stage(steps=third, depth=2), stage(steps=2 * STEPS // 3 + third // 2, depth=4)]}  # fmt: skip
+    ways = {
+        "length": [stage(steps=third, sequence=CONTEXT // 2), stage(steps=2 * STEPS // 3 + third // 2)],
+        "stacking": [stage(steps=third, depth=2), stage(steps=2 * STEPS // 3 + third // 2, depth=4)],
+    }
     found = {"one stage: loss": one[0][-1], "one stage: s": one[1][-1]}
     for name, stages in ways.items():
         losses, seconds, *_ = scheduled(seed, stages)
-        found |= {f"{name}: loss": losses[-1], f"{name}: s": seconds[-1], f"{name}: s to that loss": reached(losses, seconds, one[0][-1])}
+        found |= {
+            f"{name}: loss": losses[-1],
+            f"{name}: s": seconds[-1],
+            f"{name}: s to that loss": reached(losses, seconds, one[0][-1]),
+        }
     return found
 
 
 def averages(seed: int) -> dict[str, float]:
-    """The mean of the last five checkpoints beside the last weights, in mid-run and at the end of eight times the steps."""
+    """The mean of the last five checkpoints beside the last weights, in mid-run and at the end of eight times
+    the steps.
+    """
     torch.manual_seed(seed)
     given = DATA.at(0, 0)
     run = effcompile.schedule(
-        gpt2(), [effcompile.Stage(steps=8 * STEPS, average=5)], inputs=lambda stage: given, optimizer=adamw, passes=PASSES
+        gpt2(),
+        [effcompile.Stage(steps=8 * STEPS, average=5)],
+        inputs=lambda stage: given,
+        optimizer=adamw,
+        passes=PASSES,
     )
     found = {}
     for active in run:
@@ -241,12 +294,18 @@ def averages(seed: int) -> dict[str, float]:
             active.step(**DATA.at(seed, sum(run.done)))
             if active.left in (4 * STEPS, 1):
                 when = "mid-run" if active.left > 1 else "end"
-                found |= {f"{when}: last": DATA.loss(run.model), f"{when}: mean of 5": DATA.loss(run.averaged())}
+                found |= {
+                    f"{when}: last": DATA.loss(run.model),
+                    f"{when}: mean of 5": DATA.loss(run.averaged()),
+                }
     return found
 
 
 def dropping(seed: int) -> dict[str, float]:
-    one, less = scheduled(seed, [effcompile.Stage(steps=STEPS)]), scheduled(seed, [effcompile.Stage(steps=STEPS, layers=0.75)])
+    one, less = (
+        scheduled(seed, [effcompile.Stage(steps=STEPS)]),
+        scheduled(seed, [effcompile.Stage(steps=STEPS, layers=0.75)]),
+    )
     return {"all: loss": one[0][-1], "all: s": one[1][-1], "0.75: loss": less[0][-1], "0.75: s": less[1][-1]}
 
 
@@ -267,10 +326,15 @@ def encoder(seed: int) -> dict[str, float]:
 
 
 def large_batch(seed: int) -> dict[str, float]:
-    """Sixteen times the batch for a sixteenth of the steps: AdamW by the square-root law, LAMB by the same and at four times that."""
+    """Sixteen times the batch for a sixteenth of the steps: AdamW by the square-root law, LAMB by the same
+    and at four times that.
+    """
     from pytorch_optimizer import Lamb
 
-    rate, ways = 4 * 3e-3, {"AdamW": (torch.optim.AdamW, 1), "LAMB": (Lamb, 1), "LAMB at 4 x its rate": (Lamb, 4)}
+    rate, ways = (
+        4 * 3e-3,
+        {"AdamW": (torch.optim.AdamW, 1), "LAMB": (Lamb, 1), "LAMB at 4 x its rate": (Lamb, 4)},
+    )
     small = seeded(seed)
     found = {"AdamW, batch 8": looped(seed, small, adamw(small.parameters()), STEPS)}
     for name, (kind, times) in ways.items():
@@ -282,7 +346,9 @@ def large_batch(seed: int) -> dict[str, float]:
 
 
 def without_warmup(seed: int) -> dict[str, float]:
-    """Post-LN at a high rate without warm-up: as initialised by torch, and by T-Fixup, which takes the norms away."""
+    """Post-LN at a high rate without warm-up: as initialised by torch, and by T-Fixup, which takes the norms
+    away.
+    """
     found = {}
     for name in ("default", "t-fixup"):
         torch.manual_seed(seed)
@@ -303,8 +369,17 @@ def sparse(seed: int) -> dict[str, float]:
         if name == "Top-KAST":
             held: Any = TopKast(linear, sparsity=0.9, backward_sparsity=0.8, every=STEPS // 20)
         else:
-            held = effcompile.DynamicSparsity(linear, optimizer, sparsity=0.9, block=1, growth=name, updates=20, steps=STEPS,
-                                              prune_ratio=0.1, execution="masked")  # fmt: skip
+            held = effcompile.DynamicSparsity(
+                linear,
+                optimizer,
+                sparsity=0.9,
+                block=1,
+                growth=name,
+                updates=20,
+                steps=STEPS,
+                prune_ratio=0.1,
+                execution="masked",
+            )
         found[name] = looped(seed, linear, optimizer, after=held.step)
     return found
 
@@ -325,8 +400,8 @@ def important(seed: int) -> dict[str, float]:
 
 
 EXPERIMENTS: dict[str, Callable[[int], dict[str, float]]] = {
-    "growth": growth, "averages": averages, "dropping": dropping, "encoder": encoder, "large_batch": large_batch,
-    "without_warmup": without_warmup, "sparse": sparse, "important": important,
+    "growth": growth, "averages": averages, "dropping": dropping, "encoder": encoder,
+    "large_batch": large_batch, "without_warmup": without_warmup, "sparse": sparse, "important": important,
 }  # fmt: skip
 
 
@@ -348,11 +423,14 @@ def learn(names: list[str]) -> list[list[str]]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    torch.backends.mha.set_fastpath_enabled(False)  # it asks norms that an initialisation takes away for their epsilon
+    # it asks norms that an initialisation takes away for their epsilon
+    torch.backends.mha.set_fastpath_enabled(False)
     if sys.argv[1:2] == ["child"]:
         child(*sys.argv[2:])
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("peaks", "kill", "learn"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--times", type=int, default=20)

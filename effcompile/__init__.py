@@ -37,7 +37,17 @@ if TYPE_CHECKING:
     from effcompile.ir.strategy import Strategy
     from effcompile.machine.cluster import Cluster
     from effcompile.machine.target import Target
-    from effcompile.runs import CriticalBatch, Run, Scores, SparseLayers, Stage, critical_batch, schedule, scores, sparse_layers
+    from effcompile.runs import (
+        CriticalBatch,
+        Run,
+        Scores,
+        SparseLayers,
+        Stage,
+        critical_batch,
+        schedule,
+        scores,
+        sparse_layers,
+    )
     from effcompile.runtime.training import TrainingExecutable
     from effcompile.sparse.controller import DynamicSparsity
 

@@ -1,4 +1,6 @@
-"""`python -m effcompile`, and the command `effcompile`: Ctrl-C ends it quietly, also while it is still being imported."""
+"""`python -m effcompile`, and the command `effcompile`: Ctrl-C ends it quietly, also while it is still being
+imported.
+"""
 
 from __future__ import annotations
 

@@ -9,11 +9,32 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from effcompile.arguments import GoalLike, Model, Options, PlanLike, declare, goal_of_plan, inputs_to_calibrate, many_devices, ready, told
+from effcompile.arguments import (
+    GoalLike,
+    Model,
+    Options,
+    PlanLike,
+    declare,
+    goal_of_plan,
+    inputs_to_calibrate,
+    many_devices,
+    ready,
+    told,
+)
 from effcompile.as_module import as_module
 from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
-from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Progress, Request, TrainingExecutable, load
+from effcompile.compiler import (
+    AnyOptimizer,
+    Batch,
+    Dynamic,
+    Executable,
+    OnChange,
+    Progress,
+    Request,
+    TrainingExecutable,
+    load,
+)
 from effcompile.core.effort import Effort
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import GoalFields, Mode
@@ -50,31 +71,62 @@ class Decorator:
 
 @overload
 def optimize(
-    model: Model, inputs: Example | Iterable[Example], *, mode: Literal["training"], shapes: Shapes, **options: Unpack[Options]
+    model: Model,
+    inputs: Example | Iterable[Example],
+    *,
+    mode: Literal["training"],
+    shapes: Shapes,
+    **options: Unpack[Options],
 ) -> Bucketed: ...
 @overload
-def optimize(model: Model, inputs: Example, *, mode: Literal["training"], **options: Unpack[Options]) -> TrainingExecutable: ...
+def optimize(
+    model: Model, inputs: Example, *, mode: Literal["training"], **options: Unpack[Options]
+) -> TrainingExecutable: ...
 @overload
 def optimize(  # type: ignore[overload-overlap] # without inputs another mode waits for them
     model: Model, inputs: Example | None = ..., *, mode: Literal["generation"], **options: Unpack[Options]
 ) -> GenerationExecutable: ...
 @overload
-def optimize(model: Model, inputs: Example, *, mode: Literal["inference"] = ..., **options: Unpack[Options]) -> Executable: ...
+def optimize(
+    model: Model, inputs: Example, *, mode: Literal["inference"] = ..., **options: Unpack[Options]
+) -> Executable: ...
 @overload
 def optimize(
-    model: Model, inputs: Example, *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+    model: Model,
+    inputs: Example,
+    *,
+    goal: GoalLike = ...,
+    plan: PlanLike = ...,
+    mode: Mode = ...,
+    **options: Unpack[Options],
 ) -> Executable | TrainingExecutable | GenerationExecutable: ...
 @overload
 def optimize(
-    model: type[nn.Module], *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+    model: type[nn.Module],
+    *,
+    goal: GoalLike = ...,
+    plan: PlanLike = ...,
+    mode: Mode = ...,
+    **options: Unpack[Options],
 ) -> Callable[..., Deferred]: ...
 @overload
 def optimize(
-    model: Model, inputs: None = ..., *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+    model: Model,
+    inputs: None = ...,
+    *,
+    goal: GoalLike = ...,
+    plan: PlanLike = ...,
+    mode: Mode = ...,
+    **options: Unpack[Options],
 ) -> Deferred: ...
 @overload
 def optimize(
-    model: None = ..., *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+    model: None = ...,
+    *,
+    goal: GoalLike = ...,
+    plan: PlanLike = ...,
+    mode: Mode = ...,
+    **options: Unpack[Options],
 ) -> Decorator: ...
 def optimize(
     model: Model | type[nn.Module] | None = None,
@@ -98,16 +150,25 @@ def optimize(
     effort: Effort = "normal",
     progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
-) -> Executable | TrainingExecutable | Bucketed | GenerationExecutable | Deferred | Decorator | Callable[..., Deferred]:
+) -> (
+    Executable
+    | TrainingExecutable
+    | Bucketed
+    | GenerationExecutable
+    | Deferred
+    | Decorator
+    | Callable[..., Deferred]
+):
     """Turn a model into one that meets the goal, verified against the original.
 
-    `effcompile.optimize(model, inputs=batch, mode="training", memory="900MiB")` plans the training step: its forward,
-    loss and backward stay within the memory, and a plain loop or HF's Trainer runs on the result.
-    `effcompile.optimize(model, mode="generation", context=2048)` plans prefill and decoding of a Hugging Face model at once; the
-    result has its generate(), and `inputs` are text to measure errors on.
+    `effcompile.optimize(model, inputs=batch, mode="training", memory="900MiB")` plans the training step: its
+    forward, loss and backward stay within the memory, and a plain loop or HF's Trainer runs on the result.
+    `effcompile.optimize(model, mode="generation", context=2048)` plans prefill and decoding of a Hugging Face
+    model at once; the result has its generate(), and `inputs` are text to measure errors on.
 
     Call it with a model, or use it as a decorator: on a function of tensors, on a `forward` method, or on an
-    nn.Module class (which then makes optimized instances). Without `inputs` the work is done at the first call.
+    nn.Module class (which then makes optimized instances). Without `inputs` the work is done at the first
+    call.
 
     Args:
         model: an nn.Module, a function of tensors, or an nn.Module class. None: return a decorator.
@@ -116,31 +177,39 @@ def optimize(
         target: a machine's name or .toml file, or a Target; "auto" is this machine.
         backend: one backend's name; None compares all that are installed.
         plan: a Plan or the path of a plan.json to apply again, without solving.
-        optimizer: in training: a torch optimizer of the model's parameters, or optimizer(parameters) that returns one. Its states
-            then count, and are planned too; use the result's `optimizer`.
-        batch: in generation, rows that are generated at once. In training, sizes of the batch to choose from: "auto", "8..64", a
-            number or several. The plan is of the one that takes most examples a second within the memory; `inputs` are repeated or cut
-            to it, and the result is to be given such batches.
-        lr: a learning rate and the batch that it is good for, (3e-4, 256), and behind them the critical batch where it was measured
-            (`critical_batch`): the plan says the one for its batch, by the optimizer's law.
+        optimizer: in training: a torch optimizer of the model's parameters, or optimizer(parameters) that
+            returns one. Its states then count, and are planned too; use the result's `optimizer`.
+        batch: in generation, rows that are generated at once. In training, sizes of the batch to choose from:
+            "auto", "8..64", a number or several. The plan is of the one that takes most examples a second
+            within the memory; `inputs` are repeated or cut to it, and the result is to be given such batches.
+        lr: a learning rate and the batch that it is good for, (3e-4, 256), and behind them the critical batch
+            where it was measured (`critical_batch`): the plan says the one for its batch, by the optimizer's
+            law.
         passes: the passes to use, e.g. ["quantize.group_size=64"]; None uses all.
-        dynamic: True to keep batch and sequence free, False to fix all shapes, or torch.export's dynamic shapes.
+        dynamic: True to keep batch and sequence free, False to fix all shapes, or torch.export's dynamic
+            shapes.
         calibration: inputs on which errors are measured; None generates some.
         loss: in training, `loss(outputs, inputs)` for a forward that returns none.
-        keep_outputs: in training, also return what the model returns beside the loss (logits): it takes memory.
-        on_change: what a call does that the plan does not hold for, because its arguments, or the model's attributes, hooks or weights, are
-            not as they were: "error" says what changed, "eager" runs the model's own forward with one warning, "replan" plans again. None
-            is "error", and "replan" for a Deferred.
-        mesh: in training under torchrun: the data-parallel ranks, each of which gives the inputs of its own part of the batch. One plan is
-            made for all, `memory` is each rank's, and the model's parameters become DTensors: make the optimizer of those of the result.
-        shapes: in training (examples, tokens) of the batches that come, [(8, 128), (8, 256)]: each is planned now, smaller batches are
-            padded where that is exact, and others run eagerly with a word; "auto" chooses them for the batches of a loader, `inputs`.
-        effort: how long planning searches, 15, 60 or 600 seconds at the most: "low", "normal", "high". What is not proven then is told.
+        keep_outputs: in training, also return what the model returns beside the loss (logits): it takes
+            memory.
+        on_change: what a call does that the plan does not hold for, because its arguments, or the model's
+            attributes, hooks or weights, are not as they were: "error" says what changed, "eager" runs the
+            model's own forward with one warning, "replan" plans again. None is "error", and "replan" for a
+            Deferred.
+        mesh: in training under torchrun: the data-parallel ranks, each of which gives the inputs of its own
+            part of the batch. One plan is made for all, `memory` is each rank's, and the model's parameters
+            become DTensors: make the optimizer of those of the result.
+        shapes: in training (examples, tokens) of the batches that come, [(8, 128), (8, 256)]: each is planned
+            now, smaller batches are padded where that is exact, and others run eagerly with a word; "auto"
+            chooses them for the batches of a loader, `inputs`.
+        effort: how long planning searches, 15, 60 or 600 seconds at the most: "low", "normal", "high". What
+            is not proven then is told.
         progress: True to show on stderr what is being done, or a Progress that is told.
         **goal_fields: mode="training", memory="6GiB", minimize="memory", max_error=0.01, reads="last".
 
     Returns:
-        An Executable (in training a TrainingExecutable), or (without inputs) a Deferred, which makes them when it is called.
+        An Executable (in training a TrainingExecutable), or (without inputs) a Deferred, which makes them
+        when it is called.
 
     Raises:
         UsageError: something in the request is wrong. InfeasibleError: no plan meets the goal.
@@ -148,7 +217,9 @@ def optimize(
     """
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     request = Request(
-        goal=declare(goal, goal_fields) if loaded is None else goal_of_plan(loaded, goal, goal_fields, backend),
+        goal=declare(goal, goal_fields)
+        if loaded is None
+        else goal_of_plan(loaded, goal, goal_fields, backend),
         target=target,
         backend=backend,
         plan=loaded,
@@ -173,7 +244,8 @@ def optimize(
         return bucketed(ready(as_module(model), request), inputs, shapes, request)
     if model is None:
         return Decorator(request)
-    if request.goal.mode == "generation":  # nothing is learned from a call: its inputs are text to compare with
+    if request.goal.mode == "generation":
+        # nothing is learned from a call: its inputs are text to compare with
         return carry_out(request, as_module(model), *(((), {}) if inputs is None else as_inputs(inputs)))
     if inputs is None or (isinstance(model, type) and issubclass(model, nn.Module)):
         return _later(model, request)
@@ -205,11 +277,14 @@ def plan(
     progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
 ) -> Plan:
-    """Decide without lowering; works for machines that are not here (target="h100-sxm"). Arguments as in `optimize`.
+    """Decide without lowering; works for machines that are not here (target="h100-sxm").
 
-    `devices` divides a training step among so many, "auto" among the fewest that are enough, a Cluster among its own; the
-    plan's `distributed` says how. `nodes` says how they stand ("8x8"), `strategy` what of a Strategy is given, the rest is free, and
-    `global_batch` or `batch_tokens` how large a step is: the inputs' batch on each device where neither is given.
+    Arguments as in `optimize`.
+
+    `devices` divides a training step among so many, "auto" among the fewest that are enough, a Cluster among
+    its own; the plan's `distributed` says how. `nodes` says how they stand ("8x8"), `strategy` what of a
+    Strategy is given, the rest is free, and `global_batch` or `batch_tokens` how large a step is: the inputs'
+    batch on each device where neither is given.
 
     Raises:
         UsageError: something in the request is wrong. InfeasibleError: no plan meets the goal.
@@ -251,7 +326,8 @@ def frontier(
     progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
 ) -> list[Plan]:
-    """Predicted plans along the memory-time front, least memory first; of inference those of the best backend.
+    """Predicted plans along the memory-time front, least memory first; of inference those of the best
+    backend.
 
     At most `points` of them: None for 8, in training 20. The other arguments are those of `plan`.
 
@@ -262,8 +338,8 @@ def frontier(
         raise UsageError(f"points = {points!r} must be a whole number, at least 1.")
     request = Request(
         goal=declare(goal, goal_fields), target=target, backend=backend, passes=passes, dynamic=dynamic,
-        calibration=inputs_to_calibrate(calibration), loss=loss, keep_outputs=keep_outputs, optimizer=optimizer,
-        effort=effort, progress=told(progress),
+        calibration=inputs_to_calibrate(calibration), loss=loss, keep_outputs=keep_outputs,
+        optimizer=optimizer, effort=effort, progress=told(progress),
     )  # fmt: skip
     return make_frontier(request, ready(as_module(model), request), *as_inputs(inputs), points)
 
@@ -274,7 +350,10 @@ def _later(model: Model | type[nn.Module], request: Request) -> Deferred | Calla
         raise UsageError("A batch is chosen together with its model: give `inputs`, too.")
     if isinstance(model, type) and issubclass(model, nn.Module):
         if request.optimizer is not None:
-            raise UsageError("An optimizer is of one model's parameters: give it to effcompile.optimize(model, ...), not to a class.")
+            raise UsageError(
+                "An optimizer is of one model's parameters: give it to effcompile.optimize(model, ...), "
+                "not to a class."
+            )
         return _factory(model, request)
     module = ready(as_module(model), request, stacklevel=4)
     if request.optimizer is not None:

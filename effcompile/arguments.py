@@ -56,11 +56,18 @@ def many_devices(
 ) -> ManyDevices | None:
     """What is asked of many devices; None: one is planned for."""
     if devices is None:
-        beside = {"nodes": nodes, "strategy": strategy, "global_batch": global_batch, "batch_tokens": batch_tokens}
+        beside = {
+            "nodes": nodes,
+            "strategy": strategy,
+            "global_batch": global_batch,
+            "batch_tokens": batch_tokens,
+        }
         if given := [name for name, value in beside.items() if value is not None]:
             raise UsageError(f"{given[0]} is for a step on many devices: give devices, too.")
         return None
-    return ManyDevices.of(devices, nodes=nodes, strategy=strategy, global_batch=global_batch, batch_tokens=batch_tokens)
+    return ManyDevices.of(
+        devices, nodes=nodes, strategy=strategy, global_batch=global_batch, batch_tokens=batch_tokens
+    )
 
 
 def told(progress: bool | Progress) -> Progress:
@@ -72,12 +79,17 @@ def told(progress: bool | Progress) -> Progress:
     if isinstance(progress, bool):
         return report.Shown() if progress else QUIET
     if not all(callable(getattr(progress, name, None)) for name in ("step", "update")):
-        raise UsageError(f"progress = {progress!r}: give True, False, or an object with step(name) and update(name, done, total).")
+        raise UsageError(
+            f"progress = {progress!r}: give True, False, or an object with step(name) and update(name, "
+            "done, total)."
+        )
     return progress
 
 
 def ready(model: nn.Module, request: Request, stacklevel: int = 3) -> nn.Module:
-    """The model, in training mode when its training step is planned: a model from `from_pretrained` is in eval mode."""
+    """The model, in training mode when its training step is planned: a model from `from_pretrained` is in
+    eval mode.
+    """
     if request.training and (said := to_training_mode(model)):
         warnings.warn(said, stacklevel=stacklevel)
     return model
@@ -88,7 +100,10 @@ def to_training_mode(model: nn.Module) -> str:
     if model.training or (next(model.children(), None) is None and next(model.parameters(), None) is None):
         return ""
     model.train()
-    return f"{type(model).__name__} was in eval mode; effcompile put it in training mode (model.train()), as its training step is planned."
+    return (
+        f"{type(model).__name__} was in eval mode; effcompile put it in training mode (model.train()), "
+        "as its training step is planned."
+    )
 
 
 def declare(goal: GoalLike, changes: Mapping[str, object]) -> Goal:
@@ -97,7 +112,9 @@ def declare(goal: GoalLike, changes: Mapping[str, object]) -> Goal:
     Raises:
         UsageError: a value that is not allowed.
     """
-    base = Goal.of(**{str(name): value for name, value in goal.items()}) if isinstance(goal, Mapping) else goal
+    base = (
+        Goal.of(**{str(name): value for name, value in goal.items()}) if isinstance(goal, Mapping) else goal
+    )
     return Goal.of(base, **changes)
 
 
@@ -108,12 +125,20 @@ def goal_of_plan(plan: Plan, goal: GoalLike, changes: Mapping[str, object], back
         UsageError: another goal or backend than the plan's.
     """
     if declare(plan.goal if goal is None else goal, changes) != plan.goal:
-        raise UsageError(f"The plan was made for another goal: {plan.goal.describe()}. Leave the goal out, or plan again without it.")
+        raise UsageError(
+            f"The plan was made for another goal: {plan.goal.describe()}. Leave the goal out, or plan "
+            "again without it."
+        )
     if backend is not None and backend != plan.backend:
-        raise UsageError(f"The plan is for the backend {plan.backend!r}, not {backend!r}. Leave the backend out, or plan again without it.")
+        raise UsageError(
+            f"The plan is for the backend {plan.backend!r}, not {backend!r}. Leave the backend out, or "
+            "plan again without it."
+        )
     return plan.goal
 
 
 def inputs_to_calibrate(given: Iterable[Example] | None) -> tuple[Inputs, ...] | None:
     """Calibration inputs taken apart, each given like `inputs`."""
-    return None if given is None else tuple(as_inputs(one, f"calibration[{i}]") for i, one in enumerate(given))
+    return (
+        None if given is None else tuple(as_inputs(one, f"calibration[{i}]") for i, one in enumerate(given))
+    )

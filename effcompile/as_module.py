@@ -16,7 +16,8 @@ from effcompile.deferred import Deferred, with_forward
 
 
 def as_module(model: object) -> nn.Module:
-    """The model itself, or a module around a function, with the modules that the function uses as its children.
+    """The model itself, or a module around a function, with the modules that the function uses as its
+    children.
 
     Raises:
         UsageError: neither an nn.Module nor a function, or a module that cannot be read.
@@ -26,12 +27,13 @@ def as_module(model: object) -> nn.Module:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         kind = type(model).__name__
         raise UsageError(
-            f"The model is wrapped in {kind}, whose hooks a plan would not see. Write {kind}(effcompile.optimize(model, ...))."
+            f"The model is wrapped in {kind}, whose hooks a plan would not see. Write "
+            f"{kind}(effcompile.optimize(model, ...))."
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(
-            "The model is TorchScript (torch.jit.script or torch.jit.trace), whose code torch.export does not read. "
-            "Give the nn.Module that it was made of."
+            "The model is TorchScript (torch.jit.script or torch.jit.trace), whose code torch.export does "
+            "not read. Give the nn.Module that it was made of."
         )
     if isinstance(model, nn.Module):
         return model
@@ -39,7 +41,9 @@ def as_module(model: object) -> nn.Module:
         return with_forward(model.__self__, model.__func__)
     if not isinstance(model, types.FunctionType):
         raise UsageError(f"model is a {type(model).__name__}. Give an nn.Module or a function of tensors.")
-    module: nn.Module = type(model.__name__, (nn.Module,), {"__doc__": model.__doc__, "forward": _method(model)})()
+    module: nn.Module = type(
+        model.__name__, (nn.Module,), {"__doc__": model.__doc__, "forward": _method(model)}
+    )()
     for name, child in _modules_used(model):
         module.add_module(name, child)
     module.training = any(child.training for child in module.children())
@@ -61,7 +65,9 @@ def _method(function: types.FunctionType) -> Forward:
 
 
 def _modules_used(function: types.FunctionType) -> Iterator[tuple[str, nn.Module]]:
-    """The modules among the function's closure and the globals that it names, each once, under their variable's name."""
+    """The modules among the function's closure and the globals that it names, each once, under their
+    variable's name.
+    """
     variables = inspect.getclosurevars(inspect.unwrap(function))
     seen: set[int] = set()
     for name, value in {**variables.globals, **variables.nonlocals}.items():

@@ -1,7 +1,9 @@
-"""A training step planned for several shapes: what fits one exactly runs as planned, what is smaller is padded, the rest runs eagerly.
+"""A training step planned for several shapes: what fits one exactly runs as planned, what is smaller is
+padded, the rest runs eagerly.
 
-Rows that are added have labels that no loss counts (−100), tokens that are added are masked where the model takes a mask. Whether that is
-exact for this model, in loss and gradients, is found by running it on padded example inputs; where it is not, nothing is padded so.
+Rows that are added have labels that no loss counts (−100), tokens that are added are masked where the model
+takes a mask. Whether that is exact for this model, in loss and gradients, is found by running it on padded
+example inputs; where it is not, nothing is padded so.
 """
 
 from __future__ import annotations
@@ -66,14 +68,18 @@ class BucketPadding:
 
 
 class Bucketed(SetOnModel):
-    """A model whose training step is planned for several shapes. Parameters, children and state_dict are the model's.
+    """A model whose training step is planned for several shapes.
+
+    Parameters, children and state_dict are the model's.
 
     Attributes:
         steps: shape → planned step, the largest first, which has the optimizer.
         padding: which was found to be exact.
     """
 
-    def __init__(self, model: nn.Module, steps: Mapping[Shape, TrainingExecutable], padding: BucketPadding) -> None:
+    def __init__(
+        self, model: nn.Module, steps: Mapping[Shape, TrainingExecutable], padding: BucketPadding
+    ) -> None:
         super().__init__()
         self.__dict__.update(model=model, steps=dict(steps), padding=padding, _said=set())
         self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
@@ -97,8 +103,9 @@ class Bucketed(SetOnModel):
             self._said.add(given)
             known = ", ".join(map(str, self.steps))
             warnings.warn(
-                f"effcompile runs the original {type(self.model).__name__} for a batch of shape {given}: none of the planned shapes "
-                f"{known} holds it exactly or by exact padding. Its memory is not planned.",
+                f"effcompile runs the original {type(self.model).__name__} for a batch of shape {given}: "
+                f"none of the planned shapes {known} holds it exactly or by exact padding. Its memory is "
+                "not planned.",
                 stacklevel=4,
             )
         return self.model(*args, **kwargs)
@@ -113,7 +120,9 @@ class Bucketed(SetOnModel):
         first, *rest = self.steps.items()
         others = {f"{rows}x{tokens}": step.plan.to_dict() for (rows, tokens), step in rest}
         plan: Plan = first[1].plan
-        return plan.with_changes(settings={**plan.settings, BUCKETS: {"shape": list(first[0]), "others": others}})
+        return plan.with_changes(
+            settings={**plan.settings, BUCKETS: {"shape": list(first[0]), "others": others}}
+        )
 
     def report(self, console: Console | None = None) -> None:
         """Print each shape's plan."""
@@ -147,10 +156,14 @@ def bucketed(model: nn.Module, inputs: object, shapes: Shapes, request: Request)
     inputs: one example; with shapes="auto" a list of batches, or a loader.
 
     Raises:
-        UsageError: shapes that are none, or a goal that is not of training. InfeasibleError: a shape does not fit.
+        UsageError: shapes that are none, or a goal that is not of training. InfeasibleError: a shape does not
+            fit.
     """
     if not request.training or request.batch is not None or request.mesh is not None:
-        raise UsageError("shapes are of a training step on one device: ask for mode='training', and leave batch and mesh out.")
+        raise UsageError(
+            "shapes are of a training step on one device: ask for mode='training', and leave batch and "
+            "mesh out."
+        )
     example, wanted = _wanted(inputs, shapes)
     args, kwargs = as_inputs(example)
     padding = exact_padding(model, args, kwargs, request)
@@ -173,11 +186,17 @@ def _wanted(inputs: object, shapes: Shapes) -> tuple[Any, list[Shape]]:
     if shapes != "auto":
         good = not isinstance(shapes, str) and len(shapes) and all(_is_shape(shape) for shape in shapes)
         if not good:
-            raise UsageError(f"shapes = {shapes!r}: give a list of (examples, tokens) as [(8, 128), (8, 256)], or 'auto' with a loader.")
+            raise UsageError(
+                f"shapes = {shapes!r}: give a list of (examples, tokens) as [(8, 128), (8, 256)], or "
+                "'auto' with a loader."
+            )
         listed = [(int(shape[0]), int(shape[1])) for shape in shapes]
         return inputs, sorted(set(listed), key=lambda shape: (-shape[0] * shape[1], shape))
     if isinstance(inputs, (Tensor, Mapping, tuple)) or not isinstance(inputs, Iterable):
-        raise UsageError("shapes='auto' looks at a loader's batches: give `inputs` as a list of them, or the loader itself.")
+        raise UsageError(
+            "shapes='auto' looks at a loader's batches: give `inputs` as a list of them, or the loader "
+            "itself."
+        )
     batches = list(inputs)
     if not batches:
         raise InputsError("shapes='auto': the loader gave no batch.")
@@ -187,11 +206,17 @@ def _wanted(inputs: object, shapes: Shapes) -> tuple[Any, list[Shape]]:
 
 
 def _is_shape(shape: object) -> bool:
-    return isinstance(shape, (tuple, list)) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+    return (
+        isinstance(shape, (tuple, list))
+        and len(shape) == 2
+        and all(type(size) is int and size > 0 for size in shape)
+    )
 
 
 def _passes(request: Request) -> list[str]:
-    """One optimizer and one model serve several steps: it may not be part of one step's backward, nor may that hold weights as it likes."""
+    """One optimizer and one model serve several steps: it may not be part of one step's backward, nor may
+    that hold weights as it likes.
+    """
     return [*(request.passes or ()), "states.in_backward=false", "no-frozen"]
 
 
@@ -211,7 +236,10 @@ def _less(request: Request, beside: int) -> Any:
     if goal.memory is None or not beside:
         return goal
     if goal.memory <= beside:
-        raise UsageError(f"The optimizer's states take {format_bytes(beside)} of {format_bytes(goal.memory)}: no step fits beside them.")
+        raise UsageError(
+            f"The optimizer's states take {format_bytes(beside)} of {format_bytes(goal.memory)}: no step "
+            "fits beside them."
+        )
     return replace(goal, memory=goal.memory - beside)
 
 
@@ -224,14 +252,25 @@ def _saved(plan: Plan | None, wanted: Sequence[Shape]) -> dict[Shape, Plan] | No
     if plan is None:
         return None
     held = plan.settings.get(BUCKETS)
-    if not isinstance(held, Mapping) or not _is_shape(held.get("shape")) or not isinstance(held.get("others"), Mapping):
+    if (
+        not isinstance(held, Mapping)
+        or not _is_shape(held.get("shape"))
+        or not isinstance(held.get("others"), Mapping)
+    ):
         raise FormatError("The plan is of one shape. Leave shapes out, or plan again with them.")
-    found = {tuple(held["shape"]): plan.with_changes(settings={k: v for k, v in plan.settings.items() if k != BUCKETS})}
+    found = {
+        tuple(held["shape"]): plan.with_changes(
+            settings={k: v for k, v in plan.settings.items() if k != BUCKETS}
+        )
+    }
     for name, data in held["others"].items():
         rows, _, tokens = str(name).partition("x")
         found[int(rows), int(tokens)] = Plan.from_dict(data)
     if set(found) != set(wanted):
-        raise FormatError(f"The plan is of the shapes {sorted(found)}, and {sorted(wanted)} are asked for. Plan again, or ask for those.")
+        raise FormatError(
+            f"The plan is of the shapes {sorted(found)}, and {sorted(wanted)} are asked for. Plan again, "
+            "or ask for those."
+        )
     return found
 
 
@@ -256,7 +295,10 @@ def padded(args: Args, kwargs: Kwargs, given: Shape, bucket: Shape) -> tuple[Arg
     def one(value: object, name: str) -> object:
         if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != given[0]:
             return value
-        added = [bucket[axis] - given[axis] if axis < value.dim() and value.shape[axis] == given[axis] else 0 for axis in (0, 1)]
+        added = [
+            bucket[axis] - given[axis] if axis < value.dim() and value.shape[axis] == given[axis] else 0
+            for axis in (0, 1)
+        ]
         pads = [0, 0] * (value.dim() - 2) + ([0, added[1]] if value.dim() > 1 else []) + [0, added[0]]
         return nn.functional.pad(value, pads, value=_ADDED.get(name, 0))
 
@@ -279,7 +321,8 @@ def of_shape(args: Args, kwargs: Kwargs, shape: Shape) -> tuple[Args, Kwargs]:
 
 
 def exact_padding(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> BucketPadding:
-    """Which padding leaves loss and gradients as they were, found by running the model on the example inputs with nothing drawn.
+    """Which padding leaves loss and gradients as they were, found by running the model on the example inputs
+    with nothing drawn.
 
     Much is added to little, too: what one token more does to a maximum over many may be nothing.
     """
@@ -294,22 +337,34 @@ def exact_padding(model: nn.Module, args: Args, kwargs: Kwargs, request: Request
         return _same(whole, added) and (little is None or _same(little, filled))
 
     fewest = min(tokens, _FEW)
-    return BucketPadding(rows=exact((rows + 1, tokens), (1, tokens)), tokens=exact((rows, tokens + 8), (rows, fewest)))
+    return BucketPadding(
+        rows=exact((rows + 1, tokens), (1, tokens)), tokens=exact((rows, tokens + 8), (rows, fewest))
+    )
 
 
 def _learned(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> _Learned | None:
-    """Loss, gradients and changed buffers of the step as it trains but for what is drawn; None where it raises or the loss is no number."""
+    """Loss, gradients and changed buffers of the step as it trains but for what is drawn; None where it
+    raises or the loss is no number.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = [buffer.clone() for buffer in model.buffers()]
     try:
         with restored(model), Undrawn():
             outputs = model(*args, **kwargs)
             own = outputs if isinstance(outputs, Tensor) or request.loss is not None else outputs.loss
-            loss = own if request.loss is None else request.loss(outputs, (args, kwargs) if args and kwargs else args or kwargs)
+            loss = (
+                own
+                if request.loss is None
+                else request.loss(outputs, (args, kwargs) if args and kwargs else args or kwargs)
+            )
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
             if not bool(loss.isfinite()):
                 return None
-            buffers = [buffer.clone() for buffer, was in zip(model.buffers(), before, strict=True) if not torch.equal(buffer, was)]
+            buffers = [
+                buffer.clone()
+                for buffer, was in zip(model.buffers(), before, strict=True)
+                if not torch.equal(buffer, was)
+            ]
     except Exception:  # the user's model, at a length that it may not take
         return None
     return [loss.detach()], [g for g in found if g is not None], buffers

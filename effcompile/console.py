@@ -1,4 +1,6 @@
-"""What a command says: progress and errors on stderr, one JSON document on stdout, and checks before the work starts."""
+"""What a command says: progress and errors on stderr, one JSON document on stdout, and checks before the work
+starts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ _AGAIN = 0.5
 
 
 class Stopped(BaseException):
-    """The process was told to end: by Ctrl-C, by SIGTERM, or by its terminal going away. It cleans up first."""
+    """The process was told to end: by Ctrl-C, by SIGTERM, or by its terminal going away.
+
+    It cleans up first.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -40,9 +45,11 @@ class Stopped(BaseException):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Signals that end a process raise `Stopped` in the main thread; those that it was started to ignore (nohup) it ignores.
+    """Signals that end a process raise `Stopped` in the main thread; those that it was started to ignore
+    (nohup) it ignores.
 
-    A library may swallow what is raised in its destructor or import: then it is raised again, and errors that follow from it are not told.
+    A library may swallow what is raised in its destructor or import: then it is raised again, and errors that
+    follow from it are not told.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -61,7 +68,10 @@ def stoppable() -> Iterator[None]:
 
     asked = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in asked}
-    hook, sys.unraisablehook = sys.unraisablehook, lambda lost: None if isinstance(lost.exc_value, Stopped) else hook(lost)
+    hook, sys.unraisablehook = (
+        sys.unraisablehook,
+        lambda lost: None if isinstance(lost.exc_value, Stopped) else hook(lost),
+    )
     try:
         yield
     except Exception as error:
@@ -90,12 +100,15 @@ def _is_stopping() -> bool:
 
 
 def prepare() -> None:
-    """Make do with what a shell may have left: streams that are closed, a terminal that is said to have no columns."""
+    """Make do with what a shell may have left: streams that are closed, a terminal that is said to have no
+    columns.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: the next file opened may not become stdout
+            # takes the lowest number that is free: the next file opened may not become stdout
+            os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
     if not os.environ.get("COLUMNS", "80").strip("0"):
@@ -111,7 +124,9 @@ def check_current_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise UsageError(f"The current folder cannot be used: {error.strerror}. Change to another one (cd).") from error
+        raise UsageError(
+            f"The current folder cannot be used: {error.strerror}. Change to another one (cd)."
+        ) from error
 
 
 def emit(data: object) -> None:
@@ -130,7 +145,9 @@ def tell(error: EffcompileError, as_json: bool) -> int:
 
 
 def tell_lost_output(error: OSError) -> int:
-    """What was to be said cannot be written: in words on stderr, and quietly where who read it has gone; returns the exit status."""
+    """What was to be said cannot be written: in words on stderr, and quietly where who read it has gone;
+    returns the exit status.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in a buffer goes nowhere at exit
     if not isinstance(error, BrokenPipeError):
         with suppress(OSError):
@@ -149,8 +166,8 @@ def tell_bug(error: Exception, as_json: bool) -> int:
     """An error that nobody foresaw: its traceback, and what to do about it; returns the exit status."""
     traceback.print_exc()
     sys.stderr.write(
-        f"\n✘ effcompile stopped on an error that it did not foresee: {type(error).__name__}. This is a bug in effcompile; "
-        "please report it with the lines above and your model file.\n"
+        f"\n✘ effcompile stopped on an error that it did not foresee: {type(error).__name__}. This is a bug "
+        "in effcompile; please report it with the lines above and your model file.\n"
     )
     if as_json:
         emit({"error": error_data(error, 1)})
@@ -168,11 +185,22 @@ def error_data(error: Exception, status: int) -> dict[str, object]:
 
 @contextmanager
 def steps(as_json: bool, verbose: bool = False, profile: bool = False) -> Iterator[report.ProgressSteps]:
-    """Progress on stderr, silent with --json but for what was asked for; and the libraries below us kept quiet unless `verbose`."""
+    """Progress on stderr, silent with --json but for what was asked for; and the libraries below us kept
+    quiet unless `verbose`.
+    """
     with warnings.catch_warnings():
         if not verbose:
-            warnings.filterwarnings("ignore", module=r"(torch|torchao|onnx|onnxscript|transformers|copyreg)(\..*)?")
-            for name in ("torchao", "torch.utils._pytree", "torch.onnx", "onnxscript", "transformers", "nncf"):
+            warnings.filterwarnings(
+                "ignore", module=r"(torch|torchao|onnx|onnxscript|transformers|copyreg)(\..*)?"
+            )
+            for name in (
+                "torchao",
+                "torch.utils._pytree",
+                "torch.onnx",
+                "onnxscript",
+                "transformers",
+                "nncf",
+            ):
                 logging.getLogger(name).setLevel(logging.ERROR)
         with report.ProgressSteps(enabled=not as_json, profile=profile) as running:
             yield running
@@ -180,7 +208,9 @@ def steps(as_json: bool, verbose: bool = False, profile: bool = False) -> Iterat
 
 @contextmanager
 def explaining(goal: Goal, as_json: bool, typed: Sequence[str] | None = None) -> Iterator[None]:
-    """An infeasible goal is explained, with the flags, and the whole commands after what was `typed`, that would be feasible."""
+    """An infeasible goal is explained, with the flags, and the whole commands after what was `typed`, that
+    would be feasible.
+    """
     try:
         yield
     except InfeasibleError as error:

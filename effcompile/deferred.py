@@ -37,7 +37,9 @@ _MOST_REPLANS = 16
 
 
 def with_forward(instance: nn.Module, forward: Forward) -> nn.Module:
-    """The module under a class that computes another forward: it has the same attributes, also those that are set later."""
+    """The module under a class that computes another forward: it has the same attributes, also those that are
+    set later.
+    """
     clone = copy.copy(instance)
     if "forward" in clone.__dict__:
         del clone.__dict__["forward"]
@@ -48,7 +50,8 @@ def with_forward(instance: nn.Module, forward: Forward) -> nn.Module:
 
 
 class _PassesForItsModel:
-    """`isinstance` takes a model whose step is planned for the model: Trainer saves a PreTrainedModel with its config and tied weights.
+    """`isinstance` takes a model whose step is planned for the model: Trainer saves a PreTrainedModel with
+    its config and tied weights.
 
     A class of its own: in one that calls `super()` Python keeps `__class__` for itself.
     """
@@ -62,18 +65,28 @@ class _PassesForItsModel:
 class Deferred(_PassesForItsModel, SetOnModel):
     """A model that is optimized at its first call, and again for inputs of shapes that it was not built for.
 
-    Parameters, buffers, children and state_dict are the original model's. In inference it is optimized again after new
-    weights (load_state_dict, to, half ...), and after train() the original runs, with a warning, as the lowered model has
-    no gradients. In training the planned step runs in training mode with gradients enabled, the model itself otherwise.
-    A model that was changed otherwise is planned again, too, unless the request's `on_change` says what else to do.
-    Threads that call it before its plan is made wait for the one that makes it.
+    Parameters, buffers, children and state_dict are the original model's. In inference it is optimized again
+    after new weights (load_state_dict, to, half ...), and after train() the original runs, with a warning, as
+    the lowered model has no gradients. In training the planned step runs in training mode with gradients
+    enabled, the model itself otherwise. A model that was changed otherwise is planned again, too, unless the
+    request's `on_change` says what else to do. Threads that call it before its plan is made wait for the one
+    that makes it.
     """
 
     def __init__(self, model: nn.Module, request: Request) -> None:
         super().__init__()
-        # past nn.Module.__setattr__: `model` must not become a child, whose names would be those of the state_dict.
-        # Its own children and parameters are ours: whoever walks the tree (Trainer's weight decay) finds them.
-        self.__dict__.update(model=model, request=request, executables={}, bound=WeakKeyDictionary(), warned=set(), retired=0, given_up="")
+        # past nn.Module.__setattr__: `model` must not become a child, whose names would be those of the
+        # state_dict. Its own children and parameters are ours: whoever walks the tree (Trainer's weight
+        # decay) finds them.
+        self.__dict__.update(
+            model=model,
+            request=request,
+            executables={},
+            bound=WeakKeyDictionary(),
+            warned=set(),
+            retired=0,
+            given_up="",
+        )
         self.__dict__["left_out"] = None
         self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
         self.training = request.training and model.training
@@ -90,14 +103,17 @@ class Deferred(_PassesForItsModel, SetOnModel):
         if self.given_up:
             return self._run_original(self.given_up, args, kwargs)
         with PLANNING:
-            fitting = self._run_fitting(found, args, kwargs)  # another thread may have planned it in the meantime
+            # another thread may have planned it in the meantime
+            fitting = self._run_fitting(found, args, kwargs)
             if fitting:
                 return fitting[0]
             if len(found) < _MOST_SHAPES:
                 self.__dict__["latest"] = carry_out(self.request, self.model, args, kwargs)
                 found.append(self.latest)
                 return self.latest(*args, **kwargs)
-        return self._run_original(f"it was already optimized for {_MOST_SHAPES} shapes (ask for dynamic=True)", args, kwargs)
+        return self._run_original(
+            f"it was already optimized for {_MOST_SHAPES} shapes (ask for dynamic=True)", args, kwargs
+        )
 
     def _run_fitting(self, found: list[Planned], args: Args, kwargs: Kwargs) -> tuple[Outputs, ...]:
         """(What the latest of those that take these shapes returns,); nothing where none does."""
@@ -119,20 +135,33 @@ class Deferred(_PassesForItsModel, SetOnModel):
 
         @functools.wraps(self.model.forward)
         def forward(*args: object, **kwargs: object) -> Outputs:
-            return self._train_step(args, kwargs) if self.training and torch.is_grad_enabled() else self.model(*args, **kwargs)
+            return (
+                self._train_step(args, kwargs)
+                if self.training and torch.is_grad_enabled()
+                else self.model(*args, **kwargs)
+            )
 
         return forward
 
     def _train_step(self, args: Args, kwargs: Kwargs) -> Outputs:
         """The step as planned for these shapes; planned now where they are new."""
         kwargs = with_items_as_tensor(kwargs)
-        key = (_structure(args, kwargs), shapes := _shapes(args, kwargs), _differentiated(args, kwargs), _autocast())
+        key = (
+            _structure(args, kwargs),
+            shapes := _shapes(args, kwargs),
+            _differentiated(args, kwargs),
+            _autocast(),
+        )
         if key not in self.executables:
             with PLANNING:
-                if key not in self.executables and len(self.executables) < _MOST_SHAPES:  # another thread may have planned it
+                if key not in self.executables and len(self.executables) < _MOST_SHAPES:
+                    # another thread may have planned it
                     self.executables[key] = self._plan_step(shapes, args, kwargs)
         if key not in self.executables:
-            reason = f"its step was already planned for {_MOST_SHAPES} shapes, and {shapes} is one more (pad the batches to fewer shapes)"
+            reason = (
+                f"its step was already planned for {_MOST_SHAPES} shapes, and {shapes} is one more "
+                "(pad the batches to fewer shapes)"
+            )
             return self._run_original(reason, args, kwargs)
         self.__dict__["latest"] = self.executables[key]
         try:
@@ -145,7 +174,9 @@ class Deferred(_PassesForItsModel, SetOnModel):
         self._retire([], self.executables[key], error)
         if self.given_up:
             return self._run_original(self.given_up, args, kwargs)
-        warnings.warn(f"effcompile plans the step of {type(self.model).__name__} again: {error}", stacklevel=7)
+        warnings.warn(
+            f"effcompile plans the step of {type(self.model).__name__} again: {error}", stacklevel=7
+        )
         with PLANNING:
             self.executables[key] = self._planned(self.request.anew, args, kwargs)
         self.__dict__["latest"] = self.executables[key]
@@ -166,18 +197,25 @@ class Deferred(_PassesForItsModel, SetOnModel):
         if how == "eager":
             self.__dict__["given_up"] = str(error)
         elif self.retired > _MOST_REPLANS:
-            self.__dict__["given_up"] = f"it was planned again {_MOST_REPLANS} times, and has changed once more: {error}"
+            self.__dict__["given_up"] = (
+                f"it was planned again {_MOST_REPLANS} times, and has changed once more: {error}"
+            )
 
     def _plan_step(self, shapes: str, args: Args, kwargs: Kwargs) -> Planned:
         """The step, planned; a saved plan is for the first shapes only."""
         if not self.executables:
             return self._planned(self.request, args, kwargs)
-        said = f"effcompile plans the step of {type(self.model).__name__} again, under the same goal, for the shapes {shapes}"
+        said = (
+            f"effcompile plans the step of {type(self.model).__name__} again, under the same goal, for "
+            f"the shapes {shapes}"
+        )
         warnings.warn(said, stacklevel=7)
         return self._planned(self.request.anew, args, kwargs)
 
     def _planned(self, request: Request, args: Args, kwargs: Kwargs) -> Planned:
-        """With all that the model returns, where it returns what it did not at first (`output_hidden_states=True`)."""
+        """With all that the model returns, where it returns what it did not at first
+        (`output_hidden_states=True`).
+        """
         made = carry_out(request, self.model, args, kwargs)
         if self.left_out is None:
             self.__dict__["left_out"] = left_out(made)
@@ -193,7 +231,9 @@ class Deferred(_PassesForItsModel, SetOnModel):
         """Say once that the original runs, and why."""
         if reason not in self.warned:
             self.warned.add(reason)
-            warnings.warn(f"effcompile runs the original {type(self.model).__name__}: {reason}", stacklevel=stacklevel)
+            warnings.warn(
+                f"effcompile runs the original {type(self.model).__name__}: {reason}", stacklevel=stacklevel
+            )
 
     @property
     def plan(self) -> Plan:
@@ -221,7 +261,10 @@ class Deferred(_PassesForItsModel, SetOnModel):
 
     def _require_call(self) -> None:
         if "latest" not in self.__dict__:
-            raise UsageError("There is no plan yet: it is made at the first call. Call the model, or give `inputs` to effcompile.optimize.")
+            raise UsageError(
+                "There is no plan yet: it is made at the first call. Call the model, or give `inputs` to "
+                "effcompile.optimize."
+            )
 
     def __get__(self, instance: object, owner: type | None = None) -> Deferred:
         """A decorated `forward` becomes a method: one Deferred per instance of the class."""
@@ -251,8 +294,8 @@ class Deferred(_PassesForItsModel, SetOnModel):
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise UsageError(
-            f"An optimized {type(self.model).__name__} cannot be pickled, for its plan is bound to this process. Save its state_dict(), "
-            "and call effcompile.optimize again where it is loaded."
+            f"An optimized {type(self.model).__name__} cannot be pickled, for its plan is bound to this "
+            "process. Save its state_dict(), and call effcompile.optimize again where it is loaded."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -263,19 +306,27 @@ class Deferred(_PassesForItsModel, SetOnModel):
         return self._saying(found) if name == "generate" and callable(found) else found
 
     def _saying(self, generate: Forward) -> Forward:
-        """The original's generate(), which says so: it calls the original with a cache, and not this module."""
+        """The original's generate(), which says so: it calls the original with a cache, and not
+        this module.
+        """
 
         @functools.wraps(generate)
         def said(*args: object, **kwargs: object) -> Outputs:
-            self._say_original("generate() calls it token by token with a cache, for which nothing is planned", stacklevel=3)
+            self._say_original(
+                "generate() calls it token by token with a cache, for which nothing is planned", stacklevel=3
+            )
             return generate(*args, **kwargs)
 
         return said
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         return self.model.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: object, **kwargs: object) -> Any:
@@ -305,7 +356,11 @@ def left_out(planned: Planned) -> frozenset[str]:
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     """(device, dtype) of each torch.autocast that is on."""
-    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    )
 
 
 def _structure(args: Args, kwargs: Kwargs) -> tuple[str | None, ...]:
@@ -321,7 +376,9 @@ def _differentiated(args: Args, kwargs: Kwargs) -> tuple[bool, ...]:
 
 
 def _shapes(args: Args, kwargs: Kwargs) -> str:
-    """Shapes and dtypes of the tensors among the inputs, as text: `input_ids 2×512 int64, labels 2×512 int64`."""
+    """Shapes and dtypes of the tensors among the inputs, as text: `input_ids 2×512 int64, labels 2×512
+    int64`.
+    """
     leaves = leaves_with_path((args, dict(sorted(kwargs.items()))))
     texts = []
     for path, leaf in leaves:

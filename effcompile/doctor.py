@@ -1,4 +1,6 @@
-"""Whether what effcompile stands on is right on this machine: each part is run on something small and compared with what is known."""
+"""Whether what effcompile stands on is right on this machine: each part is run on something small and
+compared with what is known.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ class Finding:
 def examine() -> Iterator[Finding]:
     """All parts, one after the other, each as soon as it is known; none of them raises."""
     parts: dict[str, Callable[[], Iterator[Finding]]] = {
-        "torch": _torch, "solver": _solver, "compiler": _compiler, "backends": _backends, "GPU": _gpus, "kernels": _kernels,
-        "calibration": _calibration, "cache": _cache,
+        "torch": _torch, "solver": _solver, "compiler": _compiler, "backends": _backends, "GPU": _gpus,
+        "kernels": _kernels, "calibration": _calibration, "cache": _cache,
     }  # fmt: skip
     for name, look in parts.items():
         start = time.perf_counter()
@@ -63,7 +65,9 @@ def examine() -> Iterator[Finding]:
                 yield _timed(found, start)
                 start = time.perf_counter()
         except Exception as error:  # what is broken may break in any way
-            yield _timed(Finding(part=name, status="wrong", seen=first_line(error), remedy="please report this"), start)
+            yield _timed(
+                Finding(part=name, status="wrong", seen=first_line(error), remedy="please report this"), start
+            )
 
 
 def _timed(found: Finding, start: float) -> Finding:
@@ -72,7 +76,9 @@ def _timed(found: Finding, start: float) -> Finding:
 
 def _torch() -> Iterator[Finding]:
     doubt = torch_compat.untested(torch.__version__)
-    seen = f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    seen = (
+        f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    )
     yield Finding(part="torch", status="ok", seen=seen if doubt is None else f"{seen}; {doubt}")
 
 
@@ -91,7 +97,12 @@ def _solver() -> Iterator[Finding]:
     if solved == best:
         yield Finding(part="solver", status="ok", seen=seen)
     else:
-        yield Finding(part="solver", status="wrong", seen=f"{seen}: {solved} for {best}", remedy="pip install --force-reinstall z3-solver")
+        yield Finding(
+            part="solver",
+            status="wrong",
+            seen=f"{seen}: {solved} for {best}",
+            remedy="pip install --force-reinstall z3-solver",
+        )
 
 
 def _sum(way: tuple[int, ...], of: list[int]) -> int:
@@ -102,13 +113,17 @@ def _compiler() -> Iterator[Finding]:
     """The C++ kernels of sparse linears, against the dense product."""
     if (name := native.fingerprint()) == "no compiler":
         yield Finding(
-            part="C++ kernels", status="absent", seen="no compiler found: sparse weights and chains of operators run on torch's own",
+            part="C++ kernels", status="absent",
+            seen="no compiler found: sparse weights and chains of operators run on torch's own",
             remedy="apt-get install g++",
         )  # fmt: skip
         return
     pattern = BlockPattern.random(64, 96, 16, 0.5, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
-    x, values = torch.randn(7, 96, generator=generator), torch.randn(len(pattern.col), 16, 16, generator=generator)
+    x, values = (
+        torch.randn(7, 96, generator=generator),
+        torch.randn(len(pattern.col), 16, 16, generator=generator),
+    )
     if (reason := fallback_reason(x, 16)) is not None:
         yield Finding(part="C++ kernels", status="absent", seen=reason)
         return
@@ -121,7 +136,12 @@ def _compiler() -> Iterator[Finding]:
 def _judged(part: str, error: float, about: str) -> Finding:
     if error <= _EXACT:
         return Finding(part=part, status="ok", seen=f"{about}; error {error:.1e}")
-    return Finding(part=part, status="wrong", seen=f"{about}; error {error:.1e}, more than {_EXACT:.0e}", remedy="please report this")
+    return Finding(
+        part=part,
+        status="wrong",
+        seen=f"{about}; error {error:.1e}, more than {_EXACT:.0e}",
+        remedy="please report this",
+    )
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -161,13 +181,22 @@ def _on(backend: str, device: str) -> Finding:
         try:
             found = optimize(model, (x,), {}, **Request(goal=Goal(), backend=backend).whole)(x)
         except EffcompileError as error:
-            return Finding(part=backend, status="wrong", seen=str(error).splitlines()[0], remedy="leave it out: --backend names another")
+            return Finding(
+                part=backend,
+                status="wrong",
+                seen=str(error).splitlines()[0],
+                remedy="leave it out: --backend names another",
+            )
     return _judged(backend, _error(found, wanted), "a small model runs")
 
 
 def _gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield Finding(part="GPU", status="absent", seen="PyTorch sees none: plans for absent ones (--target h100-sxm) go by data sheets")
+        yield Finding(
+            part="GPU",
+            status="absent",
+            seen="PyTorch sees none: plans for absent ones (--target h100-sxm) go by data sheets",
+        )
         return
     for index in range(torch.cuda.device_count()):
         with torch.cuda.device(index):
@@ -186,7 +215,12 @@ def _kernels() -> Iterator[Finding]:
     for family, verdicts in tiled.examined():
         wrong = next((v.reason for v in verdicts if v.reason is not None), None)
         if wrong is not None:
-            yield Finding(part=family, status="wrong", seen=wrong, remedy="they are not used: torch's own stand in; please report this")
+            yield Finding(
+                part=family,
+                status="wrong",
+                seen=wrong,
+                remedy="they are not used: torch's own stand in; please report this",
+            )
         else:
             errors = ", ".join(f"{v.error:.1e} in {v.dtype}" for v in verdicts)
             yield Finding(part=family, status="ok", seen=f"error {errors}")
@@ -198,10 +232,20 @@ def _calibration() -> Iterator[Finding]:
         found, note = store.load_or_none(device=device)
         if found is None:
             seen = str(note) if note else f"{place} was not measured yet"
-            yield Finding(part="calibration", status="absent", seen=seen, remedy="effcompile calibrate, or the first plan does it")
+            yield Finding(
+                part="calibration",
+                status="absent",
+                seen=seen,
+                remedy="effcompile calibrate, or the first plan does it",
+            )
         else:
             busy = busy_points.without_busy(found)
-            yield Finding(part="calibration", status="ok", seen=f"{place}, of {found.date}", remedy=str(busy) if busy else "")
+            yield Finding(
+                part="calibration",
+                status="ok",
+                seen=f"{place}, of {found.date}",
+                remedy=str(busy) if busy else "",
+            )
 
 
 def _cache() -> Iterator[Finding]:
@@ -209,6 +253,11 @@ def _cache() -> Iterator[Finding]:
     try:
         write_atomically(folder / _PROBE, b"").unlink()
     except (EffcompileError, OSError) as error:
-        yield Finding(part="cache", status="wrong", seen=str(error).splitlines()[0], remedy="set EFFCOMPILE_CACHE to a folder of yours")
+        yield Finding(
+            part="cache",
+            status="wrong",
+            seen=str(error).splitlines()[0],
+            remedy="set EFFCOMPILE_CACHE to a folder of yours",
+        )
         return
     yield Finding(part="cache", status="ok", seen=str(folder))

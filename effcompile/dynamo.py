@@ -1,9 +1,12 @@
-"""`torch.compile(model, backend="effcompile", options={"max_error": 0.01})`: each graph that dynamo captures is optimized.
+"""`torch.compile(model, backend="effcompile", options={"max_error": 0.01})`: each graph that dynamo captures
+is optimized.
 
-A graph that needs gradients is a training step: it is given to AOTAutograd with our partition, within options={"memory": ...}.
+A graph that needs gradients is a training step: it is given to AOTAutograd with our partition, within
+options={"memory": ...}.
 
-Dynamo passes parameters as inputs of the graph. They become constants of the optimized graph (quantisation needs their
-values), and every call checks that they are still the same tensors, unchanged; otherwise the original graph is run.
+Dynamo passes parameters as inputs of the graph. They become constants of the optimized graph (quantisation
+needs their values), and every call checks that they are still the same tensors, unchanged; otherwise the
+original graph is run.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ _PART = re.compile(r"\._(modules|parameters|buffers)\['([^']+)'\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """What became of one captured graph: its Executable, its training step, or why the original graph is run instead."""
+    """What became of one captured graph: its Executable, its training step, or why the original graph is run
+    instead.
+    """
 
     executable: Executable | None = None
     step: Step | None = None
@@ -51,7 +56,9 @@ def compilations() -> tuple[Compilation, ...]:
     return tuple(_compilations)
 
 
-def dynamo_backend(gm: fx.GraphModule, example_inputs: Sequence[Example], *, options: Options | None = None) -> Step:
+def dynamo_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Example], *, options: Options | None = None
+) -> Step:
     """The torch.compile backend; registered as the entry point `torch_dynamo_backends`.
 
     Args:
@@ -60,9 +67,9 @@ def dynamo_backend(gm: fx.GraphModule, example_inputs: Sequence[Example], *, opt
         options: goal fields (max_error, memory, minimize, reads), target, backend, passes, calibration.
 
     Returns:
-        A function of the same flat inputs. Of a graph that needs gradients it is the planned step, unless the options ask
-        for inference; else it is optimized at its first call. Graphs that cannot be planned or optimized run as they
-        are, with a warning and an entry in `compilations`.
+        A function of the same flat inputs. Of a graph that needs gradients it is the planned step, unless the
+        options ask for inference; else it is optimized at its first call. Graphs that cannot be planned or
+        optimized run as they are, with a warning and an entry in `compilations`.
 
     Raises:
         UsageError: an option that does not exist or is not allowed.
@@ -88,7 +95,10 @@ def _request(options: Options) -> tuple[Request, bool]:
     goal = Goal.of(**{k: v for k, v in options.items() if k not in _OPTIONS})
     beside = {k: v for k, v in options.items() if k in _OPTIONS}
     if goal.mode == "training" and beside:
-        raise UsageError(f"options[{next(iter(beside))!r}] is for inference. In training give goal fields only, e.g. memory.")
+        raise UsageError(
+            f"options[{next(iter(beside))!r}] is for inference. In training give goal fields only, e.g. "
+            "memory."
+        )
     return Request(goal=goal, **beside), goal.mode == "training" or ("mode" not in options and not beside)
 
 
@@ -120,7 +130,10 @@ class _Graph:
 
     def __call__(self, *inputs: Example) -> Sequence[Outputs]:
         if _needs_gradients(inputs):
-            return self._original(inputs, "the call needs gradients, and the options ask for inference (call it under torch.no_grad())")
+            return self._original(
+                inputs,
+                "the call needs gradients, and the options ask for inference (call it under torch.no_grad())",
+            )
         sizes = tuple(x for x in inputs if isinstance(x, int))
         if sizes not in self.built:
             if len(self.built) >= _MOST_SHAPES:
@@ -131,8 +144,14 @@ class _Graph:
             return self.gm(*inputs)
         executable, weights = built
         constants = [inputs[i] for i in self.names]
-        if any(x is not w or x._version != version for x, (w, version) in zip(constants, weights, strict=True)):
-            return self._original(inputs, "its weights are not those that it was optimized with (compile it again: torch.compiler.reset())")
+        if any(
+            x is not w or x._version != version for x, (w, version) in zip(constants, weights, strict=True)
+        ):
+            return self._original(
+                inputs,
+                "its weights are not those that it was optimized with (compile it again: "
+                "torch.compiler.reset())",
+            )
         try:
             return list(executable(*self._activations(inputs)))
         except EffcompileError as error:
@@ -150,7 +169,9 @@ class _Graph:
             self._fall_back(str(error))
             return None
         _compilations.append(Compilation(executable=executable))
-        return executable, [(x, x._version) for x in (inputs[i] for i in self.names) if isinstance(x, torch.Tensor)]
+        return executable, [
+            (x, x._version) for x in (inputs[i] for i in self.names) if isinstance(x, torch.Tensor)
+        ]
 
     def _original(self, inputs: Sequence[Example], reason: str) -> Sequence[Outputs]:
         self._fall_back(reason)
@@ -166,7 +187,9 @@ class _Graph:
 
 
 class DynamoGraph(nn.Module):
-    """The graph as a module that owns its constants under their names in the user's model: a function of activations."""
+    """The graph as a module that owns its constants under their names in the user's model: a function of
+    activations.
+    """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Example], names: Mapping[int, str]) -> None:
         super().__init__()
@@ -202,7 +225,9 @@ def _register(root: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _constant_names(gm: fx.GraphModule) -> dict[int, str]:
-    """Placeholder index → qualified name, for the graph inputs that are parameters or buffers of the user's modules."""
+    """Placeholder index → qualified name, for the graph inputs that are parameters or buffers of the user's
+    modules.
+    """
     found: dict[int, str] = {}
     for index, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         source = getattr(node.meta.get("grapharg"), "source", None)

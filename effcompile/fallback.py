@@ -24,7 +24,10 @@ class _Eager:
     def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"effcompile runs the original {self._name}, whose plan does not hold for this call: {error}", stacklevel=5)
+            warnings.warn(
+                f"effcompile runs the original {self._name}, whose plan does not hold for this call: {error}",
+                stacklevel=5,
+            )
         return self._run(*args, **kwargs)
 
 
@@ -40,7 +43,9 @@ class _Replanned:
         return self._executable._offering(error)
 
     def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
-        if self._deferred.request.training and (self._deferred.model._forward_hooks or self._deferred.model._forward_pre_hooks):
+        if self._deferred.request.training and (
+            self._deferred.model._forward_hooks or self._deferred.model._forward_pre_hooks
+        ):
             raise error  # the outermost module's hooks would run twice
         self._deferred.training = self._executable.training
         result = self._deferred.forward(*args, **kwargs)
@@ -50,7 +55,9 @@ class _Replanned:
 
 
 class _UnderAutocast:
-    """Answers a step's calls within another torch.autocast by planning it there, too; what else was refused stays so."""
+    """Answers a step's calls within another torch.autocast by planning it there, too; what else was refused
+    stays so.
+    """
 
     def __init__(self, replanned: _Replanned, name: str) -> None:
         self._replanned, self._name, self._warned = replanned, name, False
@@ -60,8 +67,12 @@ class _UnderAutocast:
             raise self._replanned.offering(error)
         if not self._warned:
             self._warned = True
-            said = "within the torch.autocast that it is called in, which is another one than it was planned in"
-            warnings.warn(f"effcompile plans the step of {self._name} again, under the same goal, {said}", stacklevel=5)
+            said = (
+                "within the torch.autocast that it is called in, which is another one than it was planned in"
+            )
+            warnings.warn(
+                f"effcompile plans the step of {self._name} again, under the same goal, {said}", stacklevel=5
+            )
         return self._replanned(error, args, kwargs)
 
 
@@ -71,10 +82,21 @@ def answering(executable: Planned, request: Request) -> Planned:
     executable._effcompile_offers = request.offers
     if how != "error":
         model = executable.unplanned()
-        run = model.forward if isinstance(executable, TrainingExecutable) else functools.partial(_run_evaluating, model)
-        fallback = _Eager(type(model).__name__, run) if how == "eager" else _Replanned(executable, model, request)
+        run = (
+            model.forward
+            if isinstance(executable, TrainingExecutable)
+            else functools.partial(_run_evaluating, model)
+        )
+        fallback = (
+            _Eager(type(model).__name__, run) if how == "eager" else _Replanned(executable, model, request)
+        )
         executable._effcompile_fallback = fallback
-    elif isinstance(executable, TrainingExecutable) and request.on_change is None and request.optimizer is None and request.mesh is None:
+    elif (
+        isinstance(executable, TrainingExecutable)
+        and request.on_change is None
+        and request.optimizer is None
+        and request.mesh is None
+    ):
         model = executable.unplanned()
         elsewhere = _UnderAutocast(_Replanned(executable, model, request), type(model).__name__)
         executable._effcompile_fallback = elsewhere
@@ -82,7 +104,9 @@ def answering(executable: Planned, request: Request) -> Planned:
 
 
 def _run_evaluating(model: nn.Module, *args: object, **kwargs: object) -> Outputs:
-    """The model's own forward in evaluation mode; modules that are in training mode inside a model that is not stay so."""
+    """The model's own forward in evaluation mode; modules that are in training mode inside a model that is
+    not stay so.
+    """
     if not model.training:
         return model(*args, **kwargs)
     with evaluating(model):

@@ -1,4 +1,6 @@
-"""effcompile as a backend of `transformers.exporters`: importing this module registers it there, as the format "effcompile"."""
+"""effcompile as a backend of `transformers.exporters`: importing this module registers it there, as the
+format "effcompile".
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ try:
     from transformers.exporters.metadata import ExportMetadata, build_export_metadata, record_output_structure
     from transformers.exporters.runners.base import ModelRunner
 except ImportError as error:
-    raise ImportError("effcompile.hf_exporter needs a transformers that has `transformers.exporters`; 5.23 does.") from error
+    raise ImportError(
+        "effcompile.hf_exporter needs a transformers that has `transformers.exporters`; 5.23 does."
+    ) from error
 
 FORMAT = "effcompile"
 #: The component of a generation.
@@ -60,7 +64,10 @@ class EffcompileConfig(ExportConfigMixin):
 
 
 class EffcompileExporter(HfExporter):
-    """Plans a model for this machine. A program is an Executable, or the executable of a generation; its file holds the saved folder."""
+    """Plans a model for this machine.
+
+    A program is an Executable, or the executable of a generation; its file holds the saved folder.
+    """
 
     export_format = FORMAT
     config_class = EffcompileConfig
@@ -89,13 +96,16 @@ class EffcompileExporter(HfExporter):
         generation_config: GenerationConfig | None = None,
         multi_token_decode: bool = False,
     ) -> ExportedModel:
-        """Plan prefill and decoding at once; the one component, "generation", has `generate()`. The inputs are text to measure errors on.
+        """Plan prefill and decoding at once; the one component, "generation", has `generate()`.
+
+        The inputs are text to measure errors on.
 
         Args:
             model: a Hugging Face model that generates.
             sample_inputs: as `generate()` takes them.
             config: an EffcompileConfig, or {"generation": one}.
-            generation_config: kept beside the program, for `generate(..., generation_config=exported.generation_config)`.
+            generation_config: kept beside the program, for `generate(...,
+                generation_config=exported.generation_config)`.
             multi_token_decode: not read: one graph takes any number of tokens.
 
         Raises:
@@ -104,19 +114,24 @@ class EffcompileExporter(HfExporter):
         """
         if generation_config is not None and generation_config.cache_implementation:
             raise UsageError(
-                f"generation_config.cache_implementation = {generation_config.cache_implementation!r}: effcompile plans the cache itself. "
-                "Leave it out."
+                f"generation_config.cache_implementation = {generation_config.cache_implementation!r}: "
+                "effcompile plans the cache itself. Leave it out."
             )
         if isinstance(config, dict):
             if set(config) != {GENERATION}:
-                raise UsageError(f"config names {', '.join(map(repr, config)) or 'nothing'}: the one component is {GENERATION!r}.")
+                raise UsageError(
+                    f"config names {', '.join(map(repr, config)) or 'nothing'}: the one component is "
+                    f"{GENERATION!r}."
+                )
             config = config[GENERATION]
         given, asked = dict(sample_inputs), _asked(config)
         program = api.optimize(model, given, mode="generation", **asked)
         metadata = _metadata(model, given, None, self.required_packages)
         metadata.export_config = {"export_format": FORMAT, **asked}
         component = ExportedComponent(program, metadata)
-        return ExportedModel({GENERATION: component}, FORMAT, config=model.config, generation_config=generation_config)
+        return ExportedModel(
+            {GENERATION: component}, FORMAT, config=model.config, generation_config=generation_config
+        )
 
     @classmethod
     def save_program(cls, program: Any, path: str | Path) -> None:
@@ -130,7 +145,9 @@ class EffcompileExporter(HfExporter):
 
     @classmethod
     def load_program(cls, path: str | Path) -> Any:
-        """What `save_program` wrote, without the model. Its files lie in a temporary folder until the process ends: copies need them, too.
+        """What `save_program` wrote, without the model.
+
+        Its files lie in a temporary folder until the process ends: copies need them, too.
 
         Raises:
             FormatError: not such a file.
@@ -141,7 +158,9 @@ class EffcompileExporter(HfExporter):
                 folder = own_folder("effcompile-export-")
                 file.extractall(folder)
         except zipfile.BadZipFile as error:
-            raise FormatError(f"{str(path)!r} is no file of effcompile's exporter: {error}. Export the model again.") from error
+            raise FormatError(
+                f"{str(path)!r} is no file of effcompile's exporter: {error}. Export the model again."
+            ) from error
         return api.load(folder)
 
 
@@ -162,7 +181,10 @@ class EffcompileRunner(ModelRunner):
         """Raises UsageError: another device than the one that it was planned for."""
         made = cls(program, metadata)
         if device is not None and torch.device(device).type != made.device.type:
-            raise UsageError(f"device = {str(device)!r}: the plan is for {made.device}. Export the model anew where it is to run.")
+            raise UsageError(
+                f"device = {str(device)!r}: the plan is for {made.device}. Export the model anew where it "
+                "is to run."
+            )
         return made
 
     def __call__(self, share_inputs: bool = True, share_outputs: bool = False, **kwargs: Any) -> Outputs:
@@ -180,8 +202,12 @@ def _asked(config: ExportConfigMixin) -> dict[str, Any]:
         UsageError: a config of another exporter.
     """
     if not isinstance(config, EffcompileConfig):
-        raise UsageError(f"config is a {type(config).__name__}. Give an effcompile.hf_exporter.EffcompileConfig.")
-    return {name: value for name, value in asdict(config).items() if value is not None and name != "export_format"}
+        raise UsageError(
+            f"config is a {type(config).__name__}. Give an effcompile.hf_exporter.EffcompileConfig."
+        )
+    return {
+        name: value for name, value in asdict(config).items() if value is not None and name != "export_format"
+    }
 
 
 def _metadata(model: HFModel, given: dict[str, Any], outputs: Outputs, packages: list[str]) -> ExportMetadata:
@@ -193,12 +219,20 @@ def _metadata(model: HFModel, given: dict[str, Any], outputs: Outputs, packages:
 
 
 def _checked(file: zipfile.ZipFile, path: str | Path) -> None:
-    """Raises FormatError for what `save_program` does not write: files that are compressed, lie elsewhere, or are none of ours."""
+    """Raises FormatError for what `save_program` does not write: files that are compressed, lie elsewhere, or
+    are none of ours.
+    """
     for entry in file.infolist():
         name = PurePosixPath(entry.filename)
-        if entry.compress_type != zipfile.ZIP_STORED or name.is_absolute() or ".." in name.parts or "\\" in entry.filename:
+        if (
+            entry.compress_type != zipfile.ZIP_STORED
+            or name.is_absolute()
+            or ".." in name.parts
+            or "\\" in entry.filename
+        ):
             raise FormatError(
-                f"{str(path)!r} holds {entry.filename!r}, which effcompile's exporter does not write. Export the model again."
+                f"{str(path)!r} holds {entry.filename!r}, which effcompile's exporter does not write. "
+                "Export the model again."
             )
     if PLAN not in file.namelist():
         raise FormatError(f"{str(path)!r} holds no {PLAN}. Export the model again.")

@@ -1,4 +1,6 @@
-"""Each request is carried out by the driver of its mode: inference, training, generation, on one device or many."""
+"""Each request is carried out by the driver of its mode: inference, training, generation, on one device or
+many.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from effcompile import compiler
 from effcompile.compiler import Executable, Request, TrainingExecutable
 from effcompile.compiler.generation import generating
 from effcompile.core import effort
-from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Plan
 
-#: Held while a model is captured, planned and verified: torch traces one model at a time, and timings want the machine for themselves.
+#: Held while a model is captured, planned and verified: torch traces one model at a time, and timings want
+#: the machine for themselves.
 PLANNING = threading.RLock()
 # A process that is forked meanwhile would wait for ever for a thread that it does not have.
-os.register_at_fork(before=PLANNING.acquire, after_in_parent=PLANNING.release, after_in_child=PLANNING.release)
+os.register_at_fork(
+    before=PLANNING.acquire, after_in_parent=PLANNING.release, after_in_child=PLANNING.release
+)
 
 Planned = Executable | TrainingExecutable
 
@@ -30,7 +34,8 @@ def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) ->
         if request.goal.mode == "generation":
             return generating().optimize_generation(model, args, kwargs, **request.whole)
         if request.training:
-            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
+            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                # the steps that it runs draw dropout, too
                 made = compiler.optimize_training if request.mesh is None else compiler.optimize_on_ranks
                 return made(model, args, kwargs, **request.whole)
         return compiler.optimize(model, args, kwargs, **request.whole)
@@ -43,17 +48,21 @@ def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) ->
             return compiler.plan_devices(model, args, kwargs, request, progress=request.progress)
         if request.goal.mode == "generation":
             return generating().plan_generation(model, args, kwargs, **request.asked)
-        return (compiler.plan_parts if request.training else compiler.make_plan)(model, args, kwargs, **request.asked)
+        return (compiler.plan_parts if request.training else compiler.make_plan)(
+            model, args, kwargs, **request.asked
+        )
 
 
-def make_frontier(request: Request, model: nn.Module, args: Args, kwargs: Kwargs, points: int | None) -> list[Plan]:
-    """Plans along the memory-time front; None for as many as the mode usually has.
-
-    Raises:
-        UsageError: of a generation, for which there is none.
-    """
-    if request.goal.mode == "generation":
-        raise UsageError("There is no front of generation plans yet. Ask for one plan at each memory: effcompile.plan(..., memory=...).")
+def make_frontier(
+    request: Request, model: nn.Module, args: Args, kwargs: Kwargs, points: int | None
+) -> list[Plan]:
+    """Plans along the memory-time front; None for as many as the mode usually has."""
     made = compiler.frontier_training if request.training else compiler.frontier
+    if request.goal.mode == "generation":
+        made = generating().frontier_generation
     with PLANNING, effort.within(request.effort):
-        return made(model, args, kwargs, **request.asked) if points is None else made(model, args, kwargs, points=points, **request.asked)
+        return (
+            made(model, args, kwargs, **request.asked)
+            if points is None
+            else made(model, args, kwargs, points=points, **request.asked)
+        )

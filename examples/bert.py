@@ -1,4 +1,5 @@
-"""BERT-base, unmodified from transformers (random weights, so nothing is downloaded), one sentence of 128 tokens.
+"""BERT-base, unmodified from transformers (random weights, so nothing is downloaded), one sentence of 128
+tokens.
 
 effcompile optimize examples/bert.py --max-error 0.031 -o out/bert
 """

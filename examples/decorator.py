@@ -10,7 +10,9 @@ import effcompile
 
 torch.manual_seed(0)
 encoder = nn.TransformerEncoder(
-    nn.TransformerEncoderLayer(d_model=64, nhead=4, dim_feedforward=128, batch_first=True), num_layers=2, enable_nested_tensor=False
+    nn.TransformerEncoderLayer(d_model=64, nhead=4, dim_feedforward=128, batch_first=True),
+    num_layers=2,
+    enable_nested_tensor=False,
 ).eval()
 
 

@@ -2,7 +2,8 @@
 
 effcompile optimize examples/gpt2.py --max-error 0.031 -o out/gpt2
 
-A generator reads only the last position: add `--reads last` and the other 255 rows of logits are not computed.
+A generator reads only the last position: add `--reads last` and the other 255 rows of logits are not
+computed.
 """
 
 import torch

@@ -1,4 +1,6 @@
-"""The survey's four questions, one command each, and QLoRA's. Models without data (the meta device): nothing is allocated.
+"""The survey's four questions, one command each, and QLoRA's.
+
+Models without data (the meta device): nothing is allocated.
 
 effcompile plan examples/large.py:llama_7b_lora --mode training --target rtx4090
 effcompile plan examples/large.py:llama_7b --mode training --target rtx4090
@@ -21,7 +23,12 @@ def inputs() -> dict[str, torch.Tensor]:
 
 def llama(width: int, inner: int, layers: int, heads: int, dtype: torch.dtype) -> torch.nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=32000, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads, use_cache=False
+        vocab_size=32000,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        use_cache=False,
     )
     with torch.device("meta"):
         return transformers.LlamaForCausalLM._from_config(config, dtype=dtype).train()
@@ -35,7 +42,9 @@ def llama_7b() -> torch.nn.Module:
 def lora(base: torch.nn.Module) -> torch.nn.Module:
     """A frozen base with LoRA of rank 8 on queries and values."""
     with torch.device("meta"):
-        return peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")).train()
+        return peft.get_peft_model(
+            base, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        ).train()
 
 
 def llama_7b_lora() -> torch.nn.Module:

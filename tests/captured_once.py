@@ -1,4 +1,6 @@
-"""Equal models with equal batches are captured once for all plans of a test process: a captured step does not change."""
+"""Equal models with equal batches are captured once for all plans of a test process: a captured step does not
+change.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ from effcompile.ir.step import Step
 from effcompile.search import captured
 from effcompile.search.training import operator_costs, work
 
-#: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last, with all that was captured.
+#: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last,
+#: with all that was captured.
 _MOST = 16
 _sources: dict[object, tuple[Source, Source]] = {}
-#: Of the graphs that were traced last, by their identity, the storages: of a captured one they are asked for by every plan.
+#: Of the graphs that were traced last, by their identity, the storages: of a captured one they are asked for
+#: by every plan.
 _MOST_TRACED = 32
 _traced: dict[int, tuple[fx.Graph, Storages]] = {}
 #: Graphs that were captured, by their identity, as text.
@@ -35,7 +39,13 @@ _texts: dict[int, tuple[fx.Graph, str]] = {}
 
 def _value(tensor: torch.Tensor) -> object:
     content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    figures = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.storage_offset()
+    figures = (
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.requires_grad,
+        tensor.storage_offset(),
+    )
     return *figures, hashlib.sha256(content).hexdigest()
 
 
@@ -52,14 +62,25 @@ def _key(source: Source) -> object | None:
     model, (leaves, spec) = source.model, pytree.tree_flatten((source.args, dict(source.kwargs)))
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tensors = [*(tensor for _, tensor in named), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
-    known = all(type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+    known = all(
+        type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout == torch.strided
+        for t in tensors
+    )
     if not known or torch.is_autocast_enabled("cpu") or any(t.dtype.is_complex for t in tensors):
         return None
     given = tuple(_value(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     places = [t.data_ptr() for t in tensors]
     shared = tuple(places.index(place) for place in places)
     modules = tuple((name, _held(module)) for name, module in model.named_modules(remove_duplicate=False))
-    return spec, given, shared, modules, tuple((name, _value(t)) for name, t in named), id(source.loss), source.keep_outputs
+    return (
+        spec,
+        given,
+        shared,
+        modules,
+        tuple((name, _value(t)) for name, t in named),
+        id(source.loss),
+        source.keep_outputs,
+    )
 
 
 def _of(model: nn.Module, made: Any) -> Any:
@@ -120,8 +141,8 @@ def captured_once() -> Iterator[None]:
 def programs_once() -> Iterator[None]:
     """Within, the latest model is captured once for all plans of it for inference.
 
-    That is honest, for a capture depends on the model and its example inputs alone, and its graph is never edited: passes change copies.
-    What the guards remember is each plan's own.
+    That is honest, for a capture depends on the model and its example inputs alone, and its graph is never
+    edited: passes change copies. What the guards remember is each plan's own.
     """
     latest: list[tuple[nn.Module, Program]] = []
     capture = captured.capture
@@ -138,7 +159,9 @@ def programs_once() -> Iterator[None]:
 
 @contextmanager
 def steps_once() -> Iterator[None]:
-    """Within, the latest model's step of generation is captured once for all plans of it; what plans remember of its masks is their own."""
+    """Within, the latest model's step of generation is captured once for all plans of it; what plans remember
+    of its masks is their own.
+    """
     latest: list[tuple[nn.Module, GenerationStep]] = []
     capture = build.capture_step
 

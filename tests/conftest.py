@@ -11,7 +11,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the collector need not look at it again and again, which takes a seventh of every capture.
+    """What is imported stays: the collector need not look at it again and again, which takes a seventh of
+    every capture.
 
     At its usual thresholds it takes another 4 % of what captures and plans.
     """

@@ -1,4 +1,6 @@
-"""Forms by the words that they are printed with: tests name options as a report does, the package never reads them so."""
+"""Forms by the words that they are printed with: tests name options as a report does, the package never reads
+them so.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def held(name: str) -> WeightFormat:
     if (grouped := re.fullmatch(r"(w\d)g(\d+)", name)) is not None:
         return KNOWN[grouped[1]].grouped_by(int(grouped[2]))
     if (sparse := re.fullmatch(r"(?:sparse(\d+)|unstructured)@([\d.]+)", name)) is not None:
-        return WeightFormat(family="sparse", block=int(sparse[1] or 1), density=round(1 - float(sparse[2]), 4))
+        return WeightFormat(
+            family="sparse", block=int(sparse[1] or 1), density=round(1 - float(sparse[2]), 4)
+        )
     return KNOWN[name]
 
 

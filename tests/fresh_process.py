@@ -1,4 +1,6 @@
-"""Scripts in processes of their own, forked from one that has imported what all of them need, which takes longer than most of them run."""
+"""Scripts in processes of their own, forked from one that has imported what all of them need, which takes
+longer than most of them run.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ for line in sys.stdin:
 """
 #: What capture imports when it is first called, and all models of transformers with it.
 CAPTURE = (
-    "torch._dynamo.backends.common", "torch._functorch.aot_autograd", "torch._inductor.config", "torch._export.non_strict_utils",
-    "torch.fx.experimental.symbolic_shapes", "transformers.generation", "transformers.modeling_utils", "transformers.masking_utils",
-    "effcompile.capture",
+    "torch._dynamo.backends.common", "torch._functorch.aot_autograd", "torch._inductor.config",
+    "torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes", "transformers.generation",
+    "transformers.modeling_utils", "transformers.masking_utils", "effcompile.capture",
 )  # fmt: skip
 
 
@@ -62,12 +64,15 @@ class Forks:
 
 
 @contextmanager
-def forks(script: str, imports: Sequence[str] = CAPTURE, folder: Path = Path(__file__).parent) -> Iterator[Forks]:
+def forks(
+    script: str, imports: Sequence[str] = CAPTURE, folder: Path = Path(__file__).parent
+) -> Iterator[Forks]:
     """The script with these modules imported, also from this folder."""
     paths = [str(Path(__file__).parent), str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, json.dumps(imports), script], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        [sys.executable, "-c", _SERVER, json.dumps(imports), script], text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )  # fmt: skip
     with server:
         yield Forks(server)

@@ -9,7 +9,10 @@ from torch import fx
 
 
 def call_of(target: Any, *args: object, results: object = None, **kwargs: object) -> fx.Node:
-    """A node that calls an operator on these values, tensors as inputs of the graph. `results`: what it is known to return."""
+    """A node that calls an operator on these values, tensors as inputs of the graph.
+
+    `results`: what it is known to return.
+    """
     graph = fx.Graph()
 
     def entered(value: object) -> Any:

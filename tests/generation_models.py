@@ -21,19 +21,35 @@ CONTEXT = 320
 Planned = tuple[nn.Module, GenerationExecutable]
 
 _TINY = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
-    "intermediate_size": 48, "max_position_embeddings": 512,
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 512,
 }  # fmt: skip
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("AutoModelForCausalLM", _TINY),
     "gemma3_text": (
         "AutoModelForCausalLM",
-        {**_TINY, "head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            **_TINY,
+            "head_dim": 8,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
-    "gpt2": ("AutoModelForCausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 512}),
+    "gpt2": (
+        "AutoModelForCausalLM",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 512},
+    ),
     "t5": (
         "AutoModelForSeq2SeqLM",
-        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "vocab_size": 64},
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 64,
+        },
     ),
     "mamba": ("AutoModelForCausalLM", {**_TINY, "state_size": 4}),
 }
@@ -72,14 +88,24 @@ def bare(
     narrow: str = "",
     chunk: int = 64,
 ) -> Planned:
-    """The model's steps lowered as they are: nothing is priced, which takes longer than all the rest. `narrow`: the dtype of its cache."""
+    """The model's steps lowered as they are: nothing is priced, which takes longer than all the rest.
+
+    `narrow`: the dtype of its cache.
+    """
     model, step = captured
     step = replace(step, layout=step.layout.narrowed(narrow))
     nothing = Totals()
-    proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
+    proof = Certificate(
+        status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver=""
+    )
     plan = Plan(
-        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context, batch=batch), target="", target_line="",
-        backend=backend, decisions=(), declined=(), certificate=proof, baseline=nothing, predicted=nothing,
+        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context, batch=batch),
+        target="", target_line="", backend=backend, decisions=(), declined=(), certificate=proof,
+        baseline=nothing, predicted=nothing,
     )  # fmt: skip
-    lowered, parts = lower_step(step, step.program, load_backend(backend), plan, CacheRoom(context=context, chunk=chunk))
-    return model, GenerationExecutable(model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts)
+    lowered, parts = lower_step(
+        step, step.program, load_backend(backend), plan, CacheRoom(context=context, chunk=chunk)
+    )
+    return model, GenerationExecutable(
+        model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts
+    )

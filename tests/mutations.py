@@ -1,4 +1,7 @@
-"""A small model that reads state of every kind, and one change of each: what a plan must notice. No code is shared with the guards."""
+"""A small model that reads state of every kind, and one change of each: what a plan must notice.
+
+No code is shared with the guards.
+"""
 
 from __future__ import annotations
 
@@ -100,15 +103,35 @@ class Held(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.times, self.method, self.part = Times(), Times().by, partial(nn.functional.leaky_relu, negative_slope=0.5)
-        self.slotted, self.looked, self.ring, self.array = Slotted(), Looked(), deque([1.0, 2.0]), numpy.ones(2)
+        self.times, self.method, self.part = (
+            Times(),
+            Times().by,
+            partial(nn.functional.leaky_relu, negative_slope=0.5),
+        )
+        self.slotted, self.looked, self.ring, self.array = (
+            Slotted(),
+            Looked(),
+            deque([1.0, 2.0]),
+            numpy.ones(2),
+        )
         self.among, self.bytes, self.shared = {"a": Times()}, bytearray(b"\x01"), Shared()
         self.long = [1.0] * 2000
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.part(self.method(self.times(x))) * self.slotted.gain * self.slotted.gains[0] * self.looked.gain
+        x = (
+            self.part(self.method(self.times(x)))
+            * self.slotted.gain
+            * self.slotted.gains[0]
+            * self.looked.gain
+        )
         return by_default(
-            x * self.ring[0] * float(self.array[1]) * self.among["a"].factor * self.bytes[0] * self.long[1500] * self.shared.described
+            x
+            * self.ring[0]
+            * float(self.array[1])
+            * self.among["a"].factor
+            * self.bytes[0]
+            * self.long[1500]
+            * self.shared.described
         )
 
 
@@ -144,7 +167,9 @@ class Model(nn.Module):
         self.gain, self.change_gain = enclosing(1.0)
         self.note = "nothing"
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None, alpha: float = 1.0) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor | None = None, alpha: float = 1.0
+    ) -> torch.Tensor:
         self.calls += 1
         hidden = self.embed(ids)
         for _ in range(self.repeats):
@@ -153,7 +178,9 @@ class Model(nn.Module):
         hidden = helper(self.drop(hidden) * self.mask * self.power)
         logits = self.head(self.gain(hidden)) / self.temperature * alpha * getattr(self, "extra_gain", 1.0)
         logits = logits * 2 if SWITCHES["double"] else logits
-        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return (
+            logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        )
 
 
 Undo = Callable[[], object]
@@ -170,7 +197,9 @@ def attribute(path: str, value: Any) -> Mutation:
         for part in parts:
             owner = getattr(owner, part)
         registered = {**owner._modules, **owner._buffers} if isinstance(owner, nn.Module) else {}
-        before = registered.get(name, vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name))
+        before = registered.get(
+            name, vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)
+        )
         setattr(owner, name, value() if callable(value) else value)
         return lambda: delattr(owner, name) if before is _MISSING else setattr(owner, name, before)
 
@@ -323,12 +352,18 @@ REVERSIBLE: dict[str, Mutation] = {
     "a global function": variable("helper", lambda: lambda x: x * 2),
     "a variable of an enclosing function": gain,
     "a forward hook": hook(lambda m: m.inner.register_forward_hook(_times(2.0))),
-    "a forward pre-hook": hook(lambda m: m.norm.register_forward_pre_hook(lambda module, given: (given[0] * 2,))),
+    "a forward pre-hook": hook(
+        lambda m: m.norm.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    ),
     "a hook on the outermost module": hook(lambda m: m.register_forward_hook(_times(2.0))),
     "a hook on all modules": hook(
-        lambda m: torch_module.register_module_forward_hook(lambda module, _, y: y * 1.5 if isinstance(module, nn.LayerNorm) else None)
+        lambda m: torch_module.register_module_forward_hook(
+            lambda module, _, y: y * 1.5 if isinstance(module, nn.LayerNorm) else None
+        )
     ),
-    "a backward hook": hook(lambda m: m.norm.register_full_backward_hook(lambda module, into, _: tuple(g * 2 for g in into))),
+    "a backward hook": hook(
+        lambda m: m.norm.register_full_backward_hook(lambda module, into, _: tuple(g * 2 for g in into))
+    ),
     "another submodule": attribute("norm", nn.Identity),
     "another forward of an instance": attribute("inner.forward", lambda: lambda x: x),
     "another forward of a class": class_attribute(Inner, "forward", lambda self, x: x),

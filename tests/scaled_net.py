@@ -1,4 +1,6 @@
-"""A loss with an attribute that its forward reads, and an input: for tests that copy it, or change it once it is planned."""
+"""A loss with an attribute that its forward reads, and an input: for tests that copy it, or change it once it
+is planned.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,7 @@
-"""The Python doors: function, decorators, torch.compile backend. One small exact model on stock torch, so that each call is quick."""
+"""The Python doors: function, decorators, torch.compile backend.
+
+One small exact model on stock torch, so that each call is quick.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -78,7 +81,9 @@ def test_frontier_is_a_front(net: Net, x: torch.Tensor) -> None:
     assert all(a[0] <= b[0] and a[1] >= b[1] for a, b in pairwise(costs))
 
 
-def test_deferred_is_built_per_shape_at_the_first_call(net: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_is_built_per_shape_at_the_first_call(
+    net: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = counted(monkeypatch)
     fast = effcompile.optimize(net, **QUICK)
     assert built == []
@@ -154,7 +159,9 @@ def test_decorated_forward_is_one_per_instance(x: torch.Tensor) -> None:
         ({"backend": {"torch": 1}}, UsageError, "backend is a dict"),
     ],
 )
-def test_bad_requests(net: Net, x: torch.Tensor, request_: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_bad_requests(
+    net: Net, x: torch.Tensor, request_: dict[str, Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         effcompile.optimize(net, **{"inputs": x, **request_})
 
@@ -196,7 +203,9 @@ def test_torch_compile_backend(net: Net, x: torch.Tensor) -> None:
 def test_torch_compile_backend_specialises_sizes(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     built = counted(monkeypatch)
-    compiled = torch.compile(net, backend=api.dynamo_backend, options={"backend": "torch-eager"}, dynamic=True)
+    compiled = torch.compile(
+        net, backend=api.dynamo_backend, options={"backend": "torch-eager"}, dynamic=True
+    )
     for rows in (2, 3, 3):
         batch = torch.randn(rows, 16)
         assert same(compiled(batch)["y"], net(batch)["y"])
@@ -212,7 +221,9 @@ def test_torch_compile_backend_leaves_gradients_alone(net: Net, x: torch.Tensor)
     assert "gradients" in effcompile.compilations()[-1].fallback
 
 
-def test_torch_compile_backend_falls_back_where_it_cannot(net: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_backend_falls_back_where_it_cannot(
+    net: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.compiler.reset()
 
     def refuse(*_: object, **__: object) -> None:

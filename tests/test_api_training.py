@@ -1,4 +1,7 @@
-"""Training by the Python doors: function, decorators, Deferred. The compiler is a fake where only the handling is tested."""
+"""Training by the Python doors: function, decorators, Deferred.
+
+The compiler is a fake where only the handling is tested.
+"""
 
 import copy
 import warnings
@@ -22,7 +25,11 @@ from effcompile.ir.plan import Plan
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,12 +93,25 @@ def test_function_form_asks_for_a_training_step(calls: list[dict[str, Any]]) -> 
     def loss(outputs: Any, inputs: Any) -> Any:
         return outputs["loss"]
 
-    effcompile.optimize(net, inputs=batch(), memory="900MiB", mode="training", keep_outputs=True, loss=loss, passes=["no-loss_head"])
+    effcompile.optimize(
+        net,
+        inputs=batch(),
+        memory="900MiB",
+        mode="training",
+        keep_outputs=True,
+        loss=loss,
+        passes=["no-loss_head"],
+    )
     call = calls[0]
     assert call["model"] is net
     assert set(call["kwargs"]) == {"x", "y"}
     assert call["goal"] == Goal(mode="training", memory=900 * 2**20)
-    assert (call["keep_outputs"], call["loss"], call["passes"], call["plan"]) == (True, loss, ["no-loss_head"], None)
+    assert (call["keep_outputs"], call["loss"], call["passes"], call["plan"]) == (
+        True,
+        loss,
+        ["no-loss_head"],
+        None,
+    )
     assert not {"dynamic", "calibration"} & set(call)
 
 
@@ -128,7 +148,9 @@ def test_deferred_plans_at_the_first_call_and_for_each_shape(calls: list[dict[st
     for _ in range(2):
         fast(**batch(8))["loss"].backward()
     assert len(calls) == 1
-    with pytest.warns(UserWarning, match=r"again, under the same goal, for the shapes x 4×16 float32, y 4×16 float32"):
+    with pytest.warns(
+        UserWarning, match=r"again, under the same goal, for the shapes x 4×16 float32, y 4×16 float32"
+    ):
         fast(**batch(4))
     fast(**batch(8))
     assert [call["kwargs"]["x"].shape[0] for call in calls] == [8, 4]
@@ -307,7 +329,9 @@ def planned_runs(made: Any) -> bool:
 # ------------------------------------------------------------------ torch.compile
 
 
-def test_torch_compile_gives_graphs_that_need_gradients_to_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_gives_graphs_that_need_gradients_to_the_planner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.compiler.reset()
     goals: list[Goal] = []
 
@@ -334,7 +358,9 @@ def test_torch_compile_trains_within_a_budget() -> None:
     (loss, found), (wanted_loss, wanted) = gradients(compiled), gradients(reference)
     assert effcompile.compilations()[-1].step is not None, effcompile.compilations()[-1].fallback
     assert torch.allclose(loss, wanted_loss, rtol=1e-6)
-    assert all(torch.allclose(found[f"_orig_mod.{name}"], wanted[name], rtol=1e-4, atol=1e-7) for name in wanted)
+    assert all(
+        torch.allclose(found[f"_orig_mod.{name}"], wanted[name], rtol=1e-4, atol=1e-7) for name in wanted
+    )
     assert len(found) == len(wanted)
 
 
@@ -346,7 +372,9 @@ def test_torch_compile_says_when_a_step_cannot_be_planned(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dynamo.compiler, "training_backend", refuse)
     net = Net()
-    compiled = torch.compile(net, backend=api.dynamo_backend, options={"memory": "900MiB", "mode": "training"})
+    compiled = torch.compile(
+        net, backend=api.dynamo_backend, options={"memory": "900MiB", "mode": "training"}
+    )
     with pytest.warns(UserWarning, match="unplanned: 900 MiB are too little"):
         compiled(**batch())["loss"].backward()
     assert net.blocks[0].up.weight.grad is not None
@@ -357,11 +385,16 @@ def test_torch_compile_says_when_a_step_cannot_be_planned(monkeypatch: pytest.Mo
 
 def test_torch_compile_refuses_inference_options_in_training() -> None:
     with pytest.raises(UsageError, match=r"'passes'.*for inference"):
-        api.dynamo_backend(torch.fx.symbolic_trace(nn.Identity()), [], options={"mode": "training", "passes": ["quantize"]})
+        api.dynamo_backend(
+            torch.fx.symbolic_trace(nn.Identity()), [], options={"mode": "training", "passes": ["quantize"]}
+        )
 
 
 def test_shapes_are_told_as_text() -> None:
-    assert deferred._shapes((torch.ones(2, 3),), {"mask": torch.ones(4, dtype=torch.long), "flag": True}) == "2×3 float32, mask 4 int64"
+    assert (
+        deferred._shapes((torch.ones(2, 3),), {"mask": torch.ones(4, dtype=torch.long), "flag": True})
+        == "2×3 float32, mask 4 int64"
+    )
 
 
 def test_generate_of_a_deferred_model_says_once_that_the_original_runs() -> None:

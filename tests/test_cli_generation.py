@@ -1,6 +1,9 @@
 """`--mode generation`: planned from a file, written, and made to speak."""
 
+import html
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What optimize -o wrote, with a tokenizer of 64 words beside it."""
     root = tmp_path_factory.mktemp("generation")
     (root / "model.py").write_text(MODEL)
-    made = run("optimize", str(root / "model.py"), *HOW, "--context", "48", "--prompt", "8", "--new", "8", "-o", str(root / "out"))
+    made = run(
+        "optimize",
+        str(root / "model.py"),
+        *HOW,
+        "--context",
+        "48",
+        "--prompt",
+        "8",
+        "--new",
+        "8",
+        "-o",
+        str(root / "out"),
+    )
     assert made.exit_code == 0, made.output
     assert "LlamaForCausalLM" in made.output
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
@@ -39,20 +54,70 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_saved_generation_speaks(folder: Path) -> None:
-    said = run("run", str(folder / "out"), "--prompt", "w5 w9 w11", "--new", "6", "--tokenizer", str(folder / "words"), "--json")
+    said = run(
+        "run",
+        str(folder / "out"),
+        "--prompt",
+        "w5 w9 w11",
+        "--new",
+        "6",
+        "--tokenizer",
+        str(folder / "words"),
+        "--json",
+    )
     assert said.exit_code == 0, said.output
     found = json.loads(said.stdout)
     assert found["text"].startswith("w5 w9 w11 w")
     assert (found["prompt_tokens"], found["new_tokens"]) == (3, 6)
     from generation_models import tiny
 
-    wanted = tiny("llama", num_hidden_layers=1).generate(torch.tensor([[5, 9, 11]]), max_new_tokens=6, do_sample=False)
+    wanted = tiny("llama", num_hidden_layers=1).generate(
+        torch.tensor([[5, 9, 11]]), max_new_tokens=6, do_sample=False
+    )
     assert found["text"].split() == [f"w{i}" for i in wanted[0].tolist()]
 
 
+def test_a_front_has_the_command_of_each_plan(folder: Path) -> None:
+    """What was typed, with the plan's peak as the memory; it makes that plan, and half of it none."""
+    how = [str(folder / "model.py"), *HOW]
+    made = run(
+        "frontier",
+        *how,
+        "--context",
+        "48",
+        "--max-error",
+        "0.3",
+        "--points",
+        "3",
+        "-o",
+        str(folder / "front"),
+    )
+    assert made.exit_code == 0, made.output
+    page = html.unescape((folder / "front" / "report.html").read_text(encoding="utf-8"))
+    commands = re.findall(r"^effcompile optimize (.*)$", page.replace("</pre>", "\n"), re.MULTILINE)
+    assert commands
+    least = shlex.split(commands[0])
+    assert sorted(least[:-1]) == sorted([*how, "--context", "48", "--max-error", "0.3", "--memory"])
+    plan = json.loads(run("plan", *least, "--json").stdout)
+    assert plan["predicted"]["peak_bytes"] <= int(least[-1])
+    assert run("plan", *least[:-1], str(int(least[-1]) // 2)).exit_code == 1
+
+
 def test_drafted_tokens_leave_the_text_as_it_is(folder: Path) -> None:
-    """A prompt that repeats itself, of a model that soon does: some drafts are right, and none changes the text."""
-    how = ["run", str(folder / "out"), "--prompt", "w5 w9 w11 w5 w9", "--new", "30", "--tokenizer", str(folder / "words"), "--json"]
+    """A prompt that repeats itself, of a model that soon does: some drafts are right, and none changes the
+    text.
+    """
+    how = [
+        "run",
+        str(folder / "out"),
+        "--prompt",
+        "w5 w9 w11 w5 w9",
+        "--new",
+        "30",
+        "--tokenizer",
+        str(folder / "words"),
+        "--json",
+    ]
     plain, drafted = (json.loads(run(*how, *more).stdout) for more in ([], ["--drafts", "3"]))
     assert drafted["text"] == plain["text"]
     assert plain["new_tokens"] == drafted["new_tokens"] == 30
@@ -60,7 +125,9 @@ def test_drafted_tokens_leave_the_text_as_it_is(folder: Path) -> None:
 
 
 def test_text_is_streamed_and_rates_are_told(folder: Path) -> None:
-    said = run("run", str(folder / "out"), "--prompt", "w5 w9", "--new", "4", "--tokenizer", str(folder / "words"))
+    said = run(
+        "run", str(folder / "out"), "--prompt", "w5 w9", "--new", "4", "--tokenizer", str(folder / "words")
+    )
     assert said.exit_code == 0, said.output
     assert "w5 w9" in said.stdout
     assert "2 tokens of prompt at" in said.stdout
@@ -76,7 +143,9 @@ def test_text_is_streamed_and_rates_are_told(folder: Path) -> None:
     ],
 )
 def test_what_cannot_speak_is_told(folder: Path, words: list[str], told: str) -> None:
-    said = run("run", str(folder / "out"), *[str(folder / "words") if word == "WORDS" else word for word in words])
+    said = run(
+        "run", str(folder / "out"), *[str(folder / "words") if word == "WORDS" else word for word in words]
+    )
     assert isinstance(said.exception, Exception)
     assert told in str(said.exception)
 

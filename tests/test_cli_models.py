@@ -56,7 +56,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_optimize_writes_what_it_says_and_nothing_else(capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path) -> None:
+def test_optimize_writes_what_it_says_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path
+) -> None:
     out = tmp_path / "made" / "out"
     outcome = Outcome(capsys, "optimize", write(GOOD), *QUICK, "-o", out)
     assert outcome.status == 0, outcome.err
@@ -74,7 +76,9 @@ def test_optimize_writes_what_it_says_and_nothing_else(capsys: pytest.CaptureFix
     assert Plan.from_dict(data).options() == plan.options()
 
 
-def test_optimize_without_output_writes_nothing(capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path) -> None:
+def test_optimize_without_output_writes_nothing(
+    capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path
+) -> None:
     path = write(GOOD)
     outcome = Outcome(capsys, "optimize", path, *QUICK)
     assert outcome.status == 0
@@ -82,8 +86,12 @@ def test_optimize_without_output_writes_nothing(capsys: pytest.CaptureFixture[st
     assert [p.name for p in tmp_path.iterdir() if p.name != "__pycache__"] == [path.name]
 
 
-def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path) -> None:
-    outcome = Outcome(capsys, "plan", write(GOOD), "--target", "h100-sxm", "--static", "-o", tmp_path / "out", "--json")
+def test_plan_for_a_machine_that_is_not_here(
+    capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path
+) -> None:
+    outcome = Outcome(
+        capsys, "plan", write(GOOD), "--target", "h100-sxm", "--static", "-o", tmp_path / "out", "--json"
+    )
     assert outcome.status == 0, outcome.err
     assert json.loads(outcome.out)["measured"] is None
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["plan.json", "report.html"]
@@ -99,7 +107,9 @@ def test_infeasible_names_the_memory_that_would_do(capsys: pytest.CaptureFixture
     outcome = Outcome(capsys, "optimize", write(GOOD), *QUICK, "--memory", "1KiB")
     assert outcome.status == 1
     assert "--memory" in outcome.words
-    error = json.loads(Outcome(capsys, "optimize", write(GOOD), *QUICK, "--memory", "1KiB", "--json").out)["error"]
+    error = json.loads(Outcome(capsys, "optimize", write(GOOD), *QUICK, "--memory", "1KiB", "--json").out)[
+        "error"
+    ]
     assert error["type"] == "InfeasibleError"
     assert error["nearest"]["memory"] > 1024
 
@@ -149,7 +159,9 @@ def test_infeasible_names_the_memory_that_would_do(capsys: pytest.CaptureFixture
         ),
     ],
 )
-def test_bad_models(capsys: pytest.CaptureFixture[str], write: Write, text: str, arguments: str, says: str) -> None:
+def test_bad_models(
+    capsys: pytest.CaptureFixture[str], write: Write, text: str, arguments: str, says: str
+) -> None:
     backend = () if "--backend" in arguments else QUICK
     outcome = Outcome(capsys, "optimize", write(text), *arguments.split(), *backend)
     assert outcome.status in (1, 2)
@@ -157,7 +169,9 @@ def test_bad_models(capsys: pytest.CaptureFixture[str], write: Write, text: str,
     assert says in outcome.words
 
 
-def test_a_backend_that_cannot_run_here(capsys: pytest.CaptureFixture[str], write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_cannot_run_here(
+    capsys: pytest.CaptureFixture[str], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TorchInductor, "unavailable", lambda self: "the machine has no such thing")
     outcome = Outcome(capsys, "plan", write(GOOD), "--static", "--backend", "torch-inductor")
     assert outcome.status == 2
@@ -175,17 +189,32 @@ def test_no_such_file(capsys: pytest.CaptureFixture[str], write: Write) -> None:
 def test_a_plan_of_another_model(capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path) -> None:
     made = Outcome(capsys, "plan", write(GOOD), *QUICK, "-o", tmp_path / "out")
     assert made.status == 0, made.err
-    outcome = Outcome(capsys, "optimize", write(GOOD.replace("32", "48")), "--static", "--plan", tmp_path / "out" / "plan.json")
+    outcome = Outcome(
+        capsys,
+        "optimize",
+        write(GOOD.replace("32", "48")),
+        "--static",
+        "--plan",
+        tmp_path / "out" / "plan.json",
+    )
     assert outcome.status == 2
     assert "another model" in outcome.words
-    outcome = Outcome(capsys, "optimize", write(GOOD), "--plan", tmp_path / "out" / "plan.json", "--max-error", "0.1")
+    outcome = Outcome(
+        capsys, "optimize", write(GOOD), "--plan", tmp_path / "out" / "plan.json", "--max-error", "0.1"
+    )
     assert outcome.status == 2
     assert "another goal" in outcome.words
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"format": "effcompile-calibration", "version": 1, "machi', b"\x80\x04pickle"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b'{"format": "effcompile-calibration", "version": 1, "machi', b"\x80\x04pickle"]
+)
 def test_corrupted_calibration_cache(
-    capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+    capsys: pytest.CaptureFixture[str],
+    write: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes,
 ) -> None:
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))
     from effcompile.machine import calibration
@@ -195,14 +224,22 @@ def test_corrupted_calibration_cache(
     path.write_bytes(content)
     outcome = Outcome(capsys, "plan", write(GOOD), *QUICK, "--json", "--profile")
     ends = [line.split() for line in outcome.err.splitlines() if line.split()[-1:] in (["share"], ["100%"])]
-    assert [words[0] for words in ends] == ["planning", "in"], "where the time went is asked for, also beside a document"
+    assert [words[0] for words in ends] == ["planning", "in"], (
+        "where the time went is asked for, also beside a document"
+    )
     assert outcome.status == 0, outcome.err
-    assert any("calibration" in str(note["figures"]) for note in json.loads(outcome.out)["notes"] if "figures" in note)
+    assert any(
+        "calibration" in str(note["figures"])
+        for note in json.loads(outcome.out)["notes"]
+        if "figures" in note
+    )
 
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes: the kernel refuses the write, whoever makes it."""
+    """No file of this process may grow beyond `size` bytes: the kernel refuses the write, whoever
+    makes it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -217,7 +254,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_full_disk_leaves_the_old_artifact(capfd: pytest.CaptureFixture[str], write: Write, tmp_path: Path, written: Path) -> None:
+def test_full_disk_leaves_the_old_artifact(
+    capfd: pytest.CaptureFixture[str], write: Write, tmp_path: Path, written: Path
+) -> None:
     out = shutil.copytree(written, tmp_path / "out")
     before = contents(out)
     with full_disk(1000):
@@ -228,8 +267,12 @@ def test_full_disk_leaves_the_old_artifact(capfd: pytest.CaptureFixture[str], wr
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_kill_in_mid_write_leaves_the_old_artifact_or_the_new_one(write: Write, tmp_path: Path, written: Path, when: str) -> None:
-    """The process is killed just before and just after it switches the folders; tests/fuzz kills a save at every system call."""
+def test_kill_in_mid_write_leaves_the_old_artifact_or_the_new_one(
+    write: Write, tmp_path: Path, written: Path, when: str
+) -> None:
+    """The process is killed just before and just after it switches the folders; tests/fuzz kills a save at
+    every system call.
+    """
     out, path = shutil.copytree(written, tmp_path / "out"), write(GOOD)
     before = contents(out)
     code = (
@@ -275,7 +318,15 @@ except SystemExit as stopped:
 def test_onnxruntime_missing(write: Write) -> None:
     """One process: the backend that is named is refused, and without a name another one is found."""
     path = write(GOOD)
-    command = [sys.executable, "-c", WITHOUT_ONNXRUNTIME + NAMED_FIRST + COMMAND, "optimize", str(path), "--static", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_ONNXRUNTIME + NAMED_FIRST + COMMAND,
+        "optimize",
+        str(path),
+        "--static",
+        "--json",
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "named: 2" in done.stderr

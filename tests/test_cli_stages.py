@@ -42,9 +42,15 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_run_is_planned_printed_and_written(file: Path, tmp_path: Path) -> None:
     runner = CliRunner()
-    done = runner.invoke(app, ["plan", str(file), "--target", "h100-sxm", "--memory", "1MiB", "-o", str(tmp_path / "out")])
+    done = runner.invoke(
+        app, ["plan", str(file), "--target", "h100-sxm", "--memory", "1MiB", "-o", str(tmp_path / "out")]
+    )
     assert done.exit_code == 0, done.output
-    assert "run of Model: 2 stages on h100-sxm" in done.output and "sequence 16" in done.output and "5 steps, 10 examples" in done.output
+    assert (
+        "run of Model: 2 stages on h100-sxm" in done.output
+        and "sequence 16" in done.output
+        and "5 steps, 10 examples" in done.output
+    )
     written = json.loads((tmp_path / "out" / "run.json").read_text())
     assert [stage["sequence"] for stage in written["stages"]] == [8, 16] and written["steps"] == 5
     assert "<h1>run of Model: 2 stages" in (tmp_path / "out" / "report.html").read_text()

@@ -1,4 +1,6 @@
-"""Training on the command line, with a compiler that hands out a made plan: what reaches it, what is printed, written, refused."""
+"""Training on the command line, with a compiler that hands out a made plan: what reaches it, what is printed,
+written, refused.
+"""
 
 import json
 import textwrap
@@ -73,7 +75,14 @@ def training_plan(goal: Goal, seconds: float = 1.1) -> Plan:
             ),
         ),
         certificate=Certificate(
-            status="optimal within gap", objective=1.1, bound=1.1, gap=0.01, sites=2, alternatives=4, seconds=0.1, solver="z3"
+            status="optimal within gap",
+            objective=1.1,
+            bound=1.1,
+            gap=0.01,
+            sites=2,
+            alternatives=4,
+            seconds=0.1,
+            solver="z3",
         ),
         baseline=Totals(seconds=1.0, peak_bytes=1900 * MIB, error=0.0),
         predicted=Totals(seconds=seconds, peak_bytes=800 * MIB, error=0.0),
@@ -109,7 +118,10 @@ class Compiler:
 
     def frontier_training(self, model: Any, args: Any, kwargs: Any, **request: Any) -> list[Plan]:
         self.calls.append({"model": model, **request})
-        return [training_plan(replace(request["goal"], memory=m), s) for m, s in ((850 * MIB, 1.4), (950 * MIB, 1.1))]
+        return [
+            training_plan(replace(request["goal"], memory=m), s)
+            for m, s in ((850 * MIB, 1.4), (950 * MIB, 1.1))
+        ]
 
 
 @pytest.fixture
@@ -138,7 +150,9 @@ def test_optimize_asks_for_the_step_and_writes_plan_and_report_only(
     capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    outcome = Outcome(capsys, "optimize", write(), "--mode", "training", "--memory", "900MiB", "--keep-outputs", "-o", out)
+    outcome = Outcome(
+        capsys, "optimize", write(), "--mode", "training", "--memory", "900MiB", "--keep-outputs", "-o", out
+    )
     assert outcome.status == 0, outcome.err
     call = fake.calls[0]
     assert call["goal"] == Goal(mode="training", memory=parse_bytes("900MiB"))
@@ -152,7 +166,9 @@ def test_optimize_asks_for_the_step_and_writes_plan_and_report_only(
     assert "<svg" in (out / "report.html").read_text()
 
 
-def test_json_is_one_document(capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_json_is_one_document(
+    capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path], tmp_path: Path
+) -> None:
     outcome = Outcome(capsys, "optimize", write(), "--mode", "training", "--json", "-o", tmp_path / "out")
     data = json.loads(outcome.out)
     assert data["met"] is True
@@ -160,13 +176,18 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], fake: Compiler
     assert data["memory_timeline"]["peak_site"] == "lm_head"
 
 
-def test_a_peak_over_the_budget_exits_1(capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]) -> None:
-    outcome = Outcome(capsys, "optimize", write(), "--mode", "training", "--memory", "800MiB")  # 801 MiB measured
+def test_a_peak_over_the_budget_exits_1(
+    capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]
+) -> None:
+    # 801 MiB measured
+    outcome = Outcome(capsys, "optimize", write(), "--mode", "training", "--memory", "800MiB")
     assert outcome.status == 1
     assert "✘ not met" in outcome.out
 
 
-def test_the_file_may_declare_the_goal(capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]) -> None:
+def test_the_file_may_declare_the_goal(
+    capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]
+) -> None:
     path = write(TRAIN + "goal = {'mode': 'training', 'memory': '900MiB'}\n")
     assert Outcome(capsys, "plan", path).status == 0
     assert Outcome(capsys, "plan", path, "--memory", "1GiB").status == 0
@@ -174,7 +195,9 @@ def test_the_file_may_declare_the_goal(capsys: pytest.CaptureFixture[str], fake:
     assert fake.calls[0]["goal"].mode == "training"
 
 
-def test_a_saved_plan_is_applied(capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_saved_plan_is_applied(
+    capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path], tmp_path: Path
+) -> None:
     saved = training_plan(Goal(mode="training", memory=900 * MIB)).save(tmp_path / "plan.json")
     outcome = Outcome(capsys, "optimize", write(), "--plan", saved)
     assert outcome.status == 0, outcome.err
@@ -200,7 +223,9 @@ def test_an_optimizer_made_in_the_file_is_taken_as_it_is(
     assert isinstance(fake.calls[0]["optimizer"], torch.optim.SGD)
 
 
-def test_an_optimizer_in_the_file_is_planned_too(capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]) -> None:
+def test_an_optimizer_in_the_file_is_planned_too(
+    capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]
+) -> None:
     text = TRAIN + "def optimizer(parameters):\n    return torch.optim.SGD(parameters)\n"
     assert Outcome(capsys, "plan", write(text), "--mode", "training").status == 0
     assert isinstance(fake.calls[0]["optimizer"]([torch.nn.Parameter(torch.ones(2))]), torch.optim.SGD)
@@ -209,7 +234,9 @@ def test_an_optimizer_in_the_file_is_planned_too(capsys: pytest.CaptureFixture[s
 def test_frontier_plots_and_writes_the_picture(
     capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path], tmp_path: Path
 ) -> None:
-    outcome = Outcome(capsys, "frontier", write(), "--mode", "training", "--points", "5", "-o", tmp_path / "out")
+    outcome = Outcome(
+        capsys, "frontier", write(), "--mode", "training", "--points", "5", "-o", tmp_path / "out"
+    )
     assert outcome.status == 0, outcome.err
     assert fake.calls[0]["points"] == 5
     assert "●" in outcome.out
@@ -239,10 +266,15 @@ def test_run_says_that_there_is_no_artifact(capsys: pytest.CaptureFixture[str], 
 
 
 def test_infeasible_gives_the_command_that_would_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path], tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise InfeasibleError(Said("the loss head alone needs 618 MiB"), binding=("memory",), nearest={"memory": 700 * MIB})
+        raise InfeasibleError(
+            Said("the loss head alone needs 618 MiB"), binding=("memory",), nearest={"memory": 700 * MIB}
+        )
 
     monkeypatch.setattr(compiler, "optimize_training", refuse)
     out = tmp_path / "out"
@@ -250,7 +282,9 @@ def test_infeasible_gives_the_command_that_would_do(
     assert outcome.status == 1
     assert f"optimize {tmp_path / 'model.py'} --mode training -o {out} --memory 0.69GiB" in outcome.words
     assert not out.exists(), "nothing half-made"
-    data = json.loads(Outcome(capsys, "optimize", write(), "--mode", "training", "--memory", "600MiB", "--json").out)
+    data = json.loads(
+        Outcome(capsys, "optimize", write(), "--mode", "training", "--memory", "600MiB", "--json").out
+    )
     assert data["error"]["nearest"] == {"memory": 700 * MIB}
 
 
@@ -265,7 +299,11 @@ def test_infeasible_gives_the_command_that_would_do(
     ],
 )
 def test_refused(
-    capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path], arguments: tuple[str, ...], says: str
+    capsys: pytest.CaptureFixture[str],
+    fake: Compiler,
+    write: Callable[..., Path],
+    arguments: tuple[str, ...],
+    says: str,
 ) -> None:
     outcome = Outcome(capsys, "optimize", write(), *arguments)
     assert outcome.status == 2

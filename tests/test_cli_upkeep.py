@@ -1,4 +1,6 @@
-"""The commands about effcompile itself, names that are checked before torch is loaded, and what a saved plan answers by itself."""
+"""The commands about effcompile itself, names that are checked before torch is loaded, and what a saved plan
+answers by itself.
+"""
 
 import json
 import subprocess
@@ -58,7 +60,9 @@ def test_what_is_wrong_is_said_before_torch_is_loaded(wrong: list[str], tmp_path
         "except SystemExit as stopped: assert stopped.code == 2, stopped.code\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, "plan", *arguments], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", *arguments], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -68,10 +72,15 @@ def test_passes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in (*PASSES, *TRAINING_PASSES, *REAL_BACKENDS))
     listed = json.loads(run(capsys, "passes", "--json")[1])
     assert [entry["name"] for entry in listed["training"]] == list(TRAINING_PASSES)
-    assert next(entry for entry in listed["inference"] if entry["name"] == "quantize")["options"]["group_size"] == "32"
+    assert (
+        next(entry for entry in listed["inference"] if entry["name"] == "quantize")["options"]["group_size"]
+        == "32"
+    )
 
 
-def test_the_cache_is_shown_and_removed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_is_shown_and_removed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     folder = tmp_path / "cache"
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(folder))
     assert run(capsys, "cache", "size")[1].startswith("0 B in 0 files")
@@ -79,7 +88,12 @@ def test_the_cache_is_shown_and_removed(capsys: pytest.CaptureFixture[str], monk
     (folder / "native" / "kernel.so").write_bytes(b"1234")
     (folder / "calibration-0.json").write_bytes(b"12")
     assert run(capsys, "cache", "dir")[1].strip() == str(folder)
-    assert json.loads(run(capsys, "cache", "size", "--json")[1]) == {"dir": str(folder), "files": 2, "bytes": 6, "removed": False}
+    assert json.loads(run(capsys, "cache", "size", "--json")[1]) == {
+        "dir": str(folder),
+        "files": 2,
+        "bytes": 6,
+        "removed": False,
+    }
     assert run(capsys, "cache", "clean")[0] == 0
     assert list(folder.iterdir()) == []
     assert run(capsys, "cache", "clean")[0] == 0

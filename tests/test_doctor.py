@@ -1,4 +1,6 @@
-"""`effcompile doctor`: what is right is told so, what is missing with what to do, and what is wrong is found and fails the command."""
+"""`effcompile doctor`: what is right is told so, what is missing with what to do, and what is wrong is found
+and fails the command.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def test_a_sound_machine_and_what_it_has_not(capsys: pytest.CaptureFixture[str])
     parts = {each["part"]: each for each in json.loads(capsys.readouterr().out)["parts"]}
     assert ended.value.code == 0
     assert {parts[name]["status"] for name in ("torch", "solver", "torch-eager", "cache")} == {"ok"}
-    assert parts["openvino"]["status"] == "absent" and "pip install" in parts["openvino"]["seen"] + parts["openvino"]["remedy"]
+    assert (
+        parts["openvino"]["status"] == "absent"
+        and "pip install" in parts["openvino"]["seen"] + parts["openvino"]["remedy"]
+    )
     assert all(each["seconds"] >= 0 and each["seen"] for each in parts.values())
 
 

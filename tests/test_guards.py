@@ -1,4 +1,6 @@
-"""Plan, change one thing, call again: the answer is that of the changed model, or the call is refused in words."""
+"""Plan, change one thing, call again: the answer is that of the changed model, or the call is refused in
+words.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import effcompile
-from effcompile.core.errors import EffcompileError, GuardError
+from effcompile.core.errors import EffcompileError, GuardError, InputsError
 from effcompile.ir.plan import Plan
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -61,7 +63,9 @@ def made(kind: str, **options: Any) -> Planned:
     model = Model(0.1 if training else 0.0).train(training)
     with torch.enable_grad():
         if training:
-            executable = effcompile.optimize(model, inputs={"ids": IDS, "labels": LABELS}, mode="training", **options)
+            executable = effcompile.optimize(
+                model, inputs={"ids": IDS, "labels": LABELS}, mode="training", **options
+            )
         else:
             executable = effcompile.optimize(model, inputs={"ids": IDS}, backend=kind, **QUICK, **options)
     return Planned(model, executable, training)
@@ -133,7 +137,9 @@ def test_a_change_that_changes_no_answer(planned: Planned, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("backend", ["torch-eager", "onnxruntime"])
-def test_another_call(backend: str, call: Callable[[Any], torch.Tensor], inference: dict[str, Planned]) -> None:
+def test_another_call(
+    backend: str, call: Callable[[Any], torch.Tensor], inference: dict[str, Planned]
+) -> None:
     model, executable = inference[backend].model, inference[backend].executable
     with torch.no_grad():
         try:
@@ -161,12 +167,19 @@ def test_dicts_are_matched_by_key_and_zero_has_a_sign() -> None:
     torch.manual_seed(0)
     model = Nested().eval()
     q, k = torch.randn(2, 8), torch.randn(2, 8)
-    executable = effcompile.optimize(model, inputs={"batch": {"q": q, "k": k}, "scale": 0.0}, backend="onnxruntime", **QUICK)
+    executable = effcompile.optimize(
+        model, inputs={"batch": {"q": q, "k": k}, "scale": 0.0}, backend="onnxruntime", **QUICK
+    )
     with torch.no_grad():
         wanted = model({"q": q, "k": k}, 0.0)
         torch.testing.assert_close(executable({"k": k, "q": q}, 0.0), wanted)
         torch.testing.assert_close(executable(batch={"q": q, "k": k}), wanted)
-        for batch, scale in (({"q": q, "k": k}, -0.0), ({"q": q, "x": k}, 0.0), ({"q": q, "k": k, "x": k}, 0.0), ({"q": q}, 0.0)):
+        for batch, scale in (
+            ({"q": q, "k": k}, -0.0),
+            ({"q": q, "x": k}, 0.0),
+            ({"q": q, "k": k, "x": k}, 0.0),
+            ({"q": q}, 0.0),
+        ):
             with pytest.raises(GuardError):
                 executable(batch, scale)
 
@@ -187,7 +200,9 @@ def test_one_tensor_given_twice_as_the_example_is_two_inputs(training: bool) -> 
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     for q, k in ((x, x), (x, model.a.bias), (model.a.bias.data, x)):
         if training:
-            planned = effcompile.optimize(model, inputs=(q, k), mode="training", loss=lambda out, _: out.sum(), passes=["checkpoint"])
+            planned = effcompile.optimize(
+                model, inputs=(q, k), mode="training", loss=lambda out, _: out.sum(), passes=["checkpoint"]
+            )
             torch.testing.assert_close(planned(q, k), model(q, k).sum())
             other = [y.detach()[0] if t.dim() == 1 else y.detach() for t in (q, k)]
             torch.testing.assert_close(planned(*other), model(*other).sum())
@@ -275,6 +290,19 @@ def test_nothing_is_recorded_within_inference_mode(planned: Planned) -> None:
             assert not planned.executable(IDS, labels=LABELS).requires_grad
 
 
+def test_an_inference_tensor_is_refused_where_the_backward_reads_it(planned: Planned) -> None:
+    """As eager does: changes of one between forward and backward are not counted."""
+    with torch.inference_mode():
+        ids = IDS.clone()
+    if planned.training:
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            planned.model(ids, labels=LABELS)
+        with pytest.raises(InputsError, match=r"inference tensors cannot be saved for backward.*clone"):
+            planned.executable(ids, labels=LABELS)
+    else:
+        torch.testing.assert_close(planned.run(planned.executable, ids), planned.run(planned.model))
+
+
 @pytest.mark.parametrize("kind", ["torch-eager", "training"])
 def test_on_change_eager_runs_the_changed_model_with_one_warning(kind: str) -> None:
     planned = made(kind, on_change="eager")
@@ -321,15 +349,27 @@ def test_what_on_change_cannot_be() -> None:
     with pytest.raises(EffcompileError, match="on_change = 'nothing' is not known"):
         effcompile.optimize(model, inputs={"ids": IDS}, on_change="nothing")
     with pytest.raises(EffcompileError, match="lose the states"):
-        effcompile.optimize(model, inputs={"ids": IDS}, mode="training", optimizer=torch.optim.SGD, on_change="replan")
+        effcompile.optimize(
+            model, inputs={"ids": IDS}, mode="training", optimizer=torch.optim.SGD, on_change="replan"
+        )
     with pytest.raises(EffcompileError, match="returns no loss"):
-        effcompile.optimize(model, inputs={"ids": IDS}, mode="training", loss=lambda o, i: o.sum(), on_change="eager")
+        effcompile.optimize(
+            model, inputs={"ids": IDS}, mode="training", loss=lambda o, i: o.sum(), on_change="eager"
+        )
 
 
-def test_guards_are_in_the_plan_and_in_the_report(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guards_are_in_the_plan_and_in_the_report(
+    planned: Planned, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = planned.executable.plan
     places = {guard.place for guard in plan.guards}
-    assert {"inputs['ids']", "inputs['alpha']", "model.temperature", "model.inner.up.weight", "model.drop.p"} <= places
+    assert {
+        "inputs['ids']",
+        "inputs['alpha']",
+        "model.temperature",
+        "model.inner.up.weight",
+        "model.drop.p",
+    } <= places
     assert Plan.from_dict(plan.to_dict()) == plan
     planned.executable.report()
     assert f"{len(plan.guards)} checked at each call" in " ".join(capsys.readouterr().out.split())

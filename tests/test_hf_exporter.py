@@ -1,4 +1,6 @@
-"""effcompile as a backend of transformers.exporters: exported, saved, read back without the model's code of ours, and hostile files."""
+"""effcompile as a backend of transformers.exporters: exported, saved, read back without the model's code of
+ours, and hostile files.
+"""
 
 import zipfile
 from pathlib import Path
@@ -19,7 +21,13 @@ from transformers.exporters.configs import DynamoConfig
 from effcompile.hf_exporter import EffcompileConfig, EffcompileExporter
 
 ASKED = {"export_format": "effcompile", "backend": "torch-eager"}
-TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +47,17 @@ def exported(model: Any, inputs: dict[str, Any]) -> ExportedModel:
     return AutoHfExporter.from_config(ASKED).export(model, inputs, EffcompileConfig.from_dict(ASKED))
 
 
-def test_an_export_returns_what_the_model_returns(exported: ExportedModel, model: Any, inputs: dict[str, Any], tmp_path: Path) -> None:
+def test_an_export_returns_what_the_model_returns(
+    exported: ExportedModel, model: Any, inputs: dict[str, Any], tmp_path: Path
+) -> None:
     exported.save_pretrained(tmp_path / "twice")
     exported.save_pretrained(tmp_path / "twice")  # over the first one
     other = {**inputs, "input_ids": inputs["input_ids"] + 7}
     with torch.no_grad():
         right = model(**other)
     for each in (exported, ExportedModel.from_pretrained(tmp_path / "twice")):
-        found = each(**other, return_loss=False)  # what it was not traced with is dropped, as with the other exporters
+        # what it was not traced with is dropped, as with the other exporters
+        found = each(**other, return_loss=False)
         assert type(found) is type(right) and len(found.hidden_states) == 2
         torch.testing.assert_close(found.last_hidden_state, right.last_hidden_state)
         assert str(each.device) == "cpu" and each.dtype is torch.float32
@@ -60,15 +71,21 @@ def test_a_generation_says_what_the_model_says(tmp_path: Path) -> None:
     exported = EffcompileExporter().export_for_generation(model, {"input_ids": text}, asked)
     exported.save_pretrained(tmp_path)
     for each in (exported, ExportedModel.from_pretrained(tmp_path)):
-        assert torch.equal(each.runners["generation"].program.generate(text, max_new_tokens=8, do_sample=False), right)
+        assert torch.equal(
+            each.runners["generation"].program.generate(text, max_new_tokens=8, do_sample=False), right
+        )
 
 
-def test_what_is_not_ours_to_do_is_refused(exported: ExportedModel, model: Any, inputs: dict[str, Any]) -> None:
+def test_what_is_not_ours_to_do_is_refused(
+    exported: ExportedModel, model: Any, inputs: dict[str, Any]
+) -> None:
     with pytest.raises(effcompile.UsageError, match="the plan is for cpu"):
         exported.to("cuda")
     config, exporter = EffcompileConfig(context=8), EffcompileExporter()
     with pytest.raises(effcompile.UsageError, match="plans the cache itself"):
-        exporter.export_for_generation(model, inputs, config, generation_config=GenerationConfig(cache_implementation="static"))
+        exporter.export_for_generation(
+            model, inputs, config, generation_config=GenerationConfig(cache_implementation="static")
+        )
     with pytest.raises(effcompile.UsageError, match="the one component is 'generation'"):
         exporter.export_for_generation(model, inputs, {"decode": config})
     with pytest.raises(effcompile.UsageError, match="config is a DynamoConfig"):

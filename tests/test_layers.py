@@ -63,7 +63,9 @@ def test_imports_only_go_down(file: Path) -> None:
         parts = module.split(".")
         if parts[0] != "effcompile" or len(parts) < 2 or parts[1] == mine or parts[1] not in LEVEL:
             continue
-        assert LEVEL[parts[1]] < LEVEL[mine], f"{file}:{line}: {mine} must not import {parts[1]}: imports only go down"
+        assert LEVEL[parts[1]] < LEVEL[mine], (
+            f"{file}:{line}: {mine} must not import {parts[1]}: imports only go down"
+        )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
@@ -72,7 +74,9 @@ def test_private_torch_apis_stand_in_torch_compat(file: Path) -> None:
         return
     for line, module in imports(file):
         private = module.startswith("torch.") and any(part.startswith("_") for part in module.split(".")[1:])
-        assert not private or module.startswith(DOCUMENTED), f"{file}:{line}: {module} belongs in torch_compat.py"
+        assert not private or module.startswith(DOCUMENTED), (
+            f"{file}:{line}: {module} belongs in torch_compat.py"
+        )
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             private = node.attr.startswith("_") and not node.attr.startswith("__")
@@ -92,7 +96,10 @@ def imported(file: Path, modules: Collection[str]) -> set[str]:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    modules = {
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in FILES
+    }
     graph = {name: imported(file, modules) - {name} for name, file in modules.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(modules)  # CycleError names one
 
@@ -104,6 +111,10 @@ def test_every_layer_exists() -> None:
 
 
 def test_no_two_test_files_have_one_name() -> None:
-    """pytest cannot import both, and the whole suite fails at collection; those in interpreted/ run in processes of their own."""
-    names = [file.name for file in Path(__file__).parent.rglob("test_*.py") if file.parent.name != "interpreted"]
+    """pytest cannot import both, and the whole suite fails at collection; those in interpreted/ run in
+    processes of their own.
+    """
+    names = [
+        file.name for file in Path(__file__).parent.rglob("test_*.py") if file.parent.name != "interpreted"
+    ]
     assert sorted(names) == sorted(set(names))

@@ -1,4 +1,6 @@
-"""What `optimize` returns, by its arguments: asserted by mypy (`make lint` reads this file) and by what it makes."""
+"""What `optimize` returns, by its arguments: asserted by mypy (`make lint` reads this file) and by what it
+makes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_with_inputs_it_is_an_executable_of_the_mode() -> None:
 
 
 def test_a_goal_or_a_plan_says_the_mode_when_it_is_read() -> None:
-    made = optimize(Net().eval(), inputs=torch.randn(4, 8), goal=Goal(), target="cpu-generic", backend="torch-eager")
+    made = optimize(
+        Net().eval(), inputs=torch.randn(4, 8), goal=Goal(), target="cpu-generic", backend="torch-eager"
+    )
     assert_type(made, "Executable | TrainingExecutable | GenerationExecutable")
     assert isinstance(made, Executable)
     assert_type(made.plan, Plan)
@@ -71,7 +75,9 @@ def test_without_a_model_it_decorates() -> None:
 
 
 def test_plan_and_frontier_return_plans() -> None:
-    assert_type(effcompile.plan(Net().eval(), torch.randn(4, 8), target="cpu-generic", backend="onnxruntime"), Plan)
+    assert_type(
+        effcompile.plan(Net().eval(), torch.randn(4, 8), target="cpu-generic", backend="onnxruntime"), Plan
+    )
 
 
 def test_every_way_to_call_it_has_its_result() -> None:

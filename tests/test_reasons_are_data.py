@@ -1,4 +1,6 @@
-"""A reason is a text with holes and the figures in them: nothing is written into the text where it is made."""
+"""A reason is a text with holes and the figures in them: nothing is written into the text where
+it is made.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,18 @@ def texts(tree: ast.AST) -> Iterator[ast.expr]:
     """The text of every reason that is made: `Because(text)`, `Unsupported.of(text)`, `Refusal(text)`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args:
-            made = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "of" else node.func
-            if isinstance(made, ast.Name) and made.id in {"Because", "Unsupported", "Refusal", "AnotherGraph", "NotThisFormError"}:
+            made = (
+                node.func.value
+                if isinstance(node.func, ast.Attribute) and node.func.attr == "of"
+                else node.func
+            )
+            if isinstance(made, ast.Name) and made.id in {
+                "Because",
+                "Unsupported",
+                "Refusal",
+                "AnotherGraph",
+                "NotThisFormError",
+            }:
                 yield node.args[0]
 
 
@@ -32,14 +44,20 @@ def written_into(text: ast.expr, tree: ast.AST) -> bool:
     given = [
         node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(t, ast.Name) and t.id in names for t in node.targets)
     ]
     parts = [part for each in (text, *given) for part in ast.walk(each)]
-    calls = {ast.unparse(part.func).rpartition(".")[2] for part in ast.walk(text) if isinstance(part, ast.Call)}
-    return any(isinstance(part, ast.JoinedStr) for part in parts) or not calls <= {"join", "len"}  # as many holes as there are figures
+    calls = {
+        ast.unparse(part.func).rpartition(".")[2] for part in ast.walk(text) if isinstance(part, ast.Call)
+    }
+    # as many holes as there are figures
+    return any(isinstance(part, ast.JoinedStr) for part in parts) or not calls <= {"join", "len"}
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_no_figure_is_written_into_the_text_of_a_reason(path: Path) -> None:
     if str(path.relative_to(PACKAGE)) in MAKERS:
         return
@@ -55,7 +73,9 @@ def test_no_figure_is_written_into_the_text_of_a_reason(path: Path) -> None:
 
 
 def test_values_go_into_holes_by_their_kind() -> None:
-    assert Unsupported.of("{} takes {} of {}", "conv", 3, (1, 2)) == Unsupported("{name} takes {} of {name}", ("conv", 3, "(1, 2)"))
+    assert Unsupported.of("{} takes {} of {}", "conv", 3, (1, 2)) == Unsupported(
+        "{name} takes {} of {name}", ("conv", 3, "(1, 2)")
+    )
     assert str(Because.of("it holds {}", True)) == "it holds True" and str(Because.of("a {set}")) == "a {set}"
 
 

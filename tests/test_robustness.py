@@ -1,4 +1,6 @@
-"""What happens around a plan on real machines: two at once, no home, signals, forks, twenty in one process."""
+"""What happens around a plan on real machines: two at once, no home, signals, forks, twenty in
+one process.
+"""
 
 import copy
 import gc
@@ -58,17 +60,32 @@ def effcompile_in(tmp_path: Path, *arguments: object, **environment: str) -> "su
 
 
 def left_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith(("effcompile", ".effcompile")))
+    return sorted(
+        path.name for path in folder.iterdir() if path.name.startswith(("effcompile", ".effcompile"))
+    )
 
 
 def test_two_processes_plan_and_measure_at_once_into_one_folder(tmp_path: Path, model_file: Path) -> None:
     """They share the cache of timings and the folder that they write."""
-    arguments = ("optimize", model_file, "--static", "--backend", "torch-eager", "-o", tmp_path / "out", "--json")
+    arguments = (
+        "optimize",
+        model_file,
+        "--static",
+        "--backend",
+        "torch-eager",
+        "-o",
+        tmp_path / "out",
+        "--json",
+    )
     both = [effcompile_in(tmp_path, *arguments) for _ in range(2)]
     told = [process.communicate() for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert all(json.loads(out)["met"] for out, _ in told)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.pt2", "plan.json", "report.html"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.pt2",
+        "plan.json",
+        "report.html",
+    ]
     assert Plan.load(tmp_path / "out" / "plan.json").met
     kept = sorted((tmp_path / "cache").glob("*.json"))
     assert kept
@@ -91,14 +108,21 @@ def test_a_home_that_cannot_be_written_is_said_and_costs_nothing_else(
     out, err = capsys.readouterr()
     assert not stopped.value.code, err
     assert "Traceback" not in err
-    assert any("not kept" in note.get("text", "") and "/proc/.cache" in str(note["figures"]) for note in json.loads(out)["notes"])
+    assert any(
+        "not kept" in note.get("text", "") and "/proc/.cache" in str(note["figures"])
+        for note in json.loads(out)["notes"]
+    )
 
 
-@pytest.mark.parametrize(("number", "status", "during"), [(signal.SIGTERM, 143, "load the model"), (signal.SIGINT, 130, "lower")])
+@pytest.mark.parametrize(
+    ("number", "status", "during"), [(signal.SIGTERM, 143, "load the model"), (signal.SIGINT, 130, "lower")]
+)
 def test_a_signal_in_mid_plan_ends_it_quietly_and_leaves_nothing(
     tmp_path: Path, model_file: Path, number: signal.Signals, status: int, during: str
 ) -> None:
-    process = effcompile_in(tmp_path, "optimize", model_file, "--static", "--backend", "onnxruntime", "-o", tmp_path / "out")
+    process = effcompile_in(
+        tmp_path, "optimize", model_file, "--static", "--backend", "onnxruntime", "-o", tmp_path / "out"
+    )
     assert process.stderr is not None
     said = ""
     while during not in said and (read := process.stderr.readline()):
@@ -134,7 +158,12 @@ def test_an_executable_works_in_the_workers_of_a_loader(backend: str) -> None:
     with torch.no_grad():
         wanted = model(xs)
         assert torch.allclose(fast(xs[:1]), wanted[:1], atol=1e-5)
-        found = torch.cat([part.flatten(0, 1) for part in DataLoader(Through(fast, xs), batch_size=2, num_workers=2, timeout=60)])
+        found = torch.cat(
+            [
+                part.flatten(0, 1)
+                for part in DataLoader(Through(fast, xs), batch_size=2, num_workers=2, timeout=60)
+            ]
+        )
         assert torch.allclose(found, wanted, atol=1e-5)
         assert torch.allclose(fast(xs[:1]), wanted[:1], atol=1e-5)  # the parent's own still runs
 
@@ -195,11 +224,29 @@ def test_a_forked_child_ends_without_taking_the_parents_files(tmp_path: Path) ->
         assert torch.equal(fast(x), wanted)
 
 
-def test_a_disk_that_is_full_keeps_no_timings_and_costs_nothing_else(tmp_path: Path, model_file: Path) -> None:
+def test_a_disk_that_is_full_keeps_no_timings_and_costs_nothing_else(
+    tmp_path: Path, model_file: Path
+) -> None:
     """No file may grow beyond a hundred bytes; the plan is made, and a note says what was not kept."""
-    code = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-    command = [sys.executable, "-c", code + COMMAND, "plan", str(model_file), "--static", "--backend", "torch-eager", "--json"]
-    environment = os.environ | {"EFFCOMPILE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = (
+        "import resource, signal\nsignal.signal(signal.SIGXFSZ, "
+        "signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code + COMMAND,
+        "plan",
+        str(model_file),
+        "--static",
+        "--backend",
+        "torch-eager",
+        "--json",
+    ]
+    environment = os.environ | {
+        "EFFCOMPILE_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -213,7 +260,9 @@ def resident() -> int:
 
 
 def test_twenty_plannings_in_one_process_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, threads and descriptors stay as many; memory settles (the first ones fill caches of torch, ONNX and z3)."""
+    """Files, threads and descriptors stay as many; memory settles (the first ones fill caches of torch, ONNX
+    and z3).
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def once() -> None:
@@ -227,7 +276,9 @@ def test_twenty_plannings_in_one_process_do_not_grow(tmp_path: Path, monkeypatch
     stays_as_it_is(once, state, warming=5, again=15)
 
 
-def stays_as_it_is(once: Callable[[], None], state: Callable[[], object], *, warming: int, again: int) -> None:
+def stays_as_it_is(
+    once: Callable[[], None], state: Callable[[], object], *, warming: int, again: int
+) -> None:
     for _ in range(warming):
         once()
     before, memory = state(), resident()
@@ -237,17 +288,26 @@ def stays_as_it_is(once: Callable[[], None], state: Callable[[], object], *, war
     assert resident() - memory < 60 << 20
 
 
-def test_trainings_planned_in_one_process_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_planned_in_one_process_do_not_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor do the tensors that live: no model of before is held."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def once() -> None:
-        made = effcompile.optimize(Regression(), inputs=(torch.randn(2, 64), torch.randn(2, 64)), mode="training", dynamic=False)
+        made = effcompile.optimize(
+            Regression(), inputs=(torch.randn(2, 64), torch.randn(2, 64)), mode="training", dynamic=False
+        )
         made(torch.randn(2, 64), torch.randn(2, 64)).backward()
 
     def state() -> tuple[int, int, int, int]:
         gc.collect()
         tensors = sum(isinstance(o, nn.Parameter) for o in gc.get_objects())
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list(tmp_path.iterdir())), tensors
+        return (
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            len(list(tmp_path.iterdir())),
+            tensors,
+        )
 
     stays_as_it_is(once, state, warming=2, again=4)

@@ -1,4 +1,6 @@
-"""An attribute that is set on what optimize returned is the model's: its answers follow, or are refused in words."""
+"""An attribute that is set on what optimize returned is the model's: its answers follow, or are refused in
+words.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,16 @@ import effcompile
 from effcompile.core.errors import GuardError
 
 MADE: dict[str, Callable[[nn.Module], Any]] = {
-    "executable": lambda model: effcompile.optimize(model.eval(), inputs={"x": X}, backend="torch-eager", target="cpu-generic"),
+    "executable": lambda model: effcompile.optimize(
+        model.eval(), inputs={"x": X}, backend="torch-eager", target="cpu-generic"
+    ),
     "deferred": lambda model: effcompile.optimize(model.eval(), backend="torch-eager", target="cpu-generic"),
-    "training": lambda model: effcompile.optimize(model, inputs={"x": X}, mode="training", passes=["no-pointwise"]),
-    "shapes": lambda model: effcompile.optimize(model, inputs={"x": X}, mode="training", shapes=[(4, 8)], passes=["no-pointwise"]),
+    "training": lambda model: effcompile.optimize(
+        model, inputs={"x": X}, mode="training", passes=["no-pointwise"]
+    ),
+    "shapes": lambda model: effcompile.optimize(
+        model, inputs={"x": X}, mode="training", shapes=[(4, 8)], passes=["no-pointwise"]
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""A step for several shapes: exact padding, what fits none, the last smaller batch, one plan.json, and how lengths are chosen."""
+"""A step for several shapes: exact padding, what fits none, the last smaller batch, one plan.json, and how
+lengths are chosen.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,17 @@ class Encoder(nn.Module):
         self.table, self.mix, self.head = nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32)
         self.masks = masks
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         hidden = self.table(input_ids)
-        weights = attention_mask.float() if self.masks else torch.ones_like(attention_mask, dtype=torch.float32)
+        weights = (
+            attention_mask.float() if self.masks else torch.ones_like(attention_mask, dtype=torch.float32)
+        )
         mean = (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
-        return nn.functional.cross_entropy(self.head(hidden + self.mix(mean)[:, None]).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            self.head(hidden + self.mix(mean)[:, None]).flatten(0, 1), labels.flatten()
+        )
 
 
 def batch(rows: int, tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -109,9 +117,13 @@ class Normed(Encoder):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         hidden = self.norm(self.table(input_ids).flatten(0, 1)).view(*input_ids.shape, -1)
-        return nn.functional.cross_entropy(self.head(nn.functional.dropout(hidden, 0.2)).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            self.head(nn.functional.dropout(hidden, 0.2)).flatten(0, 1), labels.flatten()
+        )
 
 
 def test_padding_is_judged_as_the_model_trains() -> None:
@@ -125,9 +137,13 @@ def test_padding_is_judged_as_the_model_trains() -> None:
 class Largest(Encoder):
     """The largest of all tokens in each place, which one more seldom changes where there are many."""
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         hidden = self.table(input_ids)
-        return nn.functional.cross_entropy(self.head(hidden + hidden.amax(1, keepdim=True)).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            self.head(hidden + hidden.amax(1, keepdim=True)).flatten(0, 1), labels.flatten()
+        )
 
 
 def test_padding_is_judged_where_much_is_added_to_little() -> None:
@@ -139,7 +155,9 @@ def test_padding_is_judged_where_much_is_added_to_little() -> None:
 
 def test_dropout_as_a_function_is_no_reason_against_padding() -> None:
     class Dropping(Encoder):
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+        ) -> torch.Tensor:
             hidden = nn.functional.dropout(self.table(input_ids), 0.2)
             return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
@@ -156,10 +174,15 @@ def test_the_best_lengths_of_a_histogram() -> None:
         count = Counter(lengths)
 
         def waste(buckets: tuple[int, ...], count: Counter[int] = count) -> int:
-            return sum(number * (min(b for b in buckets if b >= length) - length) for length, number in count.items())
+            return sum(
+                number * (min(b for b in buckets if b >= length) - length) for length, number in count.items()
+            )
 
         known, tokens = sorted(count), sum(lengths)
-        best = [min(waste((*some, known[-1])) for some in itertools.combinations(known[:-1], k)) for k in range(min(8, len(known)))]
+        best = [
+            min(waste((*some, known[-1])) for some in itertools.combinations(known[:-1], k))
+            for k in range(min(8, len(known)))
+        ]
         taken = 1
         while taken < len(best) and best[taken - 1] - best[taken] >= 0.03 * tokens:
             taken += 1
@@ -175,11 +198,14 @@ def test_shapes_of_a_loader() -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"shapes": []}, UsageError, "give a list of"), ({"shapes": [(4, 0)]}, UsageError, "give a list of"),
-        ({"shapes": "some"}, UsageError, "give a list of"), ({"shapes": "auto"}, UsageError, "looks at a loader"),
-        ({"shapes": "auto", "inputs": []}, InputsError, "gave no batch"), ({"mode": "inference"}, UsageError, "of a training step"),
+        ({"shapes": []}, UsageError, "give a list of"),
+        ({"shapes": [(4, 0)]}, UsageError, "give a list of"),
+        ({"shapes": "some"}, UsageError, "give a list of"),
+        ({"shapes": "auto"}, UsageError, "looks at a loader"),
+        ({"shapes": "auto", "inputs": []}, InputsError, "gave no batch"),
+        ({"mode": "inference"}, UsageError, "of a training step"),
     ],
-)  # fmt: skip
+)
 def test_shapes_that_cannot_be(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         made(Encoder(), **changes)

@@ -1,4 +1,6 @@
-"""Several threads before a plan is there: one makes it, the others wait for it, and all get the right answer."""
+"""Several threads before a plan is there: one makes it, the others wait for it, and all get the
+right answer.
+"""
 
 import os
 import threading
@@ -84,7 +86,10 @@ def test_a_decorated_function_and_a_decorated_forward_are_planned_once(plannings
             return self.linear(x).relu()
 
     xs, net = torch.randn(COUNT, 4, 16), Net().eval()
-    for call, wanted in ((scaled, lambda x: torch.nn.functional.gelu(x * 2)), (net, lambda x: net.linear(x).relu())):
+    for call, wanted in (
+        (scaled, lambda x: torch.nn.functional.gelu(x * 2)),
+        (net, lambda x: net.linear(x).relu()),
+    ):
         plannings.clear()
         found = in_threads(lambda i, call=call: call(xs[i]).detach())
         assert plannings == ["optimize"]
@@ -96,7 +101,9 @@ def test_a_decorated_function_and_a_decorated_forward_are_planned_once(plannings
 def test_different_models_are_planned_one_after_the_other() -> None:
     models = [nn.Sequential(nn.Linear(8, 8 + i), nn.ReLU()).eval() for i in range(COUNT)]
     x = torch.randn(2, 8)
-    found = in_threads(lambda i: effcompile.optimize(models[i], inputs=x, target="cpu-generic", backend="torch-eager"))
+    found = in_threads(
+        lambda i: effcompile.optimize(models[i], inputs=x, target="cpu-generic", backend="torch-eager")
+    )
     for executable, model in zip(found, models, strict=True):
         assert isinstance(executable, nn.Module), executable
         assert torch.allclose(executable(x), model(x), atol=1e-6)
@@ -124,12 +131,16 @@ def test_a_training_step_is_planned_once(plannings: list[str]) -> None:
         assert ours is not None
         model.zero_grad()
         model(x).backward()
-        assert model.linear.weight.grad is not None and torch.allclose(ours, model.linear.weight.grad, atol=1e-6)
+        assert model.linear.weight.grad is not None and torch.allclose(
+            ours, model.linear.weight.grad, atol=1e-6
+        )
 
 
 def test_a_process_forked_while_another_thread_plans_can_plan() -> None:
     with modes.PLANNING:
-        forked = threading.Thread(target=lambda: results.append(os.waitstatus_to_exitcode(os.waitpid(_fork(), 0)[1])))
+        forked = threading.Thread(
+            target=lambda: results.append(os.waitstatus_to_exitcode(os.waitpid(_fork(), 0)[1]))
+        )
         results: list[int] = []
         forked.start()
         forked.join(0.2)

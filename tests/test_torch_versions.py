@@ -7,12 +7,16 @@ import pytest
 from effcompile.core.torch_compat import NEWEST, OLDEST, untested
 
 
-@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0", f"{NEWEST[0]}.{NEWEST[1]}.3", "2.14.0a0+git12", "nightly"])
+@pytest.mark.parametrize(
+    "version", ["2.11.0+cu130", "2.13.0", f"{NEWEST[0]}.{NEWEST[1]}.3", "2.14.0a0+git12", "nightly"]
+)
 def test_a_tested_torch_is_no_news(version: str) -> None:
     assert untested(version) is None
 
 
-@pytest.mark.parametrize("version", [f"{NEWEST[0]}.{NEWEST[1] + 1}.0", f"{OLDEST[0]}.{OLDEST[1] - 1}.1", "3.0.0"])
+@pytest.mark.parametrize(
+    "version", [f"{NEWEST[0]}.{NEWEST[1] + 1}.0", f"{OLDEST[0]}.{OLDEST[1] - 1}.1", "3.0.0"]
+)
 def test_an_untested_one_is_named_with_the_range_and_the_mend(version: str) -> None:
     said = untested(version)
     assert said is not None

@@ -11,7 +11,9 @@ PACKAGE = Path(__file__).parent / "third_party"
 
 def declared(group: str) -> dict[str, str]:
     """The entry points that the package's pyproject.toml declares in a group."""
-    entries: dict[str, str] = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]["entry-points"][group]
+    entries: dict[str, str] = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"][
+        "entry-points"
+    ][group]
     return entries
 
 

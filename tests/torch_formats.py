@@ -1,4 +1,6 @@
-"""Formats that torch may lack on the machine at hand: int8 where products are cut at 16 bits, bf16 where oneDNN has none."""
+"""Formats that torch may lack on the machine at hand: int8 where products are cut at 16 bits, bf16 where
+oneDNN has none.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def lacking(name: str) -> str | None:
 
 
 def where_there(name: str, *more: Any, value: object = None, id: str | None = None) -> Any:
-    """A parameter of a test, the name or another value, which is skipped, with the reason, where torch lacks the format."""
+    """A parameter of a test, the name or another value, which is skipped, with the reason, where torch lacks
+    the format.
+    """
     reason = lacking(name)
     skipped = pytest.mark.skipif(reason is not None, reason=reason or "")
     return pytest.param(name if value is None else value, *more, marks=skipped, id=id)

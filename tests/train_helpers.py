@@ -1,4 +1,6 @@
-"""Training steps of tiny models, captured, cut, and with their operators' workspaces measured on this machine."""
+"""Training steps of tiny models, captured, cut, and with their operators' workspaces measured on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def context(*, here: bool = False, **forbidden: str) -> StepContext:
-    """What passes propose for: an exact goal on a machine that is not here. `forbidden`: kind → an option that is refuted."""
+    """What passes propose for: an exact goal on a machine that is not here.
+
+    `forbidden`: kind → an option that is refuted.
+    """
     figures = OperatorCosts(target=load_target("cpu-generic"), here=False)
     refuted = dict.fromkeys(forbidden.items(), Unsupported("it was run, and did not hold"))
     return replace(figures.context(Goal(mode="training"), refuted), here=here)
@@ -54,7 +59,11 @@ class Layer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
@@ -62,7 +71,9 @@ class Layer(nn.Module):
 
 
 class Skips(nn.Module):
-    """Layer i also reads what layer i − 2 returned, as a U-Net's do; the loss of x and y is returned by the forward."""
+    """Layer i also reads what layer i − 2 returned, as a U-Net's do; the loss of x and y is returned by the
+    forward.
+    """
 
     def __init__(self, layers: int = 4, width: int = 24) -> None:
         super().__init__()
@@ -81,7 +92,14 @@ def gpt2(layers: int = 2, dropout: float = 0.1, **changes: Any) -> tuple[nn.Modu
     import transformers as hf
 
     torch.manual_seed(0)
-    shape = {"n_layer": layers, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": VOCABULARY, "use_cache": False}
+    shape = {
+        "n_layer": layers,
+        "n_head": 2,
+        "n_embd": 32,
+        "n_positions": 32,
+        "vocab_size": VOCABULARY,
+        "use_cache": False,
+    }
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = hf.GPT2Config(**{**shape, **drops, "bos_token_id": 0, "eos_token_id": 0, **changes})
     model = hf.GPT2LMHeadModel(config).train()
@@ -95,11 +113,14 @@ def t5(layers: int = 2) -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.T5Config(
-        vocab_size=VOCABULARY, num_layers=layers, num_decoder_layers=layers, d_model=16, d_kv=8, num_heads=2, d_ff=32, dropout_rate=0.1,
-        decoder_start_token_id=0, pad_token_id=0, use_cache=False,
+        vocab_size=VOCABULARY, num_layers=layers, num_decoder_layers=layers, d_model=16, d_kv=8, num_heads=2,
+        d_ff=32, dropout_rate=0.1, decoder_start_token_id=0, pad_token_id=0, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(1, VOCABULARY, (2, 12))
-    return hf.T5ForConditionalGeneration(config).train(), {"input_ids": ids, "labels": torch.randint(1, VOCABULARY, (2, 7))}
+    return hf.T5ForConditionalGeneration(config).train(), {
+        "input_ids": ids,
+        "labels": torch.randint(1, VOCABULARY, (2, 7)),
+    }
 
 
 def albert() -> tuple[nn.Module, Batch]:
@@ -108,11 +129,15 @@ def albert() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.AlbertConfig(
-        vocab_size=VOCABULARY, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48,
-        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, max_position_embeddings=32,
+        vocab_size=VOCABULARY, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=48, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+        max_position_embeddings=32,
     )  # fmt: skip
     ids = torch.randint(1, VOCABULARY, (2, 12))
-    return hf.AlbertForMaskedLM(config).train(), {"input_ids": ids, "labels": torch.randint(1, VOCABULARY, (2, 12))}
+    return hf.AlbertForMaskedLM(config).train(), {
+        "input_ids": ids,
+        "labels": torch.randint(1, VOCABULARY, (2, 12)),
+    }
 
 
 def skips() -> tuple[nn.Module, Batch]:
@@ -138,7 +163,9 @@ def cut_model(name: str) -> tuple[nn.Module, Batch, Blocks]:
 
 
 def cut_step(step: Step, measure: bool = True) -> Blocks:
-    """A step in blocks, with workspaces measured here (or only traced) and the bytes that an operator moves as its seconds."""
+    """A step in blocks, with workspaces measured here (or only traced) and the bytes that an operator moves
+    as its seconds.
+    """
     held = graph_storages(step.graph, lambda node: node.meta["val"])
     known: dict[str, operators.Measured] = {}
     if measure:
@@ -146,7 +173,9 @@ def cut_step(step: Step, measure: bool = True) -> Blocks:
 
     def workspace(node: Any, traced: int) -> int:
         found = known.get(operators.key(node))
-        ours = workspace_bytes(node.target, [arg.meta.get("val") if hasattr(arg, "meta") else arg for arg in node.args])
+        ours = workspace_bytes(
+            node.target, [arg.meta.get("val") if hasattr(arg, "meta") else arg for arg in node.args]
+        )
         return max(traced, found.workspace if found else 0, ours or 0)
 
     exact = replace(held, workspace={node: workspace(node, size) for node, size in held.workspace.items()})
@@ -158,8 +187,12 @@ def everything(cut: Blocks) -> frozenset[int]:
     return cut.decidable
 
 
-def run_schedule(model: nn.Module, cut: Blocks, batch: Batch, kept: frozenset[int], groups: tuple[Group, ...] = ()) -> tuple[Results, int]:
-    """((loss, gradients by name), the allocator's highest bytes) of an emitted step, from one seed; the model stays as it was."""
+def run_schedule(
+    model: nn.Module, cut: Blocks, batch: Batch, kept: frozenset[int], groups: tuple[Group, ...] = ()
+) -> tuple[Results, int]:
+    """((loss, gradients by name), the allocator's highest bytes) of an emitted step, from one seed; the model
+    stays as it was.
+    """
     runner = StepRunner(model, cut.step, emit(cut, kept, groups))
     return measured(lambda: runner.loss((), batch), model, cut.given_bytes)
 
@@ -191,8 +224,12 @@ def measured(loss: Callable[[], torch.Tensor], model: nn.Module, base: int) -> t
 
 def differing(found: Results, wanted: Results) -> list[str]:
     """What is not the same, bit by bit: "loss", or parameters' names."""
-    names = [name for name in wanted[1].keys() | found[1].keys() if name not in found[1] or name not in wanted[1]]
-    names += [name for name, grad in wanted[1].items() if name in found[1] and not torch.equal(found[1][name], grad)]
+    names = [
+        name for name in wanted[1].keys() | found[1].keys() if name not in found[1] or name not in wanted[1]
+    ]
+    names += [
+        name for name, grad in wanted[1].items() if name in found[1] and not torch.equal(found[1][name], grad)
+    ]
     return sorted(names) + ["loss"] * (not torch.equal(found[0], wanted[0]))
 
 

@@ -63,8 +63,9 @@ def told(backend: str, said: object) -> Reason | None:
     if isinstance(said, str):
         return Unsupported.of("{}", said)
     raise UsageError(
-        f"The backend {backend} gives {clipped(repr(said), 80)}, a {type(said).__name__}, as a reason. None means that there is none; "
-        "else give one of effcompile.core.reasons, for a sentence Unsupported(text)."
+        f"The backend {backend} gives {clipped(repr(said), 80)}, a {type(said).__name__}, as a reason. None "
+        "means that there is none; else give one of effcompile.core.reasons, for a sentence "
+        "Unsupported(text)."
     )
 
 

@@ -20,9 +20,12 @@ Run = Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]
 
 @runtime_checkable
 class Lowered(Protocol):
-    """What a backend made of a program: flat tensors in, flat tensors out, in the order of `program.inputs/outputs`."""
+    """What a backend made of a program: flat tensors in, flat tensors out, in the order of
+    `program.inputs/outputs`.
+    """
 
-    #: site → form as *found in the artifact* after lowering, never copied from the plan: the compiler compares the two.
+    #: site → form as *found in the artifact* after lowering, never copied from the plan: the compiler
+    #: compares the two.
     applied: Mapping[str, Form]
     #: how it is run ("threads": 2, ...), for the plan.
     settings: Mapping[str, Any]
@@ -32,7 +35,8 @@ class Lowered(Protocol):
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]: ...
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """Write the artifact's files into a folder that nobody reads yet; returns them, the one to open first.
+        """Write the artifact's files into a folder that nobody reads yet; returns them, the one to open
+        first.
 
         Raises:
             OSError: the folder cannot be written. LoweringError: the model cannot be saved.
@@ -40,14 +44,17 @@ class Lowered(Protocol):
         ...
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Time what can be set and changes speed only, and keep what is fastest; whether anything is set anew.
+        """Time what can be set and changes speed only, and keep what is fastest; whether anything is set
+        anew.
 
         Asked once of a result that is within the goal: one that is thrown away is not worth the seconds.
         """
         ...
 
     def rest(self) -> None:
-        """Let go of memory that the next call can fill again from a file: another result is built or verified meanwhile."""
+        """Let go of memory that the next call can fill again from a file: another result is built or verified
+        meanwhile.
+        """
         ...
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
@@ -57,13 +64,17 @@ class Lowered(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """One way to run a program. Instances are stateless; importing the module must not import heavy packages."""
+    """One way to run a program.
+
+    Instances are stateless; importing the module must not import heavy packages.
+    """
 
     name: ClassVar[str]
-    #: pairs of linear options that cannot stand side by side in one model; the compiler solves once without each.
+    #: pairs of linear options that cannot stand side by side in one model; the compiler solves once without
+    #: each.
     conflicts: ClassVar[tuple[tuple[str, str], ...]]
-    #: how much slower than the best it may be predicted and still be worth building, beyond what all are allowed:
-    #: above 1 where the backend fuses element-wise work that is priced kernel by kernel.
+    #: how much slower than the best it may be predicted and still be worth building, beyond what all are
+    #: allowed: above 1 where the backend fuses element-wise work that is priced kernel by kernel.
     slack: ClassVar[float]
     #: bytes that lowering takes at its highest beside the model, in times of the program's weights; measured.
     copies: ClassVar[float]
@@ -81,7 +92,8 @@ class Backend(Protocol):
         ...
 
     def measure(self, call: KernelCall) -> float | None:
-        """Seconds (median, warm, with this machine's thread count) of one kernel; None if there is no such kernel here.
+        """Seconds (median, warm, with this machine's thread count) of one kernel; None if there is no such
+        kernel here.
 
         What it raises counts as None too, and is the reason that a user is told.
         """
@@ -99,6 +111,7 @@ class Backend(Protocol):
         """A saved artifact as a callable: named tensors in the plan's order of inputs → flat outputs.
 
         Raises:
-            UsageError: there is no artifact in `directory`. FormatError, LoweringError: it is not one of this backend.
+            UsageError: there is no artifact in `directory`. FormatError, LoweringError: it is not one of this
+                backend.
         """
         ...

@@ -1,4 +1,6 @@
-"""Lookups as PyTorch has them, for runtimes that do not raise for a negative index but count it from the end."""
+"""Lookups as PyTorch has them, for runtimes that do not raise for a negative index but count it
+from the end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _NOWHERE = (1 << 31) - 1
 
 
 def bounded_inputs(program: Program) -> dict[fx.Node, int]:
-    """Inputs that are looked up in weights as they are, and the rows of the smallest: an Executable looks at their values at each call."""
+    """Inputs that are looked up in weights as they are, and the rows of the smallest: an Executable looks at
+    their values at each call.
+    """
     found: dict[fx.Node, int] = {}
     for lookup in lookups(program):
         if lookup.constant and lookup.size and lookup.ignored is None and lookup.source.op == "placeholder":
@@ -30,7 +34,9 @@ def bounded_inputs(program: Program) -> dict[fx.Node, int]:
 
 
 def unchecked(program: Program) -> list[Lookup]:
-    """The lookups whose index nobody has looked at before: it is computed in the graph, and may be negative, or too large in silence."""
+    """The lookups whose index nobody has looked at before: it is computed in the graph, and may be negative,
+    or too large in silence.
+    """
     checked, negative = bounded_inputs(program), {found.node for found in may_be_negative(program)}
 
     def passes(found: Lookup) -> bool:
@@ -68,12 +74,15 @@ def raising(program: Program) -> Program:
 
 
 def flagged(program: Program) -> Program:
-    """The program with one more output, whether all indices are in range; the program itself where none has to be looked at.
+    """The program with one more output, whether all indices are in range; the program itself where none has
+    to be looked at.
 
     For runtimes that raise for no index at all.
     """
     checked = bounded_inputs(program)
-    found = [lookup for lookup in lookups(program) if lookup.source not in checked and reads_inputs(lookup.index)]
+    found = [
+        lookup for lookup in lookups(program) if lookup.source not in checked and reads_inputs(lookup.index)
+    ]
     if not found:
         return program
     edited = program.editable("indices")

@@ -1,4 +1,6 @@
-"""Resident memory of a runtime that keeps no statistics of its own: its process's high-water mark, in a fresh process."""
+"""Resident memory of a runtime that keeps no statistics of its own: its process's high-water mark, in a fresh
+process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import numpy as np
 
 from effcompile.core.arrays import Array
 
-#: A script calls `before()` when the runtime is loaded and the model is not, `loaded()` when the model is, then runs it.
+#: A script calls `before()` when the runtime is loaded and the model is not, `loaded()` when the model is,
+#: then runs it.
 _PRELUDE = """
 import sys, numpy
 def _status(field):
@@ -34,12 +37,14 @@ print("peak", _status("VmHWM") - _start)
 
 
 def peak_bytes(script: str, path: Path, inputs: Sequence[Array], *options: object) -> int | None:
-    """Peak resident bytes of weights and activations over one call; None off Linux, or when the process fails.
+    """Peak resident bytes of weights and activations over one call; None off Linux, or when the process
+    fails.
 
     The mark is reset when the model is loaded, and what the process held before loading it is taken off.
 
     Args:
-        script: Python that loads the model `path`, calling `before()` and `loaded()`, and runs it on the arrays `inputs`.
+        script: Python that loads the model `path`, calling `before()` and `loaded()`, and runs it on the
+            arrays `inputs`.
         path: the saved model.
         inputs: arrays in the order of the model's inputs.
         *options: whatever else the script needs; the strings in its list `options`.
@@ -47,7 +52,14 @@ def peak_bytes(script: str, path: Path, inputs: Sequence[Array], *options: objec
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "inputs.npz"
         np.savez(file, **{str(i): array for i, array in enumerate(inputs)})  # type: ignore[arg-type]
-        command = [sys.executable, "-c", f"{_PRELUDE}{script}{_END}", str(path), str(file), *map(str, options)]
+        command = [
+            sys.executable,
+            "-c",
+            f"{_PRELUDE}{script}{_END}",
+            str(path),
+            str(file),
+            *map(str, options),
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         except subprocess.TimeoutExpired:

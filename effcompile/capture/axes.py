@@ -1,4 +1,6 @@
-"""Which axes of the inputs may be dynamic, what they are called, and which of them the model's code made constant."""
+"""Which axes of the inputs may be dynamic, what they are called, and which of them the model's code made
+constant.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,20 @@ def tensor_leaves(model: nn.Module, args: Args, kwargs: Kwargs) -> list[InputLea
     leaves = []
     for path, leaf in leaves_with_path((args, dict(kwargs))):
         if isinstance(leaf, torch.Tensor):
-            name, source = parameters[int(_key(path[1]))] if _key(path[0]) == "0" else (_key(path[1]), f"['{_key(path[1])}']")
+            name, source = (
+                parameters[int(_key(path[1]))]
+                if _key(path[0]) == "0"
+                else (_key(path[1]), f"['{_key(path[1])}']")
+            )
             readable = "_".join([name, *(_key(key) for key in path[2:])])
             leaves.append(InputLeaf(name=readable, source=source + pytree.keystr(path[2:]), tensor=leaf))
     return leaves
 
 
 def output_names(outputs: Outputs) -> list[str]:
-    """A name per tensor in the output: its keys ("logits", "hidden_states_0"), else output_0, output_1, ..."""
+    """A name per tensor in the output: its keys ("logits", "hidden_states_0"), else output_0,
+    output_1, ...
+    """
     names = []
     for path, leaf in leaves_with_path(outputs):
         if isinstance(leaf, torch.Tensor):
@@ -77,9 +85,9 @@ def _key(key: object) -> str:
 def candidates(leaves: Sequence[InputLeaf]) -> list[dict[int, bool]]:
     """Axis → whether the user expects it to be dynamic, per leaf.
 
-    Batch: axis 0, unless it is 1 where the batch is not (a broadcast input). Sequence: axis 1 of 2-D integers and
-    masks and of 3-D floats; axis 2 of the keys and values of a cache (`past...`, 4-D).
-    Axis 1 of 2-D floats (raw audio, or plain features) and square masks are tried and not missed.
+    Batch: axis 0, unless it is 1 where the batch is not (a broadcast input). Sequence: axis 1 of 2-D integers
+    and masks and of 3-D floats; axis 2 of the keys and values of a cache (`past...`, 4-D). Axis 1 of 2-D
+    floats (raw audio, or plain features) and square masks are tried and not missed.
     """
     batch = next((leaf.tensor.shape[0] for leaf in leaves if leaf.tensor.ndim), 1)
     wanted: list[dict[int, bool]] = []
@@ -109,8 +117,9 @@ def _cached(leaf: InputLeaf) -> bool:
 class Names:
     """Names dynamic axes by their symbols: "batch", "seq", "decoder_seq", else d0, d1, ...
 
-    A batch axis, or an axis of a mask or of ids, whose symbol tracing did not tie to another one of the same role and size
-    is the same axis to the user: broadcasting, or a loss over flattened tokens, merely hid it from torch.
+    A batch axis, or an axis of a mask or of ids, whose symbol tracing did not tie to another one of the same
+    role and size is the same axis to the user: broadcasting, or a loss over flattened tokens, merely hid it
+    from torch.
     """
 
     symbols: dict[Any, str] = field(default_factory=dict)
@@ -135,12 +144,22 @@ class Names:
         """A number that was computed from sizes, in the names of their axes."""
         expression = torch_compat.expression(number)
         text = {symbol: self.symbols.get(symbol, str(symbol)) for symbol in expression.free_symbols}
-        return str(expression.xreplace({symbol: type(symbol)(name, integer=True) for symbol, name in text.items()}))
+        return str(
+            expression.xreplace({symbol: type(symbol)(name, integer=True) for symbol, name in text.items()})
+        )
 
     def _fresh(self, axis: int, leaf: InputLeaf | None) -> str:
         if leaf is None:
             return self._numbered()
-        role = "batch" if axis == 0 else "past" if _cached(leaf) else "decoder_seq" if leaf.name.startswith(("decoder_", "tgt")) else "seq"
+        role = (
+            "batch"
+            if axis == 0
+            else "past"
+            if _cached(leaf)
+            else "decoder_seq"
+            if leaf.name.startswith(("decoder_", "tgt"))
+            else "seq"
+        )
         size = int(leaf.tensor.shape[axis])
         same_kind = axis == 0 or "mask" in leaf.name or leaf.tensor.dtype in _INTEGERS
         if self.sizes.setdefault(role, size) == size and (same_kind or role not in self.symbols.values()):
@@ -155,7 +174,9 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBoundary:
-    """Inputs and outputs of a captured graph, the domain of its axes, and what was asked for and not given."""
+    """Inputs and outputs of a captured graph, the domain of its axes, and what was asked for and
+    not given.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -173,9 +194,12 @@ def read_boundary(
 ) -> GraphBoundary:
     """Read back from the graph which axes stayed dynamic. `leaves` are the user's, not the grown copies.
 
-    A grown axis that turned out constant keeps the size 2 of the copy here: the caller must not accept such a graph.
+    A grown axis that turned out constant keeps the size 2 of the copy here: the caller must not accept such a
+    graph.
     """
-    values = [v for n in graph.nodes if n.op == "placeholder" and isinstance(v := n.meta.get("val"), torch.Tensor)]
+    values = [
+        v for n in graph.nodes if n.op == "placeholder" and isinstance(v := n.meta.get("val"), torch.Tensor)
+    ]
     places = torch_compat.specialised_at(values[0]) if values else {}
     names, inputs, fixed = Names(), [], []
     for leaf, value in zip(leaves, values, strict=True):  # all symbols before any formula of them
@@ -187,10 +211,14 @@ def read_boundary(
         fixed += [_fixed(leaf, axis, places.get((f"L{leaf.source}", axis))) for axis in stuck]
     leaves_out = pytree.tree_leaves(_results(graph))
     results = [v for v in leaves_out if isinstance(v, torch.Tensor)]
-    outputs = [_spec(name, v, tuple(names.dim(s, a, None) for a, s in enumerate(v.shape))) for name, v in zip(named, results, strict=True)]
+    outputs = [
+        _spec(name, v, tuple(names.dim(s, a, None) for a, s in enumerate(v.shape)))
+        for name, v in zip(named, results, strict=True)
+    ]
     return GraphBoundary(
-        inputs=tuple(inputs), outputs=tuple(outputs), returned=tuple(_returned(leaf, names) for leaf in leaves_out),
-        domain=_domain(exported, names), fixed=tuple(dict.fromkeys(fixed)),
+        inputs=tuple(inputs), outputs=tuple(outputs),
+        returned=tuple(_returned(leaf, names) for leaf in leaves_out), domain=_domain(exported, names),
+        fixed=tuple(dict.fromkeys(fixed)),
     )  # fmt: skip
 
 
@@ -206,15 +234,17 @@ def _returned(leaf: object, names: Names) -> Any:
         return leaf
     if torch_compat.unbacked(leaf):
         raise CaptureError(
-            "The model returns a Python number that is read from a tensor (.item(), int(tensor), float(tensor)), which a graph cannot "
-            "follow. Return the tensor itself."
+            "The model returns a Python number that is read from a tensor (.item(), int(tensor), "
+            "float(tensor)), which a graph cannot follow. Return the tensor itself."
         )
     return Size(names.formula(leaf))
 
 
 def _results(graph: fx.Graph) -> Outputs:
     """The graph's outputs, nodes replaced by their values."""
-    return pytree.tree_map(lambda leaf: leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf, graph.output_node().args[0])
+    return pytree.tree_map(
+        lambda leaf: leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf, graph.output_node().args[0]
+    )
 
 
 def _spec(name: str, value: torch.Tensor, shape: tuple[Dim, ...]) -> TensorSpec:
@@ -233,7 +263,9 @@ def _domain(exported: torch.export.ExportedProgram, names: Names) -> Domain:
     for symbol, name in names.symbols.items():
         found = exported.range_constraints.get(symbol)
         low = int(found.lower) if found is not None else 0
-        high = int(found.upper) if found is not None and found.upper.is_finite and found.upper < 2**40 else None
+        high = (
+            int(found.upper) if found is not None and found.upper.is_finite and found.upper < 2**40 else None
+        )
         other_low, other_high = bounds.get(name, (0, None))
         highs = [h for h in (high, other_high) if h is not None]
         bounds[name] = (max(low, other_low), min(highs, default=None))

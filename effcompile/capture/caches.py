@@ -1,7 +1,8 @@
 """Hugging Face's caches taken apart into flat tensors, and put together again inside a captured step.
 
-Layers are told apart by class: those that keep every token, those that keep a window, those of cross-attention, and those that
-keep a state of one size. The only file that knows how transformers holds a cache.
+Layers are told apart by class: those that keep every token, those that keep a window, those of
+cross-attention, and those that keep a state of one size. The only file that knows how transformers holds a
+cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
 
 @dataclass(slots=True)
 class Seen:
-    """What a step finds: how many tokens are past (a size of the graph), and the leaves in the layout's order."""
+    """What a step finds: how many tokens are past (a size of the graph), and the leaves in the layout's
+    order.
+    """
 
     past: int
     leaves: list[torch.Tensor]
@@ -39,7 +42,9 @@ def new_cache(model: HFModel) -> HFCache:
 def new_cache_of(config: Any) -> HFCache:
     """The same for a model of this config."""
     own = cache_utils.DynamicCache(config=config.get_text_config(decoder=True))
-    return cache_utils.EncoderDecoderCache(own, cache_utils.DynamicCache()) if config.is_encoder_decoder else own
+    return (
+        cache_utils.EncoderDecoderCache(own, cache_utils.DynamicCache()) if config.is_encoder_decoder else own
+    )
 
 
 class _Rounding(cache_utils.DynamicCache):
@@ -49,15 +54,23 @@ class _Rounding(cache_utils.DynamicCache):
         super().__init__(config=config)
         self._rounded = rounded
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        made: tuple[torch.Tensor, torch.Tensor] = super().update(self._rounded(key_states), self._rounded(value_states), *args, **kwargs)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        made: tuple[torch.Tensor, torch.Tensor] = super().update(
+            self._rounded(key_states), self._rounded(value_states), *args, **kwargs
+        )
         return made
 
 
 def rounding_cache(model: HFModel, rounded: Callable[[torch.Tensor], torch.Tensor]) -> HFCache:
     """An empty cache that keeps keys and values of self-attention as they are rounded."""
     own = _Rounding(model.config.get_text_config(decoder=True), rounded)
-    return cache_utils.EncoderDecoderCache(own, cache_utils.DynamicCache()) if model.config.is_encoder_decoder else own
+    return (
+        cache_utils.EncoderDecoderCache(own, cache_utils.DynamicCache())
+        if model.config.is_encoder_decoder
+        else own
+    )
 
 
 def caches_of(cache: HFCache) -> list[tuple[str, HFCache]]:
@@ -82,10 +95,13 @@ def layout_of(cache: HFCache) -> CacheLayout:
 
 def _leaves(part: str, at: int, layer: Any) -> list[CacheLeaf]:
     """Of one layer; none of one that holds nothing."""
-    if not isinstance(layer, cache_utils.DynamicLayer) or isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
+    if not isinstance(layer, cache_utils.DynamicLayer) or isinstance(
+        layer, cache_utils.LinearAttentionCacheLayerMixin
+    ):
         raise UsageError(
-            f"Layer {at} of the model keeps a {type(layer).__name__}, which a captured step does not carry yet: layers that keep keys and "
-            "values, all or of a window, and those of cross-attention can be planned. Let this model generate as it is."
+            f"Layer {at} of the model keeps a {type(layer).__name__}, which a captured step does not carry "
+            "yet: layers that keep keys and values, all or of a window, and those of cross-attention can be "
+            "planned. Let this model generate as it is."
         )
     if not layer.is_initialized:
         return []
@@ -149,7 +165,10 @@ def _resumed_layer(leaf: CacheLeaf, past: int, keys: torch.Tensor, values: torch
 
 
 class _Resumed(cache_utils.CacheLayerMixin):
-    """A layer's rows after the past tokens. What it is given is appended, and nothing is cut: the caller keeps what it wants of it."""
+    """A layer's rows after the past tokens.
+
+    What it is given is appended, and nothing is cut: the caller keeps what it wants of it.
+    """
 
     def __init__(self, past: int, keys: torch.Tensor, values: torch.Tensor, *, window: int) -> None:
         super().__init__()
@@ -162,7 +181,9 @@ class _Resumed(cache_utils.CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: it is filled from the start."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._length = self._length + key_states.shape[-2]
         self.keys = torch.cat([self.keys, key_states], dim=-2)
         self.values = torch.cat([self.values, value_states], dim=-2)
@@ -187,20 +208,26 @@ def check_cache(cache: HFCache, layout: CacheLayout) -> None:
     parts = dict(caches_of(cache))
     if any(getattr(part, "offloading", False) for part in parts.values()):
         raise GuardError(
-            f"past_key_values is a {type(cache).__name__} that moves its layers to the host between calls (offloading); the plan's cache "
-            "stays where the model is, and was counted there. Leave out past_key_values and cache_implementation, or plan less context.",
+            f"past_key_values is a {type(cache).__name__} that moves its layers to the host between calls "
+            "(offloading); the plan's cache stays where the model is, and was counted there. Leave out "
+            "past_key_values and cache_implementation, or plan less context.",
             place="inputs['past_key_values']",
         )
     for leaf in layout:
         part, at, _ = _place(leaf.name)
         layers = parts[part].layers if part in parts else None
         found = None if layers is None else layers[at] if at < len(layers) else cache_utils.DynamicLayer()
-        wanted = cache_utils.DynamicSlidingWindowLayer if leaf.growth is Growth.WINDOW else cache_utils.DynamicLayer
+        wanted = (
+            cache_utils.DynamicSlidingWindowLayer
+            if leaf.growth is Growth.WINDOW
+            else cache_utils.DynamicLayer
+        )
         if type(found) is not wanted:
             raise GuardError(
-                f"past_key_values is a {type(cache).__name__} whose layer {at} is a {type(found).__name__}; the plan takes a DynamicCache "
-                "made with the model's config, which generate() makes by itself. Leave out past_key_values and cache_implementation: the "
-                "plan's cache has its room from the start as it is.",
+                f"past_key_values is a {type(cache).__name__} whose layer {at} is a {type(found).__name__}; "
+                "the plan takes a DynamicCache made with the model's config, which generate() makes by "
+                "itself. Leave out past_key_values and cache_implementation: the plan's cache has its room "
+                "from the start as it is.",
                 place="inputs['past_key_values']",
             )
 
@@ -226,8 +253,16 @@ def held(cache: HFCache, layout: CacheLayout) -> list[torch.Tensor | None]:
     return found
 
 
-def fill(cache: HFCache, layout: CacheLayout, tensors: Sequence[torch.Tensor], new: int, places: Sequence[int] | None = None) -> None:
-    """Put leaves (those that are written, or those at `places`) into a cache, which has seen so many more tokens."""
+def fill(
+    cache: HFCache,
+    layout: CacheLayout,
+    tensors: Sequence[torch.Tensor],
+    new: int,
+    places: Sequence[int] | None = None,
+) -> None:
+    """Put leaves (those that are written, or those at `places`) into a cache, which has seen so many more
+    tokens.
+    """
     parts = dict(caches_of(cache))
     for place, tensor in zip(layout.written if places is None else places, tensors, strict=True):
         part, at, name = _place(layout.leaves[place].name)

@@ -1,7 +1,9 @@
-"""Is a call like the one that was captured? Finds the graph's tensors among (args, kwargs), and refuses what would be another graph.
+"""Whether a call is like the one that was captured.
 
-What is no tensor was a constant at capture: it must be the same again, by type and value. Dicts are matched by key, arguments by
-parameter, and an argument that is left out is its default.
+Finds the graph's tensors among (args, kwargs), and refuses what would be another graph.
+
+What is no tensor was a constant at capture: it must be the same again, by type and value. Dicts are matched
+by key, arguments by parameter, and an argument that is left out is its default.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ class Parameters:
     """What a forward takes.
 
     Attributes:
-        positional: names of those that can be given by position, so that `model(ids)` and `model(input_ids=ids)` are one to us.
-        rest: name of `*args`, or "arg" where the forward has none: inputs beyond `positional` are rest_0, rest_1, ...
+        positional: names of those that can be given by position, so that `model(ids)` and
+            `model(input_ids=ids)` are one to us.
+        rest: name of `*args`, or "arg" where the forward has none: inputs beyond `positional` are rest_0,
+            rest_1, ...
         named: those that can be given by name; None when it takes any name.
         defaults: values of those that may be left out.
     """
@@ -64,7 +68,12 @@ class Parameters:
 
     def accepts(self, name: str) -> bool:
         """Whether the forward has an argument of this name."""
-        return self.named is None or name in self.named or name in self.positional or (self.has_rest and name.startswith(f"{self.rest}_"))
+        return (
+            self.named is None
+            or name in self.named
+            or name in self.positional
+            or (self.has_rest and name.startswith(f"{self.rest}_"))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,10 @@ class _Node(Protocol):
     place: ArgumentPlace
 
     def take(self, value: Value, found: list[Value]) -> None:
-        """Put the tensors of a value at the same place into `found`. Raises GuardError where it is another value."""
+        """Put the tensors of a value at the same place into `found`.
+
+        Raises GuardError where it is another value.
+        """
 
 
 @dataclass(slots=True)
@@ -107,7 +119,10 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Value:
-    """A plain value, or any other object, which must be the same one. `default`: it was not given at capture."""
+    """A plain value, or any other object, which must be the same one.
+
+    `default`: it was not given at capture.
+    """
 
     place: ArgumentPlace
     value: Any
@@ -118,8 +133,8 @@ class _Value:
             return
         if self.default:
             raise GuardError(
-                f"The inputs differ from those the plan was made with (not planned for: {self.place} = {_shown(value)}; it was left out, "
-                f"and is {described(self.value)} then). {_AGAIN}",
+                f"The inputs differ from those the plan was made with (not planned for: {self.place} = "
+                f"{_shown(value)}; it was left out, and is {described(self.value)} then). {_AGAIN}",
                 place=self.place.guarded,
             )
         raise _other(self.place, described(self.value), _shown(value))
@@ -135,7 +150,11 @@ class _Mapping:
         if type(value) is not self.kind:
             raise _other(self.place, f"a {self.kind.__name__}", f"a {type(value).__name__}")
         if value.keys() != self.items.keys():
-            raise _other(self.place, f"a dict of {', '.join(map(repr, self.items))}", f"one of {', '.join(map(repr, value)) or 'nothing'}")
+            raise _other(
+                self.place,
+                f"a dict of {', '.join(map(repr, self.items))}",
+                f"one of {', '.join(map(repr, value)) or 'nothing'}",
+            )
         for key, node in self.items.items():
             node.take(value[key], found)
 
@@ -149,7 +168,11 @@ class _Sequence:
     def take(self, value: Value, found: list[Value]) -> None:
         if type(value) is not self.kind or len(value) != len(self.items):
             length = f" of {len(value)}" if isinstance(value, Sequence) else ""
-            raise _other(self.place, f"a {self.kind.__name__} of {len(self.items)}", f"a {type(value).__name__}{length}")
+            raise _other(
+                self.place,
+                f"a {self.kind.__name__} of {len(self.items)}",
+                f"a {type(value).__name__}{length}",
+            )
         for node, item in zip(self.items, value, strict=True):
             node.take(item, found)
 
@@ -165,7 +188,9 @@ class _Registered:
     def take(self, value: Value, found: list[Value]) -> None:
         leaves, spec = pytree.tree_flatten(value)
         if spec != self.spec:
-            raise _other(self.place, f"a {self.spec.type.__name__} as at capture", f"a {type(value).__name__}")
+            raise _other(
+                self.place, f"a {self.spec.type.__name__} as at capture", f"a {type(value).__name__}"
+            )
         for node, leaf in zip(self.items, leaves, strict=True):
             node.take(leaf, found)
 
@@ -176,7 +201,8 @@ _AGAIN = "Plan again with the inputs you use."
 
 def _other(place: ArgumentPlace, was: str, now: str) -> GuardError:
     return GuardError(
-        f"{place} = {was} when the plan was made, but got {now}: shapes, dtypes and plain values are fixed in it. {_AGAIN}",
+        f"{place} = {was} when the plan was made, but got {now}: shapes, dtypes and plain values are "
+        f"fixed in it. {_AGAIN}",
         place=place.guarded,
     )
 
@@ -187,7 +213,9 @@ def _shown(value: object) -> str:
 
 @dataclass(slots=True)
 class _Builder:
-    """Makes the nodes of example arguments; tensors are numbered in the order in which they are met, unless they are defaults."""
+    """Makes the nodes of example arguments; tensors are numbered in the order in which they are met, unless
+    they are defaults.
+    """
 
     tensors: list[tuple[ArgumentPlace, torch.Tensor]] = field(default_factory=list)
     values: list[_Value] = field(default_factory=list)
@@ -210,7 +238,9 @@ class _Builder:
 
     @node.register
     def _(self, value: dict, place: ArgumentPlace) -> _Node:  # type: ignore[type-arg] # dispatches on it
-        return _Mapping(place, type(value), {key: self.node(item, place.at(key)) for key, item in value.items()})
+        return _Mapping(
+            place, type(value), {key: self.node(item, place.at(key)) for key, item in value.items()}
+        )
 
     @node.register
     def _(self, value: list | tuple, place: ArgumentPlace) -> _Node:  # type: ignore[type-arg] # as above
@@ -221,16 +251,26 @@ class CallChecks:
     """The arguments of the capture, as what later ones are held against.
 
     Attributes:
-        tensors: where the graph's tensors stand, and the example's, in the order of the graph's inputs: that of the arguments, or
-            with `by_name` that of the sorted names.
+        tensors: where the graph's tensors stand, and the example's, in the order of the graph's inputs: that
+            of the arguments, or with `by_name` that of the sorted names.
         values: what else was given.
     """
 
-    def __init__(self, forward: Callable[..., object], name: str, args: Sequence[object], kwargs: Kwargs, *, by_name: bool = False) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., object],
+        name: str,
+        args: Sequence[object],
+        kwargs: Kwargs,
+        *,
+        by_name: bool = False,
+    ) -> None:
         self.parameters, self._name = Parameters.of(forward), name
         given = self.parameters.by_name(args, kwargs)
         builder = _Builder()
-        self._nodes = {key: builder.node(given[key], ArgumentPlace(key)) for key in (sorted(given) if by_name else given)}
+        self._nodes = {
+            key: builder.node(given[key], ArgumentPlace(key)) for key in (sorted(given) if by_name else given)
+        }
         self.tensors = builder.tensors
         builder.default = True
         left_out = {key: value for key, value in self.parameters.defaults.items() if key not in given}
@@ -266,19 +306,39 @@ class CallChecks:
         accepted = self.parameters
         names = [*accepted.names(len(args)), *kwargs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise GuardError(f"{self._name} cannot be called so: {twice[0]} is given twice.", place=ArgumentPlace(twice[0]).guarded)
+            raise GuardError(
+                f"{self._name} cannot be called so: {twice[0]} is given twice.",
+                place=ArgumentPlace(twice[0]).guarded,
+            )
         values = dict(zip(names, (*args, *kwargs.values()), strict=True))
-        nothing = {name for name in names if name not in self._nodes and values[name] is None and not accepted.accepts(name)}
+        nothing = {
+            name
+            for name in names
+            if name not in self._nodes and values[name] is None and not accepted.accepts(name)
+        }
         new = sorted(set(names) - self._nodes.keys() - nothing)
         missing = sorted(name for name in self._nodes.keys() - set(names) if not self._is_default(name))
         if new or missing:
             if strange := [name for name in new if not accepted.accepts(name)]:
-                raise GuardError(f"{self._name} cannot be called so: it takes no {strange[0]!r}.", place=ArgumentPlace(strange[0]).guarded)
-            parts = [f"not planned for: {', '.join(new)}"] * bool(new) + [f"missing: {', '.join(missing)}"] * bool(missing)
-            smoothed = " HuggingFace's Trainer takes the labels away for label_smoothing_factor: leave that out." * ("labels" in missing)
-            said = f"The inputs differ from those the plan was made with ({'; '.join(parts)}).{smoothed} {_AGAIN}"
+                raise GuardError(
+                    f"{self._name} cannot be called so: it takes no {strange[0]!r}.",
+                    place=ArgumentPlace(strange[0]).guarded,
+                )
+            parts = [f"not planned for: {', '.join(new)}"] * bool(new) + [
+                f"missing: {', '.join(missing)}"
+            ] * bool(missing)
+            smoothed = (
+                " HuggingFace's Trainer takes the labels away for label_smoothing_factor: leave that out."
+                * ("labels" in missing)
+            )
+            said = (
+                f"The inputs differ from those the plan was made with ({'; '.join(parts)}).{smoothed} "
+                f"{_AGAIN}"
+            )
             raise GuardError(said, place=ArgumentPlace((new or missing)[0]).guarded)
-        return [self._nodes[name] if name not in nothing else _Value(ArgumentPlace(name), None) for name in names]
+        return [
+            self._nodes[name] if name not in nothing else _Value(ArgumentPlace(name), None) for name in names
+        ]
 
     def _is_default(self, name: str) -> bool:
         """Whether leaving an argument out is the same as what was captured for it."""
@@ -298,7 +358,9 @@ class CallChecks:
 
     def texts(self, *, given: bool) -> dict[str, str]:
         """See `ir.guards.CallGuards`."""
-        return {node.place.guarded: described(node.value) for node in self._constants if node.default is not given}
+        return {
+            node.place.guarded: described(node.value) for node in self._constants if node.default is not given
+        }
 
     def listed(self) -> Iterator[Guard]:
         """The values that are fixed; what is fixed of the tensors is known to who runs the graph."""

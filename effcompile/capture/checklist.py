@@ -1,4 +1,6 @@
-"""Flat lists of where a captured graph's facts stand, by which one pass in C compares all objects by identity, in microseconds."""
+"""Flat lists of where a captured graph's facts stand, by which one pass in C compares all objects by
+identity, in microseconds.
+"""
 
 from __future__ import annotations
 

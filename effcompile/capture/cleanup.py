@@ -1,4 +1,6 @@
-"""What torch.export leaves behind and no pass wants to see: asserts, copies of nothing, missing or suffixed module names."""
+"""What torch.export leaves behind and no pass wants to see: asserts, copies of nothing, missing or suffixed
+module names.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from effcompile.core.errors import CaptureError
 
 aten = torch.ops.aten
 
-#: Checks of what tracing assumed. `effcompile.ir.export.Domain` keeps the assumptions, so that nothing is lost.
+#: Checks of what tracing assumed. `effcompile.ir.export.Domain` keeps the assumptions, so that nothing is
+#: lost.
 _ASSERTS = tuple(
     getattr(getattr(aten, name), overload)
     for name, overload in (
@@ -46,16 +49,22 @@ def refuse_layouts(graph: fx.Graph) -> None:
         for leaf in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
                 raise CaptureError(
-                    f"{node.target} is a tensor of layout {leaf.layout}, and a plan holds dense ones. Keep it dense (.to_dense()), or its "
-                    "indices and values in buffers of their own."
+                    f"{node.target} is a tensor of layout {leaf.layout}, and a plan holds dense ones. Keep "
+                    "it dense (.to_dense()), or its indices and values in buffers of their own."
                 )
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Remove clones that dropout left and slices of everything: the graph is functional, and strides stay the same."""
+    """Remove clones that dropout left and slices of everything: the graph is functional, and strides stay the
+    same.
+    """
     for node in list(graph.nodes):
         source = node.args[0] if node.op == "call_function" and node.args else None
-        if isinstance(source, fx.Node) and (_is_copy(node) or _is_whole_slice(node)) and _same_layout(node, source):
+        if (
+            isinstance(source, fx.Node)
+            and (_is_copy(node) or _is_whole_slice(node))
+            and _same_layout(node, source)
+        ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
@@ -74,7 +83,8 @@ def share_tied_weights(module: fx.GraphModule) -> None:
 
 
 def name_modules(graph: fx.Graph) -> None:
-    """Give every call its module's qualified name, without the `@1` that torch adds at a module's second call.
+    """Give every call its module's qualified name, without the `@1` that torch adds at a module's second
+    call.
 
     A node that torch left without one takes it from the node it reads, else from its first user.
     """

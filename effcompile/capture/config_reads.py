@@ -1,7 +1,8 @@
 """Which attributes of its configuration a model's forward reads, recorded while it is captured.
 
-The code behind a forward names many that the captured calls never read (reads.py says no less than they read): Trainer aligns
-`bos_token_id` with its tokenizer, and writes `dtype` at a checkpoint. What was not read cannot change what was captured.
+The code behind a forward names many that the captured calls never read (reads.py says no less than they
+read): Trainer aligns `bos_token_id` with its tokenizer, and writes `dtype` at a checkpoint. What was not read
+cannot change what was captured.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ class ConfigReads:
     of: dict[int, tuple[object, set[str]]] = field(default_factory=dict)
 
     def may_read(self, holder: object, name: str, *, named: bool) -> bool:
-        """Whether the captured calls read this attribute, as far as is known. `named`: code behind a forward names it.
+        """Whether the captured calls read this attribute, as far as is known.
 
-        What was read counts without being named: a configuration's properties read what no forward names (`_output_attentions`).
+        `named`: code behind a forward names it.
+
+        What was read counts without being named: a configuration's properties read what no forward names
+        (`_output_attentions`).
         """
         _, names = self.of.get(id(holder), (None, None))
         return named if names is None else name in names or (named and not names.isdisjoint(_ALL))
@@ -38,12 +42,16 @@ class ConfigReads:
     def of_copy(self, model: nn.Module, copied: nn.Module) -> ConfigReads:
         """The same of a copy of the model, whose configurations are others."""
         pairs = zip(_configurations(model), _configurations(copied), strict=False)
-        return ConfigReads(of={id(now): (now, self.of[id(was)][1]) for was, now in pairs if id(was) in self.of})
+        return ConfigReads(
+            of={id(now): (now, self.of[id(was)][1]) for was, now in pairs if id(was) in self.of}
+        )
 
 
 @contextlib.contextmanager
 def recording(model: nn.Module, into: ConfigReads) -> Iterator[None]:
-    """Within, what is read of the configurations of a model's modules, and of those inside them, is recorded."""
+    """Within, what is read of the configurations of a model's modules, and of those inside them,
+    is recorded.
+    """
     found = _configurations(model)
     kinds = {id(config): type(config) for config in found}
     watched: list[Any] = []
@@ -61,23 +69,35 @@ def recording(model: nn.Module, into: ConfigReads) -> Iterator[None]:
 
 
 def _watching(kind: Any, names: set[str]) -> type:
-    """A class like `kind` whose objects tell what is read of them, under the name that it is kept under, too."""
+    """A class like `kind` whose objects tell what is read of them, under the name that it is kept
+    under, too.
+    """
     other_names: dict[str, str] = getattr(kind, "attribute_map", None) or {}
 
     def read(self: object, name: str) -> object:
         names.update((name, other_names.get(name, name)))
         return kind.__getattribute__(self, name)
 
-    return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return type(
+        kind.__name__,
+        (kind,),
+        {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__},
+    )
 
 
 def _configurations(model: nn.Module) -> list[Any]:
-    """HuggingFace's configurations: what has `to_dict` and stands as `config` in a module, or in such a one."""
+    """HuggingFace's configurations: what has `to_dict` and stands as `config` in a module, or in
+    such a one.
+    """
     found: dict[int, Any] = {}
     todo = [vars(module).get("config") for module in model.modules()]
     while todo:
         config = todo.pop()
-        if id(config) not in found and hasattr(config, "__dict__") and callable(getattr(type(config), "to_dict", None)):
+        if (
+            id(config) not in found
+            and hasattr(config, "__dict__")
+            and callable(getattr(type(config), "to_dict", None))
+        ):
             found[id(config)] = config
             todo.extend(vars(config).values())
     return list(found.values())

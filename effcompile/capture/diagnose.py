@@ -1,4 +1,6 @@
-"""From an exception inside torch.export to an error that names the user's line, the construct and the known fix."""
+"""From an exception inside torch.export to an error that names the user's line, the construct and the known
+fix.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class _Known:
     fix: str
 
 
-#: First match wins. Patterns are searched in `ExceptionType: message`, and then in the line of the user's that raised.
+#: First match wins. Patterns are searched in `ExceptionType: message`, and then in the line of the user's
+#: that raised.
 _KNOWN = (
     _Known(
         r"not a known type|DynamicCache|EncoderDecoderCache",
@@ -42,15 +45,18 @@ _KNOWN = (
     _Known(
         r"layer_?drop|skip_the_layer|dropout_probability",
         "layers that are left out by chance, drawn in Python: every step is another one",
-        "set the configuration's layerdrop (encoder_layerdrop, decoder_layerdrop) to 0, or draw a factor for each layer with torch",
+        "set the configuration's layerdrop (encoder_layerdrop, decoder_layerdrop) to 0, or draw a factor "
+        "for each layer with torch",
     ),
     _Known(
         r"mask_time|spec_?augment|_compute_mask_indices",
         "a mask that is drawn outside of torch (SpecAugment)",
-        "set the configuration's mask_time_prob and mask_feature_prob to 0, or give mask_time_indices as an input",
+        "set the configuration's mask_time_prob and mask_feature_prob to 0, or give mask_time_indices as "
+        "an input",
     ),
     _Known(
-        r"GuardOnDataDependent|data-dependent expression|data-dependent control flow|DataDependentOutput|_local_scalar_dense",
+        r"GuardOnDataDependent|data-dependent expression|data-dependent control "
+        r"flow|DataDependentOutput|_local_scalar_dense",
         "Python that depends on the values in a tensor (an `if`, a slice bound, `.item()`, `int(tensor)`)",
         "decide on shapes instead, or use torch.where or torch.cond",
     ),
@@ -65,7 +71,8 @@ _KNOWN = (
         "leave that axis out of `dynamic`, or pass dynamic=False",
     ),
     _Known(
-        r"UnsupportedOperatorException|no fake impl|NotImplementedError|Could not run .* from the 'Meta'|not supported",
+        r"UnsupportedOperatorException|no fake impl|NotImplementedError|Could not run .* from the "
+        r"'Meta'|not supported",
         "an operator that cannot be traced",
         "give it a fake implementation with torch.library.register_fake, or replace it",
     ),
@@ -81,17 +88,28 @@ def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
     """The CaptureError for what torch.export raised."""
     head = f"{type(error).__name__}: {error}"
     place = place_of(error, model)
-    known = next((k for k in _KNOWN if re.search(k.pattern, f"{head}\n{place.partition(' (')[2]}", re.IGNORECASE)), None)
+    known = next(
+        (k for k in _KNOWN if re.search(k.pattern, f"{head}\n{place.partition(' (')[2]}", re.IGNORECASE)),
+        None,
+    )
     construct = known.construct if known else "a construct that torch.export does not take"
     fix = known.fix if known else "run torch.export.draft_export on the model for torch's own full report"
     return CaptureError(
-        f"{type(model).__name__} cannot be captured. {place}: {construct}.\n  torch says: {first_line(error)}\n  Mend it: {fix}."
+        f"{type(model).__name__} cannot be captured. {place}: {construct}.\n  torch says: "
+        f"{first_line(error)}\n  Mend it: {fix}."
     )
 
 
 def place_of(error: BaseException, model: nn.Module | None = None) -> str:
-    """`file:line (source line)` of the innermost frame in the user's code; the model's forward where there is none."""
-    frames = [frame for one in _chain(error) for frame in traceback.extract_tb(one.__traceback__) if _is_users(frame.filename)]
+    """`file:line (source line)` of the innermost frame in the user's code; the model's forward where there is
+    none.
+    """
+    frames = [
+        frame
+        for one in _chain(error)
+        for frame in traceback.extract_tb(one.__traceback__)
+        if _is_users(frame.filename)
+    ]
     if frames:
         frame = frames[-1]
         source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()

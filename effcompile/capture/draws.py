@@ -1,4 +1,6 @@
-"""Random numbers that a training graph draws as the model does: each to the element that it goes to in eager mode."""
+"""Random numbers that a training graph draws as the model does: each to the element that it goes to in eager
+mode.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,18 @@ aten, dropped = torch.ops.aten, torch.ops.effcompile.dropped
 
 
 def separate_draws(front: fx.Graph) -> None:
-    """Give every Bernoulli draw that is out of place in the forward a contiguous tensor to take its shape from.
+    """Give every Bernoulli draw that is out of place in the forward a contiguous tensor to take its shape
+    from.
 
-    Its result is contiguous whatever that is. So after functionalisation, which makes both kinds one operator, a draw that takes
-    its shape from a tensor that is not contiguous was one in place.
+    Its result is contiguous whatever that is. So after functionalisation, which makes both kinds one
+    operator, a draw that takes its shape from a tensor that is not contiguous was one in place.
     """
     for node in list(front.nodes):
-        if node.op == "call_function" and node.target in (aten.bernoulli.p, torch.bernoulli) and len(node.args) + len(node.kwargs) > 1:
+        if (
+            node.op == "call_function"
+            and node.target in (aten.bernoulli.p, torch.bernoulli)
+            and len(node.args) + len(node.kwargs) > 1
+        ):
             source = node.args[0]
             with front.inserting_before(node):
                 copy = front.call_function(torch.clone, (source,), {"memory_format": torch.contiguous_format})
@@ -31,16 +38,19 @@ def separate_draws(front: fx.Graph) -> None:
 
 
 def draw_in_memory_order(graph: fx.Graph) -> None:
-    """Draws that were in place (AlphaDropout's noise) give their numbers in the order in which the tensor lies in memory.
+    """Draws that were in place (AlphaDropout's noise) give their numbers in the order in which the tensor
+    lies in memory.
 
-    Functionalised they would give them in the order of the axes, which is another one where the tensor is a permuted view.
+    Functionalised they would give them in the order of the axes, which is another one where the tensor is a
+    permuted view.
     """
     for node in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
         source: Any = node.args[0]
         value = source.meta["val"]
         if value.is_contiguous():
             continue
-        order = sorted(range(value.dim()), key=lambda axis: -value.stride(axis))  # stable, as TensorIterator's own order
+        # stable, as TensorIterator's own order
+        order = sorted(range(value.dim()), key=lambda axis: -value.stride(axis))
         with graph.inserting_before(node):
             laid_out = _call(graph, node, aten.permute.default, (source, order), value.permute(order))
         drawn = torch.empty_like(laid_out.meta["val"], memory_format=torch.contiguous_format)
@@ -52,7 +62,9 @@ def draw_in_memory_order(graph: fx.Graph) -> None:
 
 
 def without_masks(graph: fx.Graph) -> None:
-    """Dropout whose mask no gradient reads, as eager carries it out: in place, where the traced operator has a mask and a cast of it."""
+    """Dropout whose mask no gradient reads, as eager carries it out: in place, where the traced operator has
+    a mask and a cast of it.
+    """
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         source, chance, training = node.args
         kept = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
@@ -68,7 +80,9 @@ def without_masks(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Callable[..., object], args: Args, value: torch.Tensor) -> fx.Node:
+def _call(
+    graph: fx.Graph, like: fx.Node, target: Callable[..., object], args: Args, value: torch.Tensor
+) -> fx.Node:
     call = graph.call_function(target, args)
     call.meta = {**like.meta, "val": value}
     return call

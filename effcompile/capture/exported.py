@@ -12,10 +12,11 @@ from effcompile.capture.training_outputs import OutputLayout
 
 @dataclass(slots=True, kw_only=True)
 class Exported:
-    """The forward as torch.export gave it, for further captures of the same model with the same inputs, edited otherwise.
+    """The forward as torch.export gave it, for further captures of the same model with the same inputs,
+    edited otherwise.
 
-    front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the forward returned.
-    configurations: what of the model's configurations was read while it was traced.
+    front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the
+    forward returned. configurations: what of the model's configurations was read while it was traced.
     """
 
     front: fx.GraphModule | None = None
@@ -23,7 +24,9 @@ class Exported:
     configurations: ConfigReads = field(default_factory=ConfigReads)
 
     def keep(self, front: fx.GraphModule, layout: OutputLayout | None) -> None:
-        """Graphs within the graph are changed in place on their way to autograd: such a forward is not kept."""
+        """Graphs within the graph are changed in place on their way to autograd: such a forward
+        is not kept.
+        """
         if not any(isinstance(part, fx.GraphModule) for part in front.modules() if part is not front):
             self.front, self.layout = front, layout
 

@@ -28,7 +28,9 @@ class Fact:
     @property
     def is_kept(self) -> bool:
         """Whether it is an attribute where a forward might keep what it computed."""
-        return self.kind in ("attribute", "tensor") and (self.value is None or isinstance(self.value, torch.Tensor))
+        return self.kind in ("attribute", "tensor") and (
+            self.value is None or isinstance(self.value, torch.Tensor)
+        )
 
     @property
     def text(self) -> str:
@@ -48,7 +50,12 @@ def is_plain(value: object) -> bool:
 
 
 #: Of torch, that change what operators are run; a planned step minds autocast itself.
-SETTINGS = ("torch.get_default_dtype()", "function mode", "torch.is_autocast_enabled('cpu')", "torch.is_autocast_enabled('cuda')")
+SETTINGS = (
+    "torch.get_default_dtype()",
+    "function mode",
+    "torch.is_autocast_enabled('cpu')",
+    "torch.is_autocast_enabled('cuda')",
+)
 
 
 def settings(_: object) -> tuple[object, ...]:

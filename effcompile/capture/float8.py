@@ -1,6 +1,8 @@
-"""Linears in float8 by torchao, put into a model for as long as its step is captured: tensorwise dynamic scales, bf16 results.
+"""Linears in float8 by torchao, put into a model for as long as its step is captured: tensorwise dynamic
+scales, bf16 results.
 
-Micikevicius et al. 2022 (arXiv 2209.05433): e4m3 in the forward, e5m2 for gradients. Weights stay the model's own parameters.
+Micikevicius et al. 2022 (arXiv 2209.05433): e4m3 in the forward, e5m2 for gradients. Weights stay the model's
+own parameters.
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ def unavailable(device: str) -> Unsupported | None:
     """Why there are no float8 products on this machine; None where there are."""
     if device != "cuda":
         return Unsupported.of(
-            "float8 products need a GPU of compute capability {}.{} or above; the model is on {}", CAPABILITY[0], CAPABILITY[1], device
+            "float8 products need a GPU of compute capability {}.{} or above; the model is on {}",
+            CAPABILITY[0],
+            CAPABILITY[1],
+            device,
         )
     found = torch.cuda.get_device_capability()
     if found < CAPABILITY:
         return Unsupported.of(
-            "float8 products need compute capability {}.{} or above; this GPU has {}.{}", CAPABILITY[0], CAPABILITY[1], found[0], found[1]
+            "float8 products need compute capability {}.{} or above; this GPU has {}.{}",
+            CAPABILITY[0],
+            CAPABILITY[1],
+            found[0],
+            found[1],
         )
     return None if find_spec("torchao") else Unsupported("it needs torchao: pip install torchao")
 
@@ -39,18 +48,28 @@ def unavailable(device: str) -> Unsupported | None:
 def float8_linears(model: nn.Module, *, elsewhere: bool = False) -> Iterator[None]:
     """The model with its linears in float8, where their sizes allow it, put back at the end.
 
-    Without such a GPU torchao emulates their products, in the time of fp32: for tests of what is captured. `elsewhere`: the step is for
-    another machine, and is never run here.
+    Without such a GPU torchao emulates their products, in the time of fp32: for tests of what is captured.
+    `elsewhere`: the step is for another machine, and is never run here.
 
     Raises:
         CaptureError: no linear can be.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    own = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if _fits(child)]
+    own = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if _fits(child)
+    ]
     if not own:
-        raise CaptureError(f"no linear of {type(model).__name__} has sizes that are multiples of {_MULTIPLE}, as float8 products need")
-    config = Float8LinearConfig(emulate=not elsewhere and unavailable(next(model.parameters()).device.type) is not None)
+        raise CaptureError(
+            f"no linear of {type(model).__name__} has sizes that are multiples of {_MULTIPLE}, as float8 "
+            "products need"
+        )
+    config = Float8LinearConfig(
+        emulate=not elsewhere and unavailable(next(model.parameters()).device.type) is not None
+    )
     try:
         convert_to_float8_training(model, module_filter_fn=lambda module, _: _fits(module), config=config)
         yield
@@ -60,4 +79,8 @@ def float8_linears(model: nn.Module, *, elsewhere: bool = False) -> Iterator[Non
 
 
 def _fits(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+    return (
+        type(module) is nn.Linear
+        and module.in_features % _MULTIPLE == 0
+        and module.out_features % _MULTIPLE == 0
+    )

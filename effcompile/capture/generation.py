@@ -1,7 +1,9 @@
-"""From an unmodified Hugging Face model to one step of generation: tokens and a cache in, logits and the longer cache out.
+"""From an unmodified Hugging Face model to one step of generation: tokens and a cache in, logits and the
+longer cache out.
 
-One graph serves prefill, prefill in chunks, the check of drafted tokens, and decoding: how many tokens are new and how many are past
-are sizes of its inputs. It is traced with several new tokens, as torch.export would take one for a constant.
+One graph serves prefill, prefill in chunks, the check of drafted tokens, and decoding: how many tokens are
+new and how many are past are sizes of its inputs. It is traced with several new tokens, as torch.export would
+take one for a constant.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class GenerationStep:
     """A captured step of generation.
 
     Attributes:
-        program: inputs are those of `boundary.names` and the leaves of `layout`; outputs are logits and the leaves that are written.
+        program: inputs are those of `boundary.names` and the leaves of `layout`; outputs are logits and the
+            leaves that are written.
         source: of an encoder-decoder, what makes the leaves of cross-attention from the encoder's output.
         encoder: of an encoder-decoder, its encoder; inputs as generate() gives them.
     """
@@ -77,11 +80,18 @@ class StepModule(nn.Module):
         super().__init__()
         self.model, self.boundary, self.layout = model, boundary, layout
 
-    def forward(self, tokens: torch.Tensor, mask: torch.Tensor, past: Sequence[torch.Tensor], **more: torch.Tensor) -> dict[str, Any]:
+    def forward(
+        self, tokens: torch.Tensor, mask: torch.Tensor, past: Sequence[torch.Tensor], **more: torch.Tensor
+    ) -> dict[str, Any]:
         seen = Seen(past=mask.shape[1] - tokens.shape[1], leaves=list(past))
         self._tie(seen)
         cache = resumed(self.layout, seen, encoded=self.model.config.is_encoder_decoder)
-        given = {self.boundary.tokens: tokens, self.boundary.mask: mask, "past_key_values": cache, "use_cache": True}
+        given = {
+            self.boundary.tokens: tokens,
+            self.boundary.mask: mask,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
         if self.boundary.positions:
             given[self.boundary.positions] = more["positions"]
         if self.boundary.rows:
@@ -93,11 +103,17 @@ class StepModule(nn.Module):
         return {"logits": outputs.logits, "next": [after[at] for at in self.layout.written]}
 
     def _tie(self, seen: Seen) -> None:
-        """Tell tracing which sizes are one: rows of the leaves that grow alike, and of those that keep all, the past tokens."""
+        """Tell tracing which sizes are one: rows of the leaves that grow alike, and of those that keep all,
+        the past tokens.
+        """
         rows: dict[tuple[Growth, int], int] = {}
         for leaf, tensor in zip(self.layout, seen.leaves, strict=True):
             if leaf.growth is not Growth.STATE:
-                known = seen.past if leaf.growth is Growth.FULL else rows.setdefault((leaf.growth, leaf.window), tensor.shape[2])
+                known = (
+                    seen.past
+                    if leaf.growth is Growth.FULL
+                    else rows.setdefault((leaf.growth, leaf.window), tensor.shape[2])
+                )
                 if tensor.shape[2] != known:
                     raise ValueError(f"{leaf.name} has {tensor.shape[2]} rows where there are {known}")
 
@@ -127,7 +143,9 @@ class SourceModule(nn.Module):
             **{self.boundary.tokens: tokens},
         )
         leaves = leaves_of(outputs.past_key_values, self.layout)
-        return tuple(leaf for leaf, what in zip(leaves, self.layout, strict=True) if what.growth is Growth.SOURCE)
+        return tuple(
+            leaf for leaf, what in zip(leaves, self.layout, strict=True) if what.growth is Growth.SOURCE
+        )
 
 
 def encoder_output(hidden: torch.Tensor) -> Any:
@@ -146,8 +164,9 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
     """
     if not hasattr(model, "config") or not hasattr(model, "generate"):
         raise UsageError(
-            f"{type(model).__name__} is no Hugging Face model with generate(): mode = 'generation' needs its config and its cache. "
-            "Give a model of transformers, e.g. AutoModelForCausalLM.from_pretrained(...), or plan its forward with mode = 'inference'."
+            f"{type(model).__name__} is no Hugging Face model with generate(): mode = 'generation' needs its "
+            "config and its cache. Give a model of transformers, e.g. "
+            "AutoModelForCausalLM.from_pretrained(...), or plan its forward with mode = 'inference'."
         )
     with evaluating(model), torch.no_grad():
         example = _Example.of(model)
@@ -158,7 +177,11 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
         made = GenerationStep(program=program, boundary=example.boundary, layout=example.layout)
         if model.config.is_encoder_decoder:
             tokens = example.inputs["tokens"]
-            source = capture(SourceModule(model, example.boundary, example.layout), (example.hidden, tokens), dynamic=dynamic)
+            source = capture(
+                SourceModule(model, example.boundary, example.layout),
+                (example.hidden, tokens),
+                dynamic=dynamic,
+            )
             encoder = capture(model.get_encoder(), (), encoder_inputs(model), dynamic=dynamic)
             made = replace(made, source=source, encoder=encoder)
     return made
@@ -170,7 +193,11 @@ def encoder_inputs(model: HFModel) -> dict[str, torch.Tensor]:
     if model.main_input_name == "input_features":
         frames = 2 * model.config.max_source_positions
         dtype = next(model.parameters()).dtype
-        return {"input_features": torch.randn(BATCH, model.config.num_mel_bins, frames, generator=generator).to(model.device, dtype)}
+        return {
+            "input_features": torch.randn(BATCH, model.config.num_mel_bins, frames, generator=generator).to(
+                model.device, dtype
+            )
+        }
     tokens = torch.randint(3, _vocabulary(model), (BATCH, SOURCE), generator=generator).to(model.device)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
@@ -192,7 +219,9 @@ class _Example:
             UsageError: it makes no cache.
         """
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(3, _vocabulary(model), (BATCH, PAST + NEW), generator=generator).to(model.device)
+        tokens = torch.randint(3, _vocabulary(model), (BATCH, PAST + NEW), generator=generator).to(
+            model.device
+        )
         given, hidden = _source(model, generator)
         cache = new_cache(model)
         decoding = {"decoder_input_ids" if model.config.is_encoder_decoder else "input_ids": tokens[:, :PAST]}
@@ -200,8 +229,8 @@ class _Example:
         made = getattr(outputs, "past_key_values", None)
         if made is None or not caches_of(made):
             raise UsageError(
-                f"{type(model).__name__} returns no cache of keys and values, so that it cannot be decoded token by token. "
-                "Plan its forward with mode = 'inference'."
+                f"{type(model).__name__} returns no cache of keys and values, so that it cannot be decoded "
+                "token by token. Plan its forward with mode = 'inference'."
             )
         layout = layout_of(made)
         boundary = _boundary(model, tokens)
@@ -210,7 +239,9 @@ class _Example:
             "mask": torch.ones((BATCH, PAST + NEW), dtype=torch.int64, device=tokens.device),
         }
         if boundary.positions:
-            inputs["positions"] = torch.arange(PAST, PAST + NEW, device=tokens.device).expand(BATCH, NEW).contiguous()
+            inputs["positions"] = (
+                torch.arange(PAST, PAST + NEW, device=tokens.device).expand(BATCH, NEW).contiguous()
+            )
         if boundary.rows:
             inputs["rows"] = torch.arange(NEW, device=tokens.device)
         if boundary.source_mask:
@@ -222,7 +253,9 @@ class _Example:
 def _vocabulary(model: HFModel) -> int:
     size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     if not isinstance(size, int) or size < 8:
-        raise CaptureError(f"{type(model).__name__}.config names no vocab_size, which example tokens are drawn from.")
+        raise CaptureError(
+            f"{type(model).__name__}.config names no vocab_size, which example tokens are drawn from."
+        )
     return size
 
 
@@ -230,7 +263,11 @@ def _source(model: HFModel, generator: torch.Generator) -> tuple[dict[str, Any],
     """The encoder's output that a decoder is traced with."""
     if not model.config.is_encoder_decoder:
         return {}, None
-    size = getattr(model.config, "max_source_positions", None) if model.main_input_name == "input_features" else None
+    size = (
+        getattr(model.config, "max_source_positions", None)
+        if model.main_input_name == "input_features"
+        else None
+    )
     shape = (BATCH, size or SOURCE, model.config.hidden_size)
     hidden = torch.randn(shape, generator=generator).to(model.device, next(model.parameters()).dtype)
     return {"encoder_outputs": encoder_output(hidden)}, hidden

@@ -1,4 +1,6 @@
-"""What holds the values that a forward reads: objects with a dictionary or slots, arrays, functions, the environment."""
+"""What holds the values that a forward reads: objects with a dictionary or slots, arrays, functions, the
+environment.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from operator import itemgetter
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodDescriptorType, ModuleType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import numpy
@@ -24,13 +33,21 @@ _WHOLE = 16 << 10
 
 def slots_of(value: object) -> tuple[str, ...]:
     """Names of the slots of an object that have a value."""
-    members = dict.fromkeys(n for kind in type(value).__mro__ for n, d in vars(kind).items() if isinstance(d, MemberDescriptorType))
+    members = dict.fromkeys(
+        n
+        for kind in type(value).__mro__
+        for n, d in vars(kind).items()
+        if isinstance(d, MemberDescriptorType)
+    )
     return tuple(name for name in members if not name.startswith("__") and hasattr(value, name))
 
 
 def attributes_of(value: object) -> dict[str, object]:
     """What an object holds by name."""
-    return {**(vars(value) if hasattr(value, "__dict__") else {}), **{name: getattr(value, name) for name in slots_of(value)}}
+    return {
+        **(vars(value) if hasattr(value, "__dict__") else {}),
+        **{name: getattr(value, name) for name in slots_of(value)},
+    }
 
 
 def contents(memory: Memory) -> bytes:
@@ -68,7 +85,10 @@ def file_of(kind: type) -> str:
 
 def is_function(value: object) -> bool:
     """Whether a value is called without holding anything that its caller would set."""
-    return isinstance(value, FunctionType | BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType | type | ModuleType)
+    return isinstance(
+        value,
+        FunctionType | BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType | type | ModuleType,
+    )
 
 
 def getter(keys: tuple[str, ...]) -> Getter:

@@ -35,7 +35,9 @@ _SAME = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """One way to export: torch.export's word for each axis of each leaf (`axes`) or the user's own (`given`)."""
+    """One way to export: torch.export's word for each axis of each leaf (`axes`) or the user's
+    own (`given`).
+    """
 
     axes: Sequence[Mapping[int, Any]]
     wanted: Sequence[Mapping[int, bool]]
@@ -54,15 +56,18 @@ class _Subject:
     mends: tuple[Reason, ...]
 
 
-def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, dynamic: Dynamic = None) -> Program:
+def capture(
+    model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, dynamic: Dynamic = None
+) -> Program:
     """Capture a model for inference. The model is left as it was: training flags, config, attributes.
 
     Args:
         model: any nn.Module; it is run once with the example inputs.
         args: example positional inputs.
         kwargs: example keyword inputs.
-        dynamic: None or True: batch and sequence axes are dynamic wherever the model's code allows it (`Program.fixed`
-            says where not, and why); False: all shapes are the example's; a mapping: torch.export's `dynamic_shapes`.
+        dynamic: None or True: batch and sequence axes are dynamic wherever the model's code allows it
+            (`Program.fixed` says where not, and why); False: all shapes are the example's; a mapping:
+            torch.export's `dynamic_shapes`.
 
     Raises:
         InputsError: the model itself raises, or returns NaN or nothing but empty tensors, with these inputs.
@@ -75,7 +80,8 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
         original = _run_eager(model, args, kwargs)
     with mended(model, kwargs, args) as mends, named_arguments(model, args, kwargs), recording(model, read):
         outputs = _run_eager(model, args, kwargs) if CACHE_MEND in mends else original
-        cached = len(pytree.tree_leaves(outputs)) != len(pytree.tree_leaves(original))  # many configs ask for a cache that never comes
+        # many configs ask for a cache that never comes
+        cached = len(pytree.tree_leaves(outputs)) != len(pytree.tree_leaves(original))
         subject = _Subject(
             model=model,
             args=args,
@@ -94,7 +100,9 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
 
 
 def _minds_gradients(model: nn.Module, args: Args, kwargs: Kwargs, original: Outputs) -> bool:
-    """Whether the model returns something else where gradients are enabled, which they were not at capture."""
+    """Whether the model returns something else where gradients are enabled, which they were not
+    at capture.
+    """
     with evaluating(model), torch.enable_grad():
         found = _tensors(_run_eager(model, args, kwargs))
     return not all(_alike(a, b) for a, b in zip(found, _tensors(original), strict=True))
@@ -109,8 +117,9 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _copied(leaf: object) -> object:
     """A contiguous copy of a tensor.
 
-    One tensor given twice (attention of x to x), or one that the model holds, too, would become one input of the graph; and torch.export
-    loses the dynamic axes of a strided input, such as a slice of a batch of tokens.
+    One tensor given twice (attention of x to x), or one that the model holds, too, would become one input of
+    the graph; and torch.export loses the dynamic axes of a strided input, such as a slice of a batch of
+    tokens.
     """
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return leaf
@@ -127,22 +136,27 @@ def _run_eager(model: nn.Module, args: Args, kwargs: Kwargs) -> Outputs:
         outputs = model(*args, **kwargs)
     except Exception as error:
         raise InputsError(
-            f"{type(model).__name__} itself raises with these inputs, before effcompile does anything. {first_line(error)}\n"
-            f"  at {place_of(error, model)}\n  Give inputs that `model(*args, **kwargs)` accepts."
+            f"{type(model).__name__} itself raises with these inputs, before effcompile does anything. "
+            f"{first_line(error)}\n  at {place_of(error, model)}\n  Give inputs that `model(*args, "
+            "**kwargs)` accepts."
         ) from error
     for name, tensor in zip(dynamic_axes.output_names(outputs), _tensors(outputs), strict=True):
         if tensor.is_floating_point() and not torch_compat.is_fake(tensor) and bool(tensor.isnan().any()):
             raise InputsError(
-                f"{type(model).__name__}: outputs are NaN for the example inputs ({name}, {int(tensor.isnan().sum())} of "
-                f"{tensor.numel()} values), so that no result could be compared with them. Check the weights and the inputs."
+                f"{type(model).__name__}: outputs are NaN for the example inputs ({name}, "
+                f"{int(tensor.isnan().sum())} of {tensor.numel()} values), so that no result could be "
+                "compared with them. Check the weights and the inputs."
             )
     if not _tensors(outputs):
-        raise InputsError(f"{type(model).__name__} returns no tensor with these inputs, but {type(outputs).__name__}.")
+        raise InputsError(
+            f"{type(model).__name__} returns no tensor with these inputs, but {type(outputs).__name__}."
+        )
     if not any(tensor.numel() for tensor in _tensors(outputs)):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in _tensors(outputs))
         raise InputsError(
-            f"{type(model).__name__} returns nothing but empty tensors with these inputs ({shapes}), so that no result could be compared "
-            "with them. Give example inputs of at least one element, a batch of 1 or more."
+            f"{type(model).__name__} returns nothing but empty tensors with these inputs ({shapes}), so that "
+            "no result could be compared with them. Give example inputs of at least one element, a batch of "
+            "1 or more."
         )
     return outputs
 
@@ -163,7 +177,10 @@ def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
         refusal = _only_example(program)
         if refusal is None:
             text = "fixed: {} of {}: fixed at the example's size. {}"
-            lines = {why: Because.of(text, *_lost(subject, refused, attempt), why) for refused, why in reversed(refusals)}
+            lines = {
+                why: Because.of(text, *_lost(subject, refused, attempt), why)
+                for refused, why in reversed(refusals)
+            }
             return replace(program, fixed=(*reversed(lines.values()), *program.fixed))
         refusals.append((attempt, f"the graph assumes {refusal}"))
     assert error is not None
@@ -183,19 +200,35 @@ def _attempts(subject: _Subject, dynamic: Dynamic) -> Iterator[_Attempt]:
         batch = [{axis: expected for axis, expected in axes.items() if axis == 0} for axes in wanted]
         for choice in (wanted, batch) if wanted != batch else (batch,):
             if any(choice):
-                yield _Attempt(axes=[dict.fromkeys(axes, torch.export.Dim.AUTO) for axes in choice], wanted=choice)
+                yield _Attempt(
+                    axes=[dict.fromkeys(axes, torch.export.Dim.AUTO) for axes in choice], wanted=choice
+                )
     yield _Attempt(axes=static, wanted=static)
 
 
 def _given_axes(given: Mapping[str, object], leaf: dynamic_axes.InputLeaf) -> dict[int, Any]:
-    """Axes that the user's `dynamic_shapes` name for an input; nested inputs are left to torch.export alone."""
+    """Axes that the user's `dynamic_shapes` name for an input; nested inputs are left to
+    torch.export alone.
+    """
     spec = given.get(leaf.name)
-    pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec) if isinstance(spec, (tuple, list)) else ()
-    return {axis: dim for axis, dim in pairs if dim is not None and dim is not torch.export.Dim.STATIC and not isinstance(dim, int)}
+    pairs = (
+        spec.items()
+        if isinstance(spec, Mapping)
+        else enumerate(spec)
+        if isinstance(spec, (tuple, list))
+        else ()
+    )
+    return {
+        axis: dim
+        for axis, dim in pairs
+        if dim is not None and dim is not torch.export.Dim.STATIC and not isinstance(dim, int)
+    }
 
 
 def _lost(subject: _Subject, refused: _Attempt, taken: _Attempt) -> tuple[str, str]:
-    """The axes that one attempt would have made dynamic and another does not, and the inputs: `batch and seq`, `input_ids, labels`."""
+    """The axes that one attempt would have made dynamic and another does not, and the inputs: `batch and
+    seq`, `input_ids, labels`.
+    """
     gone = [set(before) - set(after) for before, after in zip(refused.wanted, taken.wanted, strict=True)]
     names = [leaf.name for leaf, axes in zip(subject.leaves, gone, strict=True) if axes]
     axes = set().union(*gone)
@@ -207,23 +240,36 @@ def _export(subject: _Subject, attempt: _Attempt) -> Program:
     args, kwargs = grow(subject.args, subject.kwargs, attempt.axes)
     shapes = dict(attempt.given) if attempt.given else shapes_for(subject.model, args, kwargs, attempt.axes)
     with torch_compat.quiet_export():
-        exported, module = functional(torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False))
+        exported, module = functional(
+            torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        )
     with stage("tidy the captured graph"):
         return _tidied(subject, attempt, exported, module)
 
 
-def _tidied(subject: _Subject, attempt: _Attempt, exported: torch.export.ExportedProgram, module: fx.GraphModule) -> Program:
+def _tidied(
+    subject: _Subject, attempt: _Attempt, exported: torch.export.ExportedProgram, module: fx.GraphModule
+) -> Program:
     """What was exported as a Program: its boundary read, its graph cleaned."""
-    module = fx.GraphModule(module, module.graph)  # without torch's hook that compares sizes with the traced ones
-    found = dynamic_axes.read_boundary(exported, module.graph, subject.leaves, attempt.wanted, subject.output_names)
+    # without torch's hook that compares sizes with the traced ones
+    module = fx.GraphModule(module, module.graph)
+    found = dynamic_axes.read_boundary(
+        exported, module.graph, subject.leaves, attempt.wanted, subject.output_names
+    )
     stuck = [_stuck(leaf, spec.shape) for leaf, spec in zip(subject.leaves, found.inputs, strict=True)]
     if any(stuck):  # the model's code fixed an axis that was 1 and that we had repeated: leave it at 1
-        again = [{a: d for a, d in axes.items() if a not in gone} for axes, gone in zip(attempt.axes, stuck, strict=True)]
+        again = [
+            {a: d for a, d in axes.items() if a not in gone}
+            for axes, gone in zip(attempt.axes, stuck, strict=True)
+        ]
         program = _export(subject, replace(attempt, axes=again, given=None))
         return replace(program, fixed=tuple(dict.fromkeys((*found.fixed, *program.fixed))))
     _clean(module, subject)
     module.meta["effcompile_domain"] = found.domain
-    specs = [{axis: torch.export.Dim.AUTO for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in found.inputs]
+    specs = [
+        {axis: torch.export.Dim.AUTO for axis, dim in enumerate(spec.shape) if isinstance(dim, str)}
+        for spec in found.inputs
+    ]
     return Program(
         name=type(subject.model).__name__,
         module=module,
@@ -255,12 +301,17 @@ def _clean(module: fx.GraphModule, subject: _Subject) -> None:
 
 
 def _only_example(program: Program) -> str | None:
-    """The guard that keeps a dynamic graph from every size but the example's; None where another size is admitted."""
+    """The guard that keeps a dynamic graph from every size but the example's; None where another size is
+    admitted.
+    """
     here = sizes_of(program)
     if not here or second_sizes(program, lambda sizes: allowed(program, sizes)) is not None:
         return None
     args, kwargs = resized(program, {name: size + max(2, size // 2) for name, size in here.items()})
-    return unmet_guard(program.module, program.module.meta["effcompile_domain"].guards, args, kwargs) or "sizes of the example"
+    return (
+        unmet_guard(program.module, program.module.meta["effcompile_domain"].guards, args, kwargs)
+        or "sizes of the example"
+    )
 
 
 def _tensors(outputs: Outputs) -> list[torch.Tensor]:

@@ -14,9 +14,10 @@ _CHECKED = {aten.native_group_norm.default: (0,), aten.native_group_norm_backwar
 def lay_out_plainly(graph: fx.Graph) -> None:
     """A copy in the order of the axes of what GroupNorm reads in another order, where an axis has the size 1.
 
-    Which memory format such a tensor has, torch asks the stride of that axis, too; a tracer's (of a view of a transposed tensor) is not
-    always that at run time. Then the format that autograd chose while it was traced is not the one that the operator finds, and it
-    raises. A model alone, whose batch is 1, makes the same copy before the norm.
+    Which memory format such a tensor has, torch asks the stride of that axis, too; a tracer's (of a view of a
+    transposed tensor) is not always that at run time. Then the format that autograd chose while it was traced
+    is not the one that the operator finds, and it raises. A model alone, whose batch is 1, makes the same
+    copy before the norm.
     """
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -27,6 +28,11 @@ def lay_out_plainly(graph: fx.Graph) -> None:
                 continue
             if operand not in copies:
                 with graph.inserting_after(operand):
-                    copies[operand] = graph.call_function(aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
-                copies[operand].meta = {**operand.meta, "val": torch.empty_like(value, memory_format=torch.contiguous_format)}
+                    copies[operand] = graph.call_function(
+                        aten.clone.default, (operand,), {"memory_format": torch.contiguous_format}
+                    )
+                copies[operand].meta = {
+                    **operand.meta,
+                    "val": torch.empty_like(value, memory_format=torch.contiguous_format),
+                }
             node.update_arg(at, copies[operand])

@@ -1,7 +1,9 @@
-"""What a forward keeps from one call for the next: put back after a capture, written into buffers, or refused where it is in no buffer.
+"""What a forward keeps from one call for the next: put back after a capture, written into buffers, or refused
+where it is in no buffer.
 
-A graph has no memory but buffers that are written in place. A forward that puts another tensor in the place of a buffer is traced as if it
-wrote into it; torch.export does that for buffers of the outermost module alone. What is kept elsewhere and read again is refused.
+A graph has no memory but buffers that are written in place. A forward that puts another tensor in the place
+of a buffer is traced as if it wrote into it; torch.export does that for buffers of the outermost module
+alone. What is kept elsewhere and read again is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _NAMED = 3
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Attributes of the model's modules and of the user's own objects in them, and what lists, dicts and sets hold, are put back after."""
+    """Attributes of the model's modules and of the user's own objects in them, and what lists, dicts and sets
+    hold, are put back after.
+    """
     before = [(holder, holder.copy()) for _, holder in _holders(model)]
     try:
         yield
@@ -43,7 +47,9 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(Place, a mutable thing that holds what a forward may keep), each once."""
-    todo: list[tuple[str, Any]] = [(f"model.{name}".rstrip("."), vars(module)) for name, module in model.named_modules()]
+    todo: list[tuple[str, Any]] = [
+        (f"model.{name}".rstrip("."), vars(module)) for name, module in model.named_modules()
+    ]
     seen: set[int] = set()
     while todo:
         place, holder = todo.pop()
@@ -54,7 +60,11 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in _items(holder):
             if isinstance(value, list | dict | set | deque):
                 todo.append((f"{place}.{key}", value))
-            elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and whose_code.is_own(type(value)):
+            elif (
+                hasattr(value, "__dict__")
+                and not isinstance(value, nn.Module | type)
+                and whose_code.is_own(type(value))
+            ):
                 todo.append((f"{place}.{key}", vars(value)))
 
 
@@ -66,7 +76,9 @@ def _items(holder: Any) -> list[tuple[object, object]]:
 
 
 def _differing(holder: Any, held: Any) -> Iterator[tuple[object, object, object]]:
-    """(Key, what was there, what is there) of what is no longer the same object; None where nothing is, or was."""
+    """(Key, what was there, what is there) of what is no longer the same object; None where nothing is, or
+    was.
+    """
     now, before = dict(_items(holder)), dict(_items(held))
     for key in dict.fromkeys((*before, *now)):
         if key not in now or key not in before or now[key] is not before[key]:
@@ -80,7 +92,11 @@ def written_into(model: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: the new value has another shape or dtype.
     """
-    before = [] if torch.compiler.is_dynamo_compiling() else [(name, m, dict(m._buffers)) for name, m in model.named_modules()]
+    before = (
+        []
+        if torch.compiler.is_dynamo_compiling()
+        else [(name, m, dict(m._buffers)) for name, m in model.named_modules()]
+    )
     yield
     for place, module, buffers in before:
         for name, was in buffers.items():
@@ -89,8 +105,9 @@ def written_into(model: nn.Module) -> Iterator[None]:
                 continue
             if (now.shape, now.dtype) != (was.shape, was.dtype):
                 raise CaptureError(
-                    f"The forward replaces the buffer {f'{place}.{name}'.lstrip('.')}, {was.dtype} {tuple(was.shape)}, by a tensor of "
-                    f"{now.dtype} {tuple(now.shape)}. A step has one shape of it: make it as large as it may become, and write into it."
+                    f"The forward replaces the buffer {f'{place}.{name}'.lstrip('.')}, {was.dtype} "
+                    f"{tuple(was.shape)}, by a tensor of {now.dtype} {tuple(now.shape)}. A step has one "
+                    "shape of it: make it as large as it may become, and write into it."
                 )
             with torch.no_grad():
                 was.copy_(now)
@@ -98,10 +115,12 @@ def written_into(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """Refuse a forward that reads again what an earlier call kept outside of buffers. All is put back as it was.
+    """Refuse a forward that reads again what an earlier call kept outside of buffers.
 
-    It is called twice, with the same inputs, buffers and random numbers; where nothing but plain values changes, once: of these the guards
-    know (state.py).
+    All is put back as it was.
+
+    It is called twice, with the same inputs, buffers and random numbers; where nothing but plain values
+    changes, once: of these the guards know (state.py).
 
     Args:
         model: as it trains.
@@ -110,7 +129,9 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     Raises:
         CaptureError: the second loss is another one.
     """
-    if any(tensor.is_meta or torch_compat.is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    if any(
+        tensor.is_meta or torch_compat.is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())
+    ):
         return  # planned for a machine that is not here: there are no values to compare
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
@@ -135,13 +156,15 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
                 if not (is_plain(was) and is_plain(now))
             ]
             again = run() if changed else first
-        except RuntimeError:  # under an autocast that the model does not bear, say: whoever runs the step tells it
+        except RuntimeError:
+            # under an autocast that the model does not bear, say: whoever runs the step tells it
             return
         finally:
             put_back()
     if not torch.allclose(again, first, rtol=_SAME, atol=0.0, equal_nan=True):
         raise CaptureError(
-            f"The forward of {type(model).__name__} keeps something outside of its buffers ({', '.join(changed[:_NAMED])}) and reads it at "
-            f"the next call: of the same inputs the loss was {float(first):.6g}, and {float(again):.6g} when it was called again. A graph "
-            "has no memory but buffers. Keep it in one (register_buffer), or give it as an input."
+            f"The forward of {type(model).__name__} keeps something outside of its buffers "
+            f"({', '.join(changed[:_NAMED])}) and reads it at the next call: of the same inputs the loss was "
+            f"{float(first):.6g}, and {float(again):.6g} when it was called again. A graph has no memory but "
+            "buffers. Keep it in one (register_buffer), or give it as an input."
         )

@@ -1,4 +1,6 @@
-"""Known fixes without which a model cannot be captured: applied for the time of the capture, undone after, reported."""
+"""Known fixes without which a model cannot be captured: applied for the time of the capture, undone after,
+reported.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from effcompile.core import torch_compat
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs, Outputs
 
-#: What says whether a call returns a cache: Trainer and generate() set it, and a graph without a cache is right whatever it says.
+#: What says whether a call returns a cache: Trainer and generate() set it, and a graph without a cache is
+#: right whatever it says.
 CACHE_ATTRIBUTES = ("use_cache",)
 CACHE_MEND = Because("use_cache=False: the output has no key/value cache, which torch.export cannot return")
 
@@ -32,23 +35,37 @@ _MOST_GATHERED = 1 << 30
 
 @contextlib.contextmanager
 def as_reference(model: nn.Module) -> Iterator[tuple[Reason, ...]]:
-    """The original model as results are compared with: eval mode, no gradient, no key/value cache in the output."""
+    """The original model as results are compared with: eval mode, no gradient, no key/value cache in the
+    output.
+    """
     with contextlib.ExitStack() as stack, torch.no_grad():
         stack.enter_context(evaluating(model))
         said = _apply(stack, _without_cache(model))
         if _has_torch_transformer(model):
             stack.enter_context(torch_compat.traceable_transformer())
-            said += (Because("torch.nn.Transformer's fused inference path is off: captured as plain operators, masks applied as given"),)
+            said += (
+                Because(
+                    "torch.nn.Transformer's fused inference path is off: captured as plain operators, "
+                    "masks applied as given"
+                ),
+            )
         yield said
 
 
 @contextlib.contextmanager
 def mended(model: nn.Module, kwargs: Kwargs, args: Args = ()) -> Iterator[tuple[Reason, ...]]:
-    """The model as it is captured with these inputs: `as_reference` and what only tracing needs. Yields the mends."""
+    """The model as it is captured with these inputs: `as_reference` and what only tracing needs.
+
+    Yields the mends.
+    """
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(as_reference(model))
         said += _apply(stack, _merged_adapters(model))
-        yield said + _apply(stack, _loss_type(model, kwargs)) + _apply(stack, _batched_experts(model, (args, kwargs)))
+        yield (
+            said
+            + _apply(stack, _loss_type(model, kwargs))
+            + _apply(stack, _batched_experts(model, (args, kwargs)))
+        )
 
 
 def _apply(stack: contextlib.ExitStack, mend: Mend) -> tuple[Reason, ...]:
@@ -60,7 +77,9 @@ def _apply(stack: contextlib.ExitStack, mend: Mend) -> tuple[Reason, ...]:
 
 @contextlib.contextmanager
 def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
-    """`forward(**kwargs)` with its keywords named in the signature: torch.export loses dynamic axes inside `**kwargs`."""
+    """`forward(**kwargs)` with its keywords named in the signature: torch.export loses dynamic axes inside
+    `**kwargs`.
+    """
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -76,7 +95,9 @@ def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[No
     def forward(*given: object, **named: object) -> Outputs:
         return original(*given, **named)
 
-    vars(forward)["__signature__"] = signature.replace(parameters=[*(p for p in signature.parameters.values() if p not in rest), *extra])
+    vars(forward)["__signature__"] = signature.replace(
+        parameters=[*(p for p in signature.parameters.values() if p not in rest), *extra]
+    )
     vars(model)["forward"] = forward
     try:
         yield
@@ -88,7 +109,10 @@ def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[No
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode; each module gets its own flag back. What torch.export made has no modes: it is what it is."""
+    """Eval mode; each module gets its own flag back.
+
+    What torch.export made has no modes: it is what it is.
+    """
     flags = [(module, module.training) for module in model.modules()]
     with contextlib.suppress(NotImplementedError):
         model.eval()
@@ -100,7 +124,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _merged_adapters(model: nn.Module) -> Mend:
-    """peft's adapters (LoRA and those like it) merged into the weights that they change: no operators of theirs are left.
+    """peft's adapters (LoRA and those like it) merged into the weights that they change: no operators of
+    theirs are left.
 
     Each layer is replaced, for the time of the capture, by a copy of its base layer with the merged weight.
     """
@@ -113,12 +138,19 @@ def _merged_adapters(model: nn.Module) -> Mend:
                 undos.append(partial(parent._modules.__setitem__, name, layer))
     if not undos:
         return _NOTHING
-    return Because("adapters merged into the weights of {} layers: the graph has the base model's operators", (len(undos),)), undos
+    return Because(
+        "adapters merged into the weights of {} layers: the graph has the base model's operators",
+        (len(undos),),
+    ), undos
 
 
 def _merged(layer: nn.Module | None) -> nn.Module | None:
-    """A copy of a tuner layer's base layer with its active adapters in the weight; None for another layer, or where peft cannot."""
-    if layer is None or not all(hasattr(layer, name) for name in ("merge", "get_base_layer", "active_adapters", "disable_adapters")):
+    """A copy of a tuner layer's base layer with its active adapters in the weight; None for another layer, or
+    where peft cannot.
+    """
+    if layer is None or not all(
+        hasattr(layer, name) for name in ("merge", "get_base_layer", "active_adapters", "disable_adapters")
+    ):
         return None
     if layer.disable_adapters:
         return None
@@ -165,7 +197,8 @@ def _loss_type(model: nn.Module, kwargs: Kwargs) -> Mend:
 def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
     """MoE experts as batched matmuls: their other forms loop over data or exist in no exchange format.
 
-    These copy an expert's weights for every token that it is chosen for; where that is too much, experts take their tokens in groups.
+    These copy an expert's weights for every token that it is chosen for; where that is too much, experts take
+    their tokens in groups.
     """
     setter = getattr(model, "set_experts_implementation", None)
     before = [(config, getattr(config, _EXPERTS)) for config in _configs(model) if hasattr(config, _EXPERTS)]
@@ -176,7 +209,10 @@ def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
     gathered = _gathered_bytes(model, experts, inputs)
     form, why = "batched_mm", Because("experts_implementation='batched_mm': all experts as batched matmuls")
     if gathered > _MOST_GATHERED:
-        text = "experts_implementation='grouped_mm': experts one by one, for as batched matmuls they would copy {bytes} of weights"
+        text = (
+            "experts_implementation='grouped_mm': experts one by one, for as batched matmuls they "
+            "would copy {bytes} of weights"
+        )
         form, why = "grouped_mm", Because(text, (gathered,))
     try:
         setter(form)
@@ -189,7 +225,9 @@ def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
 
 
 def _grouped_experts(model: nn.Module) -> Mend:
-    """MoE experts as products of rows sorted by expert, where the model loops over the experts that were chosen: no weight is copied."""
+    """MoE experts as products of rows sorted by expert, where the model loops over the experts that were
+    chosen: no weight is copied.
+    """
     setter = getattr(model, "set_experts_implementation", None)
     before = [(config, getattr(config, _EXPERTS)) for config in _configs(model) if hasattr(config, _EXPERTS)]
     if setter is None or all(was == "grouped_mm" for _, was in before):
@@ -201,12 +239,26 @@ def _grouped_experts(model: nn.Module) -> Mend:
         for undo in undos:
             undo()
         return _NOTHING
-    return Because("experts_implementation='grouped_mm': one product per expert, of the tokens that chose it"), undos
+    return Because(
+        "experts_implementation='grouped_mm': one product per expert, of the tokens that chose it"
+    ), undos
 
 
 def _gathered_bytes(model: nn.Module, experts: list[nn.Module], inputs: object) -> int:
-    """Of the largest copy that batched matmuls make: one expert's matrix for each token and each expert chosen for it."""
-    tokens = max((math.prod(leaf.shape[:2]) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), default=1)
-    chosen = max((k for config in _configs(model) if isinstance(k := getattr(config, "num_experts_per_tok", None), int)), default=1)
+    """Of the largest copy that batched matmuls make: one expert's matrix for each token and each expert
+    chosen for it.
+    """
+    tokens = max(
+        (math.prod(leaf.shape[:2]) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)),
+        default=1,
+    )
+    chosen = max(
+        (
+            k
+            for config in _configs(model)
+            if isinstance(k := getattr(config, "num_experts_per_tok", None), int)
+        ),
+        default=1,
+    )
     stacked = [p for module in experts for p in module.parameters(recurse=False) if p.dim() == 3]
     return tokens * chosen * max((p[0].numel() * p.element_size() for p in stacked), default=0)

@@ -1,7 +1,8 @@
 """Whether a captured graph holds where dynamic axes are 1 long.
 
-torch.export takes an axis of size 1 for a constant, so that no graph is ever traced there, and its bounds of 2 say nothing about
-the model. The model itself may raise at one token (InstanceNorm), or go another way (`if x.shape[1] == 1`): so both are run there.
+torch.export takes an axis of size 1 for a constant, so that no graph is ever traced there, and its bounds of
+2 say nothing about the model. The model itself may raise at one token (InstanceNorm), or go another way (`if
+x.shape[1] == 1`): so both are run there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def without_unproven_ones(program: Program, model: nn.Module) -> Program:
             reason = _objection(program, model, sizes)
             if reason is not None:
                 domain = replace(domain, not_one=(*domain.not_one, axes))
-                text = "fixed: {} of 1 are not taken: {}" if len(axes) > 1 else "fixed: {} of 1 is not taken: {}"
+                text = (
+                    "fixed: {} of 1 are not taken: {}" if len(axes) > 1 else "fixed: {} of 1 is not taken: {}"
+                )
                 fixed.append(Because.of(text, " and ".join(sorted(axes)), reason))
     if fixed:
         program.module.meta["effcompile_domain"] = domain
@@ -48,7 +51,9 @@ def without_unproven_ones(program: Program, model: nn.Module) -> Program:
 
 
 def _ones(program: Program) -> Iterator[tuple[frozenset[str], dict[str, int]]]:
-    """Axes to be 1, singly, then together, and sizes at which they are: others as small as the graph admits."""
+    """Axes to be 1, singly, then together, and sizes at which they are: others as small as the
+    graph admits.
+    """
     here = sizes_of(program)
     for count in range(1, _TOGETHER + 1):
         for axes in combinations(here, count):

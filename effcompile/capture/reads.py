@@ -1,7 +1,9 @@
-"""Which names the code behind a model's forward reads: attributes, globals, and variables of enclosing functions.
+"""Which names the code behind a model's forward reads: attributes, globals, and variables of enclosing
+functions.
 
-Found in the byte code, from the forward of every module on: through the functions, methods and hooks that it names. That is
-more than one call executes, never less than it names, so that an attribute that no code names need not be guarded.
+Found in the byte code, from the forward of every module on: through the functions, methods and hooks that it
+names. That is more than one call executes, never less than it names, so that an attribute that no code names
+need not be guarded.
 """
 
 from __future__ import annotations
@@ -19,12 +21,23 @@ from torch import nn
 
 from effcompile.capture.config_reads import ConfigReads
 from effcompile.capture.holders import attributes_of, defaults_of, is_function
-from effcompile.capture.whose_code import INSTALLED, OURS, STANDARD, TORCH, is_installed, is_of_torch, is_own, is_plain_code
+from effcompile.capture.whose_code import (
+    INSTALLED,
+    OURS,
+    STANDARD,
+    TORCH,
+    is_installed,
+    is_of_torch,
+    is_own,
+    is_plain_code,
+)
 
 #: Code that names these may read attributes whose names are made at run time.
 _BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
 #: Code that names these may keep something in a container, or under a name made at run time.
-_CHANGING = frozenset({"append", "appendleft", "extend", "insert", "update", "setdefault", "add", "setattr", "__setattr__"})
+_CHANGING = frozenset(
+    {"append", "appendleft", "extend", "insert", "update", "setdefault", "add", "setattr", "__setattr__"}
+)
 #: Of an object whose class has one of these, all attributes are watched.
 FINDERS = ("__getattr__", "__getattribute__")
 #: What loads a name: of an attribute, a global, a variable of an enclosing function.
@@ -67,7 +80,8 @@ class Reads:
         kinds: the classes whose methods it may call, of modules and of other objects.
         functions: those of the user's own code, whose defaults and attributes are values, too.
         environment: strings in code that reads the environment.
-        used: names that are read for more than to count them up. stored: attributes that the user's own code sets.
+        used: names that are read for more than to count them up. stored: attributes that the user's own code
+            sets.
         keeps: whether it may keep something: it sets attributes or items, or names what changes a container.
         minds_gradients: whether the forward was seen to be another one where gradients are enabled.
         configurations: what of the model's configurations was read.
@@ -125,7 +139,9 @@ class _Walk:
             self.reach(held)
 
     def reach(self, value: object) -> None:
-        """Follow what a held value leads to: functions, and objects of the user's own classes, in containers of them too."""
+        """Follow what a held value leads to: functions, and objects of the user's own classes, in containers
+        of them too.
+        """
         if isinstance(value, _LEAVES) or id(value) in self._reached:
             return
         self._reached[id(value)] = value
@@ -141,7 +157,12 @@ class _Walk:
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if base not in self.reads.kinds and base is not object and base is not nn.Module and not is_plain_code(base):
+            if (
+                base not in self.reads.kinds
+                and base is not object
+                and base is not nn.Module
+                and not is_plain_code(base)
+            ):
                 self.reads.kinds[base] = None
                 for held in vars(base).values() if is_own(base) else ():
                     if not is_function(held):  # descriptors, and values of the class
@@ -150,7 +171,11 @@ class _Walk:
     def _methods(self) -> None:
         """Follow the methods and properties that are named anywhere."""
         for kind in list(self.reads.kinds):
-            implied = {name for name in vars(kind) if name.startswith("__") and name not in _NOT_OF_A_CALL} if is_own(kind) else set()
+            implied = (
+                {name for name in vars(kind) if name.startswith("__") and name not in _NOT_OF_A_CALL}
+                if is_own(kind)
+                else set()
+            )
             for name in (self.reads.names | implied) & vars(kind).keys():
                 if (kind, name) not in self._looked_up:
                     self._looked_up.add((kind, name))
@@ -188,7 +213,9 @@ class _Walk:
                 self.reach(value)
             if found.attributes & {"environ", "getenv"}:
                 values = map(function.__globals__.get, found.variables)
-                self.reads.environment |= found.attributes | {value for value in values if isinstance(value, str)}
+                self.reads.environment |= found.attributes | {
+                    value for value in values if isinstance(value, str)
+                }
         self._functions_of_torch(map(function.__globals__.get, found.variables), found.attributes)
         if not code.co_filename.startswith(TORCH):
             self.reads.by_name |= found.by_name and code.co_name not in FINDERS
@@ -201,11 +228,17 @@ class _Walk:
                     self.reads.cells[function.__qualname__, name] = cell
 
     def _functions_of_torch(self, spaces: Iterable[object], attributes: frozenset[str]) -> None:
-        """Functions of torch's own Python modules that code names: another may be put there (`F.scaled_dot_product_attention = ...`)."""
+        """Functions of torch's own Python modules that code names: another may be put there
+        (`F.scaled_dot_product_attention = ...`).
+        """
         todo, seen = [*spaces], set[int]()
         while todo:
             space = todo.pop()
-            if id(space) in seen or not isinstance(space, ModuleType) or not (getattr(space, "__file__", None) or "").startswith(TORCH):
+            if (
+                id(space) in seen
+                or not isinstance(space, ModuleType)
+                or not (getattr(space, "__file__", None) or "").startswith(TORCH)
+            ):
                 continue
             seen.add(id(space))
             held = vars(space)
@@ -223,7 +256,9 @@ class _Walk:
             self._global(space[name], attributes, installed=is_installed(function.__code__.co_filename))
 
     def _global(self, value: object, attributes: frozenset[str], *, installed: bool) -> None:
-        """Follow what a global leads to: functions, classes, and what of another Python module is named beside it."""
+        """Follow what a global leads to: functions, classes, and what of another Python module is named
+        beside it.
+        """
         self._follow(value)
         if isinstance(value, type):
             if not is_of_torch(value) and not issubclass(value, BaseException):
@@ -240,7 +275,11 @@ class _Walk:
         elif not installed and isinstance(value, Mapping | list | tuple):
             for item in value.values() if isinstance(value, Mapping) else value:
                 self._follow(item)
-        elif not installed and hasattr(value, "__dict__") and not isinstance(value, BuiltinFunctionType | FunctionType):
+        elif (
+            not installed
+            and hasattr(value, "__dict__")
+            and not isinstance(value, BuiltinFunctionType | FunctionType)
+        ):
             self._add_object(value)
 
 
@@ -253,7 +292,9 @@ def _content(cell: CellType) -> object:
 
 @functools.cache
 def _is_read(filename: str) -> bool:
-    """Whether code in a file is the model's: torch's layers are, the rest of torch, Python and effcompile are not."""
+    """Whether code in a file is the model's: torch's layers are, the rest of torch, Python and effcompile are
+    not.
+    """
     if filename.startswith(TORCH):
         return filename.startswith(_LAYERS)
     installed = any(part in filename for part in INSTALLED)
@@ -283,22 +324,33 @@ def _names_in(code: CodeType) -> _Named:
         operations = list(dis.get_instructions(part))
         keeps |= any(op.opname in ("STORE_ATTR", "STORE_SUBSCR") for op in operations)
         variables |= {str(op.argval) for op in operations if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-        used |= {str(op.argval) for at, op in enumerate(operations) if op.opname in _LOADS and not _is_count(operations, at)}
+        used |= {
+            str(op.argval)
+            for at, op in enumerate(operations)
+            if op.opname in _LOADS and not _is_count(operations, at)
+        }
         stored |= {str(op.argval) for op in operations if op.opname == "STORE_ATTR"}
         attributes |= set(part.co_names) | set(_strings(part.co_consts))
-        by_name |= any(op.argval == "getattr" and not _is_constant(operations[at + 1 :]) for at, op in enumerate(operations))
+        by_name |= any(
+            op.argval == "getattr" and not _is_constant(operations[at + 1 :])
+            for at, op in enumerate(operations)
+        )
     by_name |= bool(attributes & _BY_NAME)
     keeps |= bool(attributes & _CHANGING)
     return _Named(
-        attributes=frozenset(attributes), variables=frozenset(variables), used=frozenset(used), stored=frozenset(stored), keeps=keeps,
-        by_name=by_name,
+        attributes=frozenset(attributes), variables=frozenset(variables), used=frozenset(used),
+        stored=frozenset(stored), keeps=keeps, by_name=by_name,
     )  # fmt: skip
 
 
 def _is_count(operations: list[dis.Instruction], at: int) -> bool:
-    """Whether a name is loaded for no more than to store it anew: `self.k += …`, `self.held["k"] += …`, `self.k = self.k + 1`."""
+    """Whether a name is loaded for no more than to store it anew: `self.k += …`, `self.held["k"] += …`,
+    `self.k = self.k + 1`.
+    """
     copies = ("COPY", "DUP_TOP")
-    if operations[at - 1].opname.startswith(copies) or (at + 2 < len(operations) and operations[at + 2].opname.startswith(copies)):
+    if operations[at - 1].opname.startswith(copies) or (
+        at + 2 < len(operations) and operations[at + 2].opname.startswith(copies)
+    ):
         return True
     stored = [op for op in operations[at + 1 : at + 5] if op.opname.startswith("STORE_")][:1]
     return [op.argval for op in stored] == [operations[at].argval]
@@ -307,8 +359,13 @@ def _is_count(operations: list[dis.Instruction], at: int) -> bool:
 def _is_constant(after: list[dis.Instruction]) -> bool:
     """Whether the operations after `getattr` load an object and then a name that is written there."""
     at = next((at for at, op in enumerate(after) if not op.opname.startswith(_OPERANDS)), len(after))
-    names = [op.opname.partition("_")[0] if op.opname != "LOAD_CONST" else "CONST" for op in after[at : at + 3]]
-    called = names[:2] in (["CONST", "PRECALL"], ["CONST", "CALL"]) or names in (["CONST"] * 2 + ["PRECALL"], ["CONST"] * 2 + ["CALL"])
+    names = [
+        op.opname.partition("_")[0] if op.opname != "LOAD_CONST" else "CONST" for op in after[at : at + 3]
+    ]
+    called = names[:2] in (["CONST", "PRECALL"], ["CONST", "CALL"]) or names in (
+        ["CONST"] * 2 + ["PRECALL"],
+        ["CONST"] * 2 + ["CALL"],
+    )
     return called and isinstance(after[at].argval, str)
 
 

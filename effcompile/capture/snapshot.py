@@ -1,8 +1,8 @@
 """What a captured graph took for granted of its model, as facts, and the lists by which a call checks them.
 
-A graph has as constants what the forward read: attributes, globals, class attributes, variables of enclosing functions
-(reads.py says which are named), the modules' tree, hooks, and in inference the weights. `Snapshot` walks a model and notes
-each as a fact, and on the lists of checklist.py where it stands.
+A graph has as constants what the forward read: attributes, globals, class attributes, variables of enclosing
+functions (reads.py says which are named), the modules' tree, hooks, and in inference the weights. `Snapshot`
+walks a model and notes each as a fact, and on the lists of checklist.py where it stands.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from effcompile.capture.tensors import state_of
 from effcompile.core import torch_compat
 from effcompile.ir.guards import Kind
 
-#: Where hooks come from that HuggingFace puts into a model at the first call that asks for its hidden states, and that say so. In a call
-#: that does not ask they do nothing.
+#: Where hooks come from that HuggingFace puts into a model at the first call that asks for its hidden states,
+#: and that say so. In a call that does not ask they do nothing.
 _COLLECTING, _COLLECTS = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
 #: What every module has, and what a planned one has beside.
 _OWN = frozenset(vars(nn.Module())) | {"_effcompile_fallback", "_effcompile_offers", _COLLECTS}
 _TABLES = ("_modules", "_parameters", "_buffers")
-_FORWARD_HOOKS, _BACKWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
+_FORWARD_HOOKS, _BACKWARD_HOOKS = (
+    ("_forward_hooks", "_forward_pre_hooks"),
+    ("_backward_hooks", "_backward_pre_hooks"),
+)
 _DEEPEST = 12  # objects within objects that are looked into
 
 
@@ -50,8 +53,8 @@ class Snapshot:
     """
 
     def __init__(
-        self, roots: Mapping[str, nn.Module], reads: code.Reads, *, training: bool, without: Collection[str] = (),
-        beside: Mapping[str, object] = MappingProxyType({}),
+        self, roots: Mapping[str, nn.Module], reads: code.Reads, *, training: bool,
+        without: Collection[str] = (), beside: Mapping[str, object] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.facts: dict[str, Fact] = {}
         self._reads, self._train, self._without = reads, training, without
@@ -106,7 +109,8 @@ class Snapshot:
 
     def _watch_attributes(self, module: nn.Module, place: str) -> None:
         held = vars(module)
-        known_as = "model" if module in self._roots else place  # what is left out of a model is left out of its planned form
+        # what is left out of a model is left out of its planned form
+        known_as = "model" if module in self._roots else place
         read = [key for key in held if key not in _OWN and self._reads_attribute(module, key)]
         keys = [key for key in read if f"{known_as}.{key}" not in self._without]
         mode = ["training"] if self._train and module not in self._roots else []
@@ -116,7 +120,9 @@ class Snapshot:
             self._value(held[key], f"{place}.{key}", "attribute", 0)
 
     def _mode(self, module: nn.Module, place: str) -> None:
-        """In training the module's own flag; in inference that it is not in training mode where the model is in evaluation mode."""
+        """In training the module's own flag; in inference that it is not in training mode where the model is
+        in evaluation mode.
+        """
         outermost = self._roots[0].training
         if self._train:
             self.facts[f"{place}.training"] = Fact("mode", module.training)
@@ -126,13 +132,23 @@ class Snapshot:
             self._lists.evaluating.append(vars(module))
 
     def _reads_attribute(self, module: nn.Module, key: str) -> bool:
-        """Whether code names it, or might make its name. What holds other things is looked into only where it is named."""
+        """Whether code names it, or might make its name.
+
+        What holds other things is looked into only where it is named.
+        """
         if key in self._reads.names:
             return True
-        return self._reads.by_name and not whose_code.is_of_torch(type(module)) and isinstance(vars(module)[key], PLAIN | torch.Tensor)
+        return (
+            self._reads.by_name
+            and not whose_code.is_of_torch(type(module))
+            and isinstance(vars(module)[key], PLAIN | torch.Tensor)
+        )
 
     def _hooks(self, module: nn.Module, place: str, *, outermost: bool) -> None:
-        """Hooks inside the graph. Those of a planned step's outermost module run around it, at its own call."""
+        """Hooks inside the graph.
+
+        Those of a planned step's outermost module run around it, at its own call.
+        """
         if outermost and self._train:
             return
         for name in (*_FORWARD_HOOKS, *(_BACKWARD_HOOKS if self._train else ())):
@@ -169,7 +185,13 @@ class Snapshot:
             or whose_code.is_of_torch(type(value))
             or (callable(value) and not whose_code.is_own(type(value)))
         )
-        if known or holders.is_function(value) or depth >= _DEEPEST or id(value) in self._seen or place in self._without:
+        if (
+            known
+            or holders.is_function(value)
+            or depth >= _DEEPEST
+            or id(value) in self._seen
+            or place in self._without
+        ):
             return
         self._seen.add(id(value))
         if hasattr(value, "__dict__"):
@@ -185,9 +207,13 @@ class Snapshot:
                 self._value(getattr(value, key), f"{place}.{key}", kind, depth + 1)
 
     def _named_of(self, value: object, keys: Iterable[str], place: str) -> tuple[str, ...]:
-        """Attributes of an object that code names; all of them where its class finds them by names made at run time."""
+        """Attributes of an object that code names; all of them where its class finds them by names made at
+        run time.
+        """
         kind = type(value)
-        every = whose_code.is_own(kind) and any(name in vars(base) for base in kind.__mro__[:-1] for name in code.FINDERS)
+        every = whose_code.is_own(kind) and any(
+            name in vars(base) for base in kind.__mro__[:-1] for name in code.FINDERS
+        )
         seen = self._reads.configurations
         read = (key for key in keys if every or seen.may_read(value, key, named=key in self._reads.names))
         return tuple(key for key in read if f"{place}.{key}" not in self._without)
@@ -207,7 +233,9 @@ class Snapshot:
 
     @_value.register
     def _(self, value: Mapping, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # dispatches on it
-        self._contents(value, [(f"{place}[{key!r}]", item) for key, item in value.items()], place, kind, depth)
+        self._contents(
+            value, [(f"{place}[{key!r}]", item) for key, item in value.items()], place, kind, depth
+        )
 
     @_value.register
     def _(self, value: holders.Memory, place: str, kind: Kind, depth: int) -> None:
@@ -241,11 +269,16 @@ class Snapshot:
             self._value(value.__self__, f"{place}.__self__", kind, depth + 1)
 
     @_value.register
-    def _(self, value: list | tuple | set | frozenset | deque, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # as above
+    # as above
+    def _(self, value: list | tuple | set | frozenset | deque, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg]
         self._contents(value, [(f"{place}[{i}]", item) for i, item in enumerate(value)], place, kind, depth)
 
-    def _contents(self, value: object, items: Sequence[tuple[str, object]], place: str, kind: Kind, depth: int) -> None:
-        """A container may be another object with equal contents; of a very large one only the length is looked at."""
+    def _contents(
+        self, value: object, items: Sequence[tuple[str, object]], place: str, kind: Kind, depth: int
+    ) -> None:
+        """A container may be another object with equal contents; of a very large one only the length is
+        looked at.
+        """
         if place in self._without:
             return
         self.facts[f"len({place})"] = Fact(kind, len(items))
@@ -267,19 +300,31 @@ class Snapshot:
         """Of classes whatever code names: methods, and attributes that an instance may hide."""
         for kind in self._reads.kinds:
             held = vars(kind)
-            self._named(held, self._reads.names, f"{kind.__qualname__}.", "class", installed=whose_code.is_installed(holders.file_of(kind)))
+            self._named(
+                held,
+                self._reads.names,
+                f"{kind.__qualname__}.",
+                "class",
+                installed=whose_code.is_installed(holders.file_of(kind)),
+            )
             if whose_code.is_own(kind):
                 self._lists.sized.append(held)
 
     def _functions(self) -> None:
-        """Of the user's own functions: the code, what an argument is where it is left out, attributes; and the environment."""
+        """Of the user's own functions: the code, what an argument is where it is left out, attributes; and
+        the environment.
+        """
         for function in self._reads.functions:
             name = function.__qualname__
             self._lists.watch(holders.parts_of, function)
             self.facts[f"{name}.__code__"] = Fact("global", function.__code__)
             for argument, value in holders.defaults_of(function):
                 self._value(value, f"{argument} of {name}", "global", 1)
-            keys = tuple(key for key in vars(function) if key in self._reads.names and f"{name}.{key}" not in self._without)
+            keys = tuple(
+                key
+                for key in vars(function)
+                if key in self._reads.names and f"{name}.{key}" not in self._without
+            )
             self._lists.watch(holders.getter(keys), vars(function))
             for key in keys:
                 self._value(vars(function)[key], f"{name}.{key}", "global", 1)
@@ -291,18 +336,37 @@ class Snapshot:
 
     def _variables(self) -> None:
         for name, (space, names) in self._reads.variables.items():
-            self._named(space, names, f"{name}.", "global", installed=whose_code.is_installed(str(space.get("__file__", ""))))
+            self._named(
+                space,
+                names,
+                f"{name}.",
+                "global",
+                installed=whose_code.is_installed(str(space.get("__file__", ""))),
+            )
         for (function, name), cell in self._reads.cells.items():
             place = f"{name} in {function}"
             if place not in self._without:
                 self._lists.watch(holders.in_cell, cell)
                 self._value(cell.cell_contents, place, "global", 0)
 
-    def _named(self, space: Mapping[str, object], names: Collection[str], prefix: str, kind: Kind, *, installed: bool) -> None:
-        """Values of a namespace. In installed packages what is not a value, a tensor or a function is taken as it is."""
+    def _named(
+        self, space: Mapping[str, object], names: Collection[str], prefix: str, kind: Kind, *, installed: bool
+    ) -> None:
+        """Values of a namespace.
+
+        In installed packages what is not a value, a tensor or a function is taken as it is.
+        """
         allowed: Any = PLAIN | torch.Tensor | FunctionType | BuiltinFunctionType if installed else object
-        there = [n for n in space if n in names and f"{prefix}{n}" not in self._without and isinstance(space[n], allowed)]
-        there = [n for n in there if not isinstance(space[n], type(enum) | type | nn.Module) or isinstance(space[n], nn.Module)]
+        there = [
+            n
+            for n in space
+            if n in names and f"{prefix}{n}" not in self._without and isinstance(space[n], allowed)
+        ]
+        there = [
+            n
+            for n in there
+            if not isinstance(space[n], type(enum) | type | nn.Module) or isinstance(space[n], nn.Module)
+        ]
         if there:
             self._lists.watch(holders.getter(tuple(there)), space)
         for name in there:

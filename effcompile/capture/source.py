@@ -1,4 +1,6 @@
-"""How a step was captured, so that it can be captured again: with its forward changed before autograd is traced through it."""
+"""How a step was captured, so that it can be captured again: with its forward changed before autograd is
+traced through it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Source:
     """A model with example inputs. Arguments as in `capture_training`; by: it, or the same under autocast.
 
     base: a change of the forward that comes before all edits; noted: says in the step what that made of it.
-    made: what was captured again, by the name of the change; by "", the forward before any change; "as it is", the step without one.
+    made: what was captured again, by the name of the change; by "", the forward before any change; "as it
+    is", the step without one.
     """
 
     model: nn.Module
@@ -43,7 +46,10 @@ class Source:
         return found
 
     def capture(self, edit: Edit | None = None) -> Step:
-        """The step, its forward changed by `edit`; the forward is traced once. Raises what `capture_training` does."""
+        """The step, its forward changed by `edit`; the forward is traced once.
+
+        Raises what `capture_training` does.
+        """
         exported = self.once("", Exported)
         edits = [each for each in (self.base, edit) if each is not None]
 
@@ -52,17 +58,27 @@ class Source:
                 each(front, inputs)
 
         step = self.by(
-            self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=self.keep_outputs, edit=edited if edits else None,
-            exported=exported,
+            self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=self.keep_outputs,
+            edit=edited if edits else None, exported=exported,
         )  # fmt: skip
         return step if self.noted is None else self.noted(step)
 
     def edited(self, base: Edit, noted: Callable[[Step], Step]) -> Source:
-        """The same with a forward that is always changed by `base` first, after what changes it already; it is not exported again."""
-        return replace(self, base=base if self.base is None else _both(self.base, base), noted=noted, made={"": self.once("", Exported)})
+        """The same with a forward that is always changed by `base` first, after what changes it already; it
+        is not exported again.
+        """
+        return replace(
+            self,
+            base=base if self.base is None else _both(self.base, base),
+            noted=noted,
+            made={"": self.once("", Exported)},
+        )
 
     def capture_with_front(self) -> tuple[Step, fx.GraphModule | None]:
-        """The step, and a copy of the forward that autograd was traced through; None where Dynamo gave it. Captured but once."""
+        """The step, and a copy of the forward that autograd was traced through; None where Dynamo gave it.
+
+        Captured but once.
+        """
         return self.once("as it is", self._capture_with_front)
 
     def _capture_with_front(self) -> tuple[Step, fx.GraphModule | None]:
@@ -77,7 +93,9 @@ class Source:
     @property
     def without_data(self) -> bool:
         """Whether some tensor has no values to look at."""
-        given = [leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+        given = [
+            leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)
+        ]
         return any(is_fake(tensor) for tensor in (*self.model.parameters(), *self.model.buffers(), *given))
 
 

@@ -1,4 +1,6 @@
-"""Is the model what it was when it was captured? Facts recorded once (snapshot.py), compared by identity at each call.
+"""Whether the model is what it was when it was captured.
+
+Facts recorded once (snapshot.py), compared by identity at each call.
 
 Only where an object is another one, the model is walked again and the facts are compared by value.
 """
@@ -23,12 +25,15 @@ from effcompile.ir.guards import Guard, Kind
 
 #: A note in the plan of a model that is too large to be looked at whole at each call.
 _SUMMED = (
-    "a write to some elements of a weight through .data, which torch does not count, is noticed within {} calls, as each looks at another "
-    "part; executable.check_weights() looks at all"
+    "a write to some elements of a weight through .data, which torch does not count, is noticed within {} "
+    "calls, as each looks at another part; executable.check_weights() looks at all"
 )
 
 #: A note in the plan of a forward that keeps something for whoever looks at it.
-_LEFT = "not followed, for the forward itself changes them at each call, and a planned call leaves them as they are: {name}"
+_LEFT = (
+    "not followed, for the forward itself changes them at each call, and a planned call leaves them "
+    "as they are: {name}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +60,14 @@ class ModelGuards:
         mended: names of attributes that the graph does not depend on, as capture mended what they say.
         configurations: what of its configurations capture saw it read.
         beside: what is called beside the model, by name: its loss.
-        minds_gradients: whether its forward is another one where gradients are enabled; it was captured where they are not.
+        minds_gradients: whether its forward is another one where gradients are enabled; it was captured where
+            they are not.
     """
 
     def __init__(
         self, model: nn.Module, *others: nn.Module, training: bool, mended: Collection[str] = (),
-        configurations: ConfigReads | None = None, beside: Mapping[str, object] = MappingProxyType({}), minds_gradients: bool = False,
+        configurations: ConfigReads | None = None, beside: Mapping[str, object] = MappingProxyType({}),
+        minds_gradients: bool = False,
     ) -> None:  # fmt: skip
         self._training, self._without = training, frozenset[str]()
         self._roots = dict(zip(("model", "executable"), (model, *others), strict=False))
@@ -111,7 +118,9 @@ class ModelGuards:
             raise self._overwritten(changed)
 
     def _overwritten(self, tensor: torch.Tensor) -> GuardError:
-        place, fact = next((place, fact) for place, fact in self._snapshot.facts.items() if fact.value is tensor)
+        place, fact = next(
+            (place, fact) for place, fact in self._snapshot.facts.items() if fact.value is tensor
+        )
         return GuardError(_refusal(self._name, Change(place, fact, fact)), place=place, of_model=True)
 
     def settle(self) -> tuple[Reason, ...]:
@@ -121,10 +130,18 @@ class ModelGuards:
         if changes:
             self._refuse_state([change for change in changes if self._is_state(change)])
             places = {change.place for change in changes}
-            self._without |= places | {place.removeprefix("len(").rstrip(")") for place in places} | {p.rpartition("[")[0] for p in places}
+            self._without |= (
+                places
+                | {place.removeprefix("len(").rstrip(")") for place in places}
+                | {p.rpartition("[")[0] for p in places}
+            )
             fresh = self._taken_at_capture()
         self._snapshot = fresh
-        kept = {place for place, fact in fresh.facts.items() if fact.is_kept and place.rpartition(".")[2] in self._reads.stored}
+        kept = {
+            place
+            for place, fact in fresh.facts.items()
+            if fact.is_kept and place.rpartition(".")[2] in self._reads.stored
+        }
         names = sorted({change.place for change in changes} | kept)
         notes = [Because(_LEFT, (", ".join(names),))] * bool(names)
         if not self._training:
@@ -138,7 +155,11 @@ class ModelGuards:
             return self
         read = self._reads.configurations.of_copy(next(iter(self._roots.values())), models[0])
         other = ModelGuards(
-            *models, training=self._training, configurations=read, beside=self._beside, minds_gradients=self._reads.minds_gradients
+            *models,
+            training=self._training,
+            configurations=read,
+            beside=self._beside,
+            minds_gradients=self._reads.minds_gradients,
         )
         other._without = self._without
         other._snapshot = other._taken_at_capture()
@@ -150,7 +171,10 @@ class ModelGuards:
 
     def listed(self) -> Iterator[Guard]:
         """See `ir.guards.StateGuards`."""
-        return (Guard(kind=fact.kind, place=place, expected=fact.text) for place, fact in self._snapshot.facts.items())
+        return (
+            Guard(kind=fact.kind, place=place, expected=fact.text)
+            for place, fact in self._snapshot.facts.items()
+        )
 
     def _is_state(self, change: Change) -> bool:
         """Whether a value that the forward changed is also read by it, for more than to count it up."""
@@ -162,13 +186,15 @@ class ModelGuards:
         for change in changes:
             assert change.was is not None and change.now is not None
             raise CaptureError(
-                f"The forward of {self._name} changes {change.place} at each call, from {change.was.text} to {change.now.text}, and "
-                "reads it: no call is like the last one, and a graph has one value of it. Keep it in a buffer (register_buffer), or "
-                "give it as an input."
+                f"The forward of {self._name} changes {change.place} at each call, from {change.was.text} to "
+                f"{change.now.text}, and reads it: no call is like the last one, and a graph has one value "
+                "of it. Keep it in a buffer (register_buffer), or give it as an input."
             )
 
     def _taken(self) -> Snapshot:
-        return Snapshot(self._roots, self._reads, training=self._training, without=self._without, beside=self._beside)
+        return Snapshot(
+            self._roots, self._reads, training=self._training, without=self._without, beside=self._beside
+        )
 
     def _taken_at_capture(self) -> Snapshot:
         """As it stands, but with gradients as capture had them."""
@@ -188,16 +214,18 @@ class ModelGuards:
             thawed = change.place.endswith(".requires_grad") and was.value is True
             return was.equals(now) or thawed
         unnamed = change.kind == "attribute" and change.place.rpartition(".")[2] not in self._reads.names
-        return unnamed and (was is None or change.place not in self._first)  # it was not there when the model was captured
+        # it was not there when the model was captured
+        return unnamed and (was is None or change.place not in self._first)
 
 
 def _refusal(name: str, change: Change) -> str:
     """The error's text: what it was, what it is, and what to do."""
     if change.place == "executable.forward":
         return (
-            f"The forward of the planned {name} was wrapped after it was planned, as accelerate and Trainer do for mixed precision "
-            "(bf16=True, fp16=True). Give no inputs to effcompile.optimize(model, mode='training', ...), so that the step is planned at "
-            "its first call, within theirs; or leave theirs out and let the plan compute in 16 bits, with passes=['precision']."
+            f"The forward of the planned {name} was wrapped after it was planned, as accelerate and Trainer "
+            "do for mixed precision (bf16=True, fp16=True). Give no inputs to effcompile.optimize(model, "
+            "mode='training', ...), so that the step is planned at its first call, within theirs; or leave "
+            "theirs out and let the plan compute in 16 bits, with passes=['precision']."
         )
     was, now = (None if fact is None else fact.text for fact in (change.was, change.now))
     said = (
@@ -207,5 +235,6 @@ def _refusal(name: str, change: Change) -> str:
         f"was {was} and is {now} now"
     )  # fmt: skip
     return (
-        f"{change.place} {said} since {name} was planned, whose graph has what it was then. Put it back, or call effcompile.optimize again."
+        f"{change.place} {said} since {name} was planned, whose graph has what it was then. Put it "
+        "back, or call effcompile.optimize again."
     )

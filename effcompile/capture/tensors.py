@@ -1,8 +1,10 @@
-"""Whether tensors hold what they held: by their object, autograd's count of changes in place, their address, and samples of their bytes.
+"""Whether tensors hold what they held: by their object, autograd's count of changes in place, their address,
+and samples of their bytes.
 
-A change under no_grad (an optimizer's step, load_state_dict) is counted in `_version`; one of `p.data` in place is not: the
-samples see it. They cover small models whole; of large ones the first, the middle and the last bytes of every tensor, which a write to
-all of it changes. A write through `p.data` to some rows alone may miss them: `Checksums` go over all bytes, a share at each call.
+A change under no_grad (an optimizer's step, load_state_dict) is counted in `_version`; one of `p.data` in
+place is not: the samples see it. They cover small models whole; of large ones the first, the middle and the
+last bytes of every tensor, which a write to all of it changes. A write through `p.data` to some rows alone
+may miss them: `Checksums` go over all bytes, a share at each call.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from effcompile.core import torch_compat
 _SAMPLED = 32 << 10
 #: Of one tensor no more than this many bytes are sampled, and no less than the other.
 _MOST, _LEAST = 4 << 10, 24
-#: Of all bytes this share is summed at each call, and no less than so many: a call reads most weights once anyway.
+#: Of all bytes this share is summed at each call, and no less than so many: a call reads most weights once
+#: anyway.
 _SHARE, _LEAST_SUMMED = 2048, 8 << 10
+#: What is compared among processes is looked at in so many pieces, one at each call.
+_PIECES = 256
 _version = attrgetter("_version")
 _Bytes = ctypes.Array[ctypes.c_char]
 
@@ -40,7 +45,10 @@ class Watched:
         self._bytes = b"".join(self._samples)
 
     def unchanged(self) -> bool:
-        """Whether all are as they were. The addresses come first: a sample is read where its tensor still is."""
+        """Whether all are as they were.
+
+        The addresses come first: a sample is read where its tensor still is.
+        """
         return (
             list(map(_version, self._counted)) == self._versions
             and list(map(torch.Tensor.data_ptr, self._addressed)) == self._addresses
@@ -49,14 +57,19 @@ class Watched:
 
 
 class Checksums:
-    """CRC-32 of all bytes of tensors that are too large to be sampled whole, taken piece by piece over many calls.
+    """CRC-32 of all bytes of tensors that are too large to be sampled whole, taken piece by piece over many
+    calls.
 
     Only to be asked where `Watched` says that every tensor is where it was.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         sampled = _share(sum(map(_has_address, tensors)))
-        addressed = [t for t in tensors if _has_address(t) and t.device.type == "cpu" and t.numel() and _extent(t) > sampled]
+        addressed = [
+            t
+            for t in tensors
+            if _has_address(t) and t.device.type == "cpu" and t.numel() and _extent(t) > sampled
+        ]
         self._step = max(_LEAST_SUMMED, sum(map(_extent, addressed)) // _SHARE)
         parts = [(t, part) for t in addressed for part in _pieces(t, self._step)]
         self._of = [t for t, _ in parts]
@@ -71,7 +84,10 @@ class Checksums:
         return len(self._turns)
 
     def changed(self) -> torch.Tensor | None:
-        """The tensor that was changed among those whose turn it is. As long as there is one, its turn goes on."""
+        """The tensor that was changed among those whose turn it is.
+
+        As long as there is one, its turn goes on.
+        """
         if not self._turns:
             return None
         first, last = self._turns[self._turn]
@@ -100,6 +116,52 @@ class Checksums:
         return turns
 
 
+class Digest:
+    """A number that is equal where copies of tensors, in several processes, have equal bytes.
+
+    Each time the samples of all of them are looked at, and one further piece of all bytes.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        dense = [t for t in tensors if t.numel() and _has_address(t) and _is_dense(t)]
+        self._addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self._elsewhere = [t for t in dense if t.device.type != "cpu"]
+        here, share = [t for t in dense if t.device.type == "cpu"], _share(len(dense))
+        self._samples = [part for t in here for part in _sampled(t, share)]
+        large = [t for t in here if _extent(t) > share]
+        step = max(_LEAST_SUMMED, sum(map(_extent, large)) // _PIECES)
+        self._pieces = [piece for t in large for piece in _pieces(t, step)]
+
+    def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are still where they were."""
+        return list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
+
+    def at(self, call: int) -> int:
+        """The number at the `call`-th time; of what is on an accelerator the exact sum of all bytes, which
+        waits for it.
+        """
+        found = zlib.crc32(b"".join(self._samples))
+        if self._pieces:
+            found = zlib.crc32(self._pieces[call % len(self._pieces)], found)
+        return found + sum(_sum_of_bytes(tensor) for tensor in self._elsewhere)
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """A number of all its bytes, as they follow each other where it is contiguous."""
+    whole = tensor.detach().contiguous()
+    if whole.device.type != "cpu":
+        return _sum_of_bytes(whole)
+    return zlib.crc32(_at(whole, 0, _extent(whole))) if whole.numel() else 0
+
+
+def _sum_of_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return _extent(tensor) == tensor.numel() * tensor.element_size()
+
+
 def state_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """What `Watched` compares, of one tensor: for finding out which one it was."""
     version = 0 if tensor.is_inference() else tensor._version
@@ -121,7 +183,9 @@ def _share(count: int) -> int:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from its first element to its last."""
-    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ) * tensor.element_size()
 
 
 def _at(tensor: torch.Tensor, start: int, nbytes: int) -> _Bytes:

@@ -1,7 +1,8 @@
 """From an unmodified torch model to one joint graph of its training step: forward, loss and backward.
 
-torch.export traces the forward with the loss inside, state is lifted to placeholders (one per distinct tensor), and AOTAutograd
-traces autograd through that graph without decomposing further. Where torch.export cannot, Dynamo gives the forward graph.
+torch.export traces the forward with the loss inside, state is lifted to placeholders (one per distinct
+tensor), and AOTAutograd traces autograd through that graph without decomposing further. Where torch.export
+cannot, Dynamo gives the forward graph.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from effcompile.ir.roles import Entering
 from effcompile.ir.step import Step
 
 Loss = Callable[[Any, Any], Tensor]
-#: Changes a forward graph in place before its gradients are traced; called with the graph and the values of its placeholders.
+#: Changes a forward graph in place before its gradients are traced; called with the graph and the values of
+#: its placeholders.
 Edit = Callable[[fx.GraphModule, Sequence[Tensor]], None]
 _DYNAMO = "traced by Dynamo, for torch.export cannot take {name}"
 
@@ -70,38 +72,42 @@ def capture_training(
     edit: Edit | None = None,
     exported: Exported | None = None,
 ) -> Step:
-    """Capture one training step. The model is left as it was, and runs in its own mode: call `model.train()` for dropout.
+    """Capture one training step.
+
+    The model is left as it was, and runs in its own mode: call `model.train()` for dropout.
 
     Args:
         model: any nn.Module.
-        args: example positional inputs; tensors among them become inputs of the graph, with a gradient where they require one;
-            other values are fixed.
+        args: example positional inputs; tensors among them become inputs of the graph, with a gradient where
+            they require one; other values are fixed.
         kwargs: example keyword inputs, labels among them. What the forward does not take is for `loss` alone.
-        loss: `loss(outputs, inputs)`, for a forward that returns none; `inputs` are the kwargs if there are no args, the
-            args if there are no kwargs, else (args, kwargs).
-        keep_outputs: also return what the model returns beside the loss (logits, ...), for show: no gradient goes through it.
-        edit: changes the exported forward, a flat aten graph whose parameters are get_attr nodes, before autograd is traced
-            through it. Called with no graph that Dynamo gave: its operators are not aten's.
+        loss: `loss(outputs, inputs)`, for a forward that returns none; `inputs` are the kwargs if there are
+            no args, the args if there are no kwargs, else (args, kwargs).
+        keep_outputs: also return what the model returns beside the loss (logits, ...), for show: no gradient
+            goes through it.
+        edit: changes the exported forward, a flat aten graph whose parameters are get_attr nodes, before
+            autograd is traced through it. Called with no graph that Dynamo gave: its operators are not
+            aten's.
         exported: the forward of an earlier capture, which is not traced again; filled where it is empty.
 
     Raises:
-        InputsError: the model itself raises with these inputs, one of them is neither tensor nor plain value, or the model has a
-            forward hook beside a `loss`.
-        CaptureError: nothing requires a gradient, no loss is returned, or the forward cannot be traced: names the line,
-            the construct and the fix.
+        InputsError: the model itself raises with these inputs, one of them is neither tensor nor plain value,
+            or the model has a forward hook beside a `loss`.
+        CaptureError: nothing requires a gradient, no loss is returned, or the forward cannot be traced: names
+            the line, the construct and the fix.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *given)):
         raise CaptureError(
-            f"No parameter of {type(model).__name__} requires a gradient and no input does, so that there is nothing to train. "
-            "Unfreeze those that are to be trained: parameter.requires_grad_(True)."
+            f"No parameter of {type(model).__name__} requires a gradient and no input does, so that there is "
+            "nothing to train. Unfreeze those that are to be trained: parameter.requires_grad_(True)."
         )
     if loss is not None and model._forward_hooks:
         raise InputsError(
-            f"{type(model).__name__} has a forward hook, which would be given the planned step's loss in the place of what the forward "
-            "returns, as `loss` is a function beside the model. Put what the hook does into the forward or `loss`, or register it on a "
-            "submodule."
+            f"{type(model).__name__} has a forward hook, which would be given the planned step's loss in the "
+            "place of what the forward returns, as `loss` is a function beside the model. Put what the hook "
+            "does into the forward or `loss`, or register it on a submodule."
         )
     inputs = StepInputs(model, args, kwargs)
     tensors, refill = split_tensors(inputs, args, kwargs)
@@ -114,7 +120,9 @@ def capture_training(
         step = _step(subject, _joint(subject))
     read = subject.exported.configurations
     beside = {} if loss is None else {"loss": loss}
-    state = ModelGuards(model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read, beside=beside)
+    state = ModelGuards(
+        model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read, beside=beside
+    )
     if first and state.may_keep:
         with torch.random.fork_rng(devices=_devices(model)):
             refuse_memory(model, lambda: _loss_alone(subject))
@@ -122,7 +130,10 @@ def capture_training(
 
 
 class _StepModule(nn.Module):
-    """Flat tensors in; (loss, *tensors for show) out. The user's model is a submodule, so that its names are known."""
+    """Flat tensors in; (loss, *tensors for show) out.
+
+    The user's model is a submodule, so that its names are known.
+    """
 
     def __init__(self, subject: _Subject) -> None:
         super().__init__()
@@ -136,18 +147,27 @@ class _StepModule(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         subject = self._subject
         args, kwargs = subject.refill(tensors)
-        taken, named = subject.inputs.forward_part(args, kwargs) if subject.loss is not None else (args, kwargs)
-        # its forward, for hooks on the outermost module run around a planned step, at the call of the module that has it
+        taken, named = (
+            subject.inputs.forward_part(args, kwargs) if subject.loss is not None else (args, kwargs)
+        )
+        # its forward, for hooks on the outermost module run around a planned step, at the call of the module
+        # that has it
         model: nn.Module = getattr(self, training_graph.WRAPPED)
         with written_into(model):
             outputs = model.forward(*taken, **named)
         if subject.layout is None:
-            subject.layout = OutputLayout.of(outputs, own_loss=subject.loss is not None, keep_outputs=subject.keep_outputs)
+            subject.layout = OutputLayout.of(
+                outputs, own_loss=subject.loss is not None, keep_outputs=subject.keep_outputs
+            )
         if subject.loss is not None:
             loss = subject.loss(outputs, (args, kwargs) if args and kwargs else args or kwargs)
         else:
             loss = subject.layout.pick_loss(outputs)
-        where = "The result of loss(outputs, inputs)" if subject.loss else f"The loss that {type(subject.model).__name__} returned"
+        where = (
+            "The result of loss(outputs, inputs)"
+            if subject.loss
+            else f"The loss that {type(subject.model).__name__} returned"
+        )
         return (check_loss(loss, where), *(tensor.detach() for tensor in subject.layout.pick(outputs)))
 
 
@@ -163,7 +183,11 @@ def _joint(subject: _Subject) -> training_graph.JointGraph:
         _raise_ours(error)
         first = error
     _run_eager(subject)
-    why = str(first) if isinstance(first, _PythonGradientError) else f"this forward: {first_line(first)} ({place_of(first, subject.model)})"
+    why = (
+        str(first)
+        if isinstance(first, _PythonGradientError)
+        else f"this forward: {first_line(first)} ({place_of(first, subject.model)})"
+    )
     for mend in (known._grouped_experts, known._batched_experts):  # batched copies weights for every token
         with _with(mend, subject.model) as said, contextlib.suppress(Exception):
             if said:
@@ -176,14 +200,16 @@ def _joint(subject: _Subject) -> training_graph.JointGraph:
         return joint
     if isinstance(first, _PythonGradientError):
         raise CaptureError(
-            f"{type(subject.model).__name__} cannot be captured for training: it defines a gradient in Python by {first}, which neither "
-            "torch.export nor Dynamo records. Mend it: write it with torch operators, or as a torch.library.custom_op with its own "
-            "register_autograd."
+            f"{type(subject.model).__name__} cannot be captured for training: it defines a gradient in "
+            f"Python by {first}, which neither torch.export nor Dynamo records. Mend it: write it with torch "
+            "operators, or as a torch.library.custom_op with its own register_autograd."
         ) from first
     raise capture_error(first, subject.model) from first
 
 
-def _joined(subject: _Subject, front: Callable[[_StepModule, list[Tensor]], fx.GraphModule]) -> training_graph.JointGraph:
+def _joined(
+    subject: _Subject, front: Callable[[_StepModule, list[Tensor]], fx.GraphModule]
+) -> training_graph.JointGraph:
     with torch_compat.quiet_export():
         graph = front(_StepModule(subject), subject.tensors)
         return training_graph.join(training_graph.lift(graph, subject.model, subject.tensors), subject.model)
@@ -210,7 +236,11 @@ def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
 
 def _traced(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
     subject = module.subject
-    with _no_python_randomness(), torch_compat_aot.python_gradients() as noted, recording(subject.model, subject.exported.configurations):
+    with (
+        _no_python_randomness(),
+        torch_compat_aot.python_gradients() as noted,
+        recording(subject.model, subject.exported.configurations),
+    ):
         front = torch.export.export(module, tuple(tensors), strict=False).module(check_guards=False)
     if noted:
         raise _PythonGradientError(noted[0])
@@ -227,15 +257,20 @@ def _edited(front: fx.GraphModule, module: _StepModule, tensors: list[Tensor]) -
 
 @contextlib.contextmanager
 def _no_python_randomness() -> Iterator[None]:
-    """Refuse a forward that draws from Python's or NumPy's generator: every step would repeat what it drew at capture."""
+    """Refuse a forward that draws from Python's or NumPy's generator: every step would repeat what it drew at
+    capture.
+    """
     states = random.getstate(), numpy.random.get_state()
     try:
         yield
         python = random.getstate() != states[0]
-        if python or not all(numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), states[1], strict=True)):
+        if python or not all(
+            numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), states[1], strict=True)
+        ):
             raise CaptureError(
-                f"The forward draws random numbers from {'Python' if python else 'NumPy'}'s generator, which a graph cannot repeat anew at "
-                "each step. Draw them with torch (torch.rand, dropout), or before the forward and give them as an input."
+                f"The forward draws random numbers from {'Python' if python else 'NumPy'}'s generator, which "
+                "a graph cannot repeat anew at each step. Draw them with torch (torch.rand, dropout), or "
+                "before the forward and give them as an input."
             )
     finally:
         random.setstate(states[0])
@@ -248,7 +283,9 @@ def _dynamo_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
 
 
 def through_dynamo(step: Step) -> bool:
-    """Whether Dynamo traced the forward, for torch.export could not take it, or not what an edit had made of it."""
+    """Whether Dynamo traced the forward, for torch.export could not take it, or not what an edit had made of
+    it.
+    """
     return any(isinstance(mend, Because) and mend.text == _DYNAMO for mend in step.mends)
 
 
@@ -275,8 +312,9 @@ def _run_eager(subject: _Subject) -> None:
         raise
     except Exception as error:
         raise InputsError(
-            f"The training step of {type(subject.model).__name__} itself raises with these inputs, before effcompile does anything. "
-            f"{first_line(error)}\n  at {place_of(error, subject.model)}\n  Give inputs that the model and the loss accept."
+            f"The training step of {type(subject.model).__name__} itself raises with these inputs, before "
+            f"effcompile does anything. {first_line(error)}\n  at {place_of(error, subject.model)}\n  Give "
+            "inputs that the model and the loss accept."
         ) from error
     finally:
         with torch.no_grad():
@@ -286,18 +324,24 @@ def _run_eager(subject: _Subject) -> None:
 
 def _loss_alone(subject: _Subject) -> Tensor:
     """The loss of the model itself. No backward follows: activations are not kept for one."""
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda held: held):
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda held: held),
+    ):
         loss: Tensor = _StepModule(subject)(*(tensor.clone() for tensor in subject.tensors))[0]
     return loss.detach()
 
 
 @contextlib.contextmanager
 def _mended(subject: _Subject) -> Iterator[None]:
-    """The model as it is traced: no key/value cache, and what HuggingFace or torch cannot be traced without."""
+    """The model as it is traced: no key/value cache, and what HuggingFace or torch cannot be
+    traced without.
+    """
     model = subject.model
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_it_was(model))
-        if any(isinstance(module, nn.LSTM) for module in model.modules()):  # oneDNN's layer is traced as inference has it
+        if any(isinstance(module, nn.LSTM) for module in model.modules()):
+            # oneDNN's layer is traced as inference has it
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch_compat_export.recurrent_dropout())
@@ -318,7 +362,9 @@ def _with(mend: Callable[[nn.Module], known.Mend], model: nn.Module) -> Iterator
 
 def _devices(model: nn.Module) -> list[int]:
     """The CUDA devices whose random state a trial run would change."""
-    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None})
+    return sorted(
+        {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
+    )
 
 
 def _step(subject: _Subject, joint: training_graph.JointGraph) -> Step:

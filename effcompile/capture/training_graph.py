@@ -1,4 +1,6 @@
-"""The graphs of training capture: state lifted to placeholders before autograd, and the joint graph made tidy after it."""
+"""The graphs of training capture: state lifted to placeholders before autograd, and the joint graph made tidy
+after it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,17 @@ aten = torch.ops.aten
 
 #: What the wrapper around the user's model calls it; stripped from every qualified name.
 WRAPPED = "effcompile_user_model"
-#: In a forward's `meta`: qualified name → what stands for a parameter of the model, such as one rank's part of it.
+#: In a forward's `meta`: qualified name → what stands for a parameter of the model, such as one rank's part
+#: of it.
 PARTS = "effcompile_parts"
 
-_ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size")
+_ASSERTS = (
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
 _SAME_VALUE = (aten.detach.default, aten.alias.default)
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
 
@@ -48,7 +57,9 @@ class JointGraph:
 
 
 def lift(front: fx.GraphModule, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Lifted:
-    """Parameters, buffers and constants as placeholders, one per distinct tensor: a tied weight stays one weight."""
+    """Parameters, buffers and constants as placeholders, one per distinct tensor: a tied weight stays one
+    weight.
+    """
     separate_draws(front.graph)
     owners = _owners(model, front.meta.get(PARTS, {}))
     graph, found = fx.Graph(), dict[int, tuple[Enters, torch.Tensor, list[fx.Node]]]()
@@ -117,12 +128,16 @@ def _attribute(module: nn.Module, target: str) -> Value:
 
 
 def _strip_wrapper(graph: fx.Graph) -> None:
-    """The user's own module names: without the wrapper around the model, and without torch's `@1` at a second call."""
+    """The user's own module names: without the wrapper around the model, and without torch's `@1` at a second
+    call.
+    """
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
             kept = {key: entry for key, entry in stack.items() if WRAPPED in entry[0]}
-            node.meta["nn_module_stack"] = {key: (_user_name(entry[0]), *entry[1:]) for key, entry in kept.items()}
+            node.meta["nn_module_stack"] = {
+                key: (_user_name(entry[0]), *entry[1:]) for key, entry in kept.items()
+            }
 
 
 def _user_name(path: str) -> str:
@@ -133,23 +148,38 @@ def join(lifted: Lifted, model: nn.Module) -> JointGraph:
     """Trace autograd through a lifted module, and tidy the graph.
 
     Raises:
-        CaptureError: the forward writes into an input, a parameter, or a tensor that is no buffer; a tensor is not dense.
+        CaptureError: the forward writes into an input, a parameter, or a tensor that is no buffer; a tensor
+            is not dense.
     """
     module, inputs, results = torch_compat_aot.joint_graph(lifted.module, lifted.tensors)
     updated = _updated(results, lifted, model)
     placeholders = module.graph.find_nodes(op="placeholder")
     nodes = {index: node for node, (kind, index) in zip(placeholders, inputs, strict=True) if kind == "input"}
     tangents = [node for node, (kind, _) in zip(placeholders, inputs, strict=True) if kind == "tangent"]
-    assert len(tangents) == 1 and len(nodes) == len(lifted.tensors) and len(placeholders) == len(nodes) + 1, inputs
+    assert len(tangents) == 1 and len(nodes) == len(lifted.tensors) and len(placeholders) == len(nodes) + 1, (
+        inputs
+    )
     flat = dict(zip(results, module.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
     assert flat.get(("other", -1)) is None, module.graph.output_node().meta["desc"]
-    gradients = [(lifted.entering[i], node) for (kind, i), node in flat.items() if kind == "gradient" and node is not None]
+    gradients = [
+        (lifted.entering[i], node)
+        for (kind, i), node in flat.items()
+        if kind == "gradient" and node is not None
+    ]
     of = {entry.name: node for entry, node in gradients if entry.role is Entering.PARAMETER}
     returned = [
-        *((Leaves(Leaving.OUTPUT if i else Leaving.LOSS), node) for (kind, i), node in flat.items() if kind == "output"),
+        *(
+            (Leaves(Leaving.OUTPUT if i else Leaving.LOSS), node)
+            for (kind, i), node in flat.items()
+            if kind == "output"
+        ),
         *((Leaves(Leaving.UPDATED, name), flat["updated", i]) for name, i in updated.items()),
         *((Leaves(Leaving.GRADIENT, name), of[name]) for name, _ in model.named_parameters() if name in of),
-        *((Leaves(Leaving.INPUT_GRADIENT, entry.name), node) for entry, node in gradients if entry.role is Entering.INPUT),
+        *(
+            (Leaves(Leaving.INPUT_GRADIENT, entry.name), node)
+            for entry, node in gradients
+            if entry.role is Entering.INPUT
+        ),
     ]
     module.graph.output_node().args = (tuple(node for _, node in returned),)
     module.graph.output_node().meta.pop("desc", None)
@@ -167,31 +197,48 @@ def join(lifted: Lifted, model: nn.Module) -> JointGraph:
     module.graph.lint()
     return JointGraph(
         module=torch_compat_aot.graph_module({}, module.graph, type(model).__name__ + "Step"),
-        roles=Roles({node: entry for node, entry in entering.items() if node not in gone}, tuple(result for result, _ in returned)),
+        roles=Roles(
+            {node: entry for node, entry in entering.items() if node not in gone},
+            tuple(result for result, _ in returned),
+        ),
     )
 
 
 def _refuse_sparse_gradients(graph: fx.Graph, model: nn.Module) -> None:
-    """Raises CaptureError where a lookup asks for a sparse gradient: the optimizers that want one refuse a dense one, and reversely."""
+    """Raises CaptureError where a lookup asks for a sparse gradient: the optimizers that want one refuse a
+    dense one, and reversely.
+    """
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        names = [argument.name for argument in schema.arguments] if schema is not None and "embedding" in schema.name else []
-        if "sparse" in names and (node.kwargs.get("sparse") or dict(zip(names, node.args, strict=False)).get("sparse")):
+        names = (
+            [argument.name for argument in schema.arguments]
+            if schema is not None and "embedding" in schema.name
+            else []
+        )
+        if "sparse" in names and (
+            node.kwargs.get("sparse") or dict(zip(names, node.args, strict=False)).get("sparse")
+        ):
             raise CaptureError(
-                f"{type(model).__name__} asks for sparse gradients ({module_path(node) or node.target}: nn.Embedding(sparse=True)), and a "
-                "planned step makes dense ones. Set its `sparse` to False, with an optimizer that takes dense gradients."
+                f"{type(model).__name__} asks for sparse gradients ({module_path(node) or node.target}: "
+                "nn.Embedding(sparse=True)), and a planned step makes dense ones. Set its `sparse` to "
+                "False, with an optimizer that takes dense gradients."
             )
 
 
 def _updated(results: Sequence[torch_compat_aot.Role], lifted: Lifted, model: nn.Module) -> dict[str, int]:
     """Buffer → index among the lifted tensors, for the buffers that the forward writes into."""
     written = {index: lifted.entering[index] for kind, index in results if kind == "updated"}
-    words = {Entering.PARAMETER: "the parameter {}", Entering.INPUT: "one of its inputs", Entering.CONSTANT: "a tensor that is no buffer"}
+    words = {
+        Entering.PARAMETER: "the parameter {}",
+        Entering.INPUT: "one of its inputs",
+        Entering.CONSTANT: "a tensor that is no buffer",
+    }
     for entry in written.values():
         if entry.role is not Entering.BUFFER:
             raise CaptureError(
-                f"The forward of {type(model).__name__} writes into {words[entry.role].format(entry.name)}. A training step may only write "
-                "into buffers: register the tensor with register_buffer, or write into a copy."
+                f"The forward of {type(model).__name__} writes into {words[entry.role].format(entry.name)}. "
+                "A training step may only write into buffers: register the tensor with register_buffer, or "
+                "write into a copy."
             )
     return {entry.name: index for index, entry in written.items()}
 
@@ -215,7 +262,9 @@ def _lift_constants(module: fx.GraphModule) -> dict[fx.Node, Enters]:
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Remove asserts, what only gives its input another name, and dead code; random operators stay where they are."""
+    """Remove asserts, what only gives its input another name, and dead code; random operators stay where they
+    are.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

@@ -1,4 +1,6 @@
-"""The user's inputs of a training step: what of them is a tensor of the graph, and what was fixed at capture."""
+"""The user's inputs of a training step: what of them is a tensor of the graph, and what was fixed
+at capture.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class StepInputs:
-    """How to read (args, kwargs) as the flat tensors of a step. Keywords that the forward does not take are for the user's loss."""
+    """How to read (args, kwargs) as the flat tensors of a step.
+
+    Keywords that the forward does not take are for the user's loss.
+    """
 
     def __init__(self, model: nn.Module, args: Sequence[object], kwargs: Kwargs) -> None:
         self._model = type(model).__name__
@@ -29,20 +34,25 @@ class StepInputs:
                     f"{place} is a {type(value).__name__}. What it holds would be fixed in the graph: "
                     "give tensors, plain values, or tuples, lists and dicts of them."
                 )
-        if empty := next((place for place, tensor in self.call.tensors if tensor.dim() and not len(tensor)), None):
+        if empty := next(
+            (place for place, tensor in self.call.tensors if tensor.dim() and not len(tensor)), None
+        ):
             raise InputsError(
-                f"{empty} is an empty batch: its first axis is 0 long. What a step makes of nothing could not be compared with anything, "
-                "and shapes are fixed at capture. Give example inputs of at least one example."
+                f"{empty} is an empty batch: its first axis is 0 long. What a step makes of nothing could "
+                "not be compared with anything, and shapes are fixed at capture. Give example inputs of at "
+                "least one example."
             )
         self._kinds = [_kind(tensor) for _, tensor in self.call.tensors]
         self._differentiated = [tensor.requires_grad for _, tensor in self.call.tensors]
-        self._strides = [tensor.detach().clone().stride() for _, tensor in self.call.tensors]  # as the capture has them
+        # as the capture has them
+        self._strides = [tensor.detach().clone().stride() for _, tensor in self.call.tensors]
 
     def leaves(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """The tensors, in the order of the graph's inputs, with the strides of the capture.
 
         Raises:
-            GuardError: an input is missing or new, or has another shape, dtype, device or (where it is no tensor) value.
+            GuardError: an input is missing or new, or has another shape, dtype, device or (where it is no
+                tensor) value.
         """
         found = self.call.take(args, kwargs)
         for at, (tensor, kind) in enumerate(zip(found, self._kinds, strict=True)):
@@ -58,7 +68,9 @@ class StepInputs:
         """The inputs without those that only the user's loss can take."""
         known = self.call.parameters
         taken = args if known.has_rest else args[: len(known.positional)]
-        return taken, {name: value for name, value in kwargs.items() if known.named is None or name in known.named}
+        return taken, {
+            name: value for name, value in kwargs.items() if known.named is None or name in known.named
+        }
 
     def listed(self) -> Iterator[Guard]:
         """What is checked of the arguments."""
@@ -69,25 +81,29 @@ class StepInputs:
     def _refuse(self, at: int, tensor: torch.Tensor) -> None:
         place, kind = self.call.tensors[at][0], self._kinds[at]
         raise GuardError(
-            f"The training step of {self._model} was captured for {place} = {_text(kind)}, but got {_text(_kind(tensor))}. "
-            "Shapes, dtypes and plain values are fixed at capture: drop the last batch (DataLoader(drop_last=True); HuggingFace's "
-            "TrainingArguments(dataloader_drop_last=True)) or pad it, or leave `inputs` out of effcompile.optimize, "
-            "which then plans each shape.",
+            f"The training step of {self._model} was captured for {place} = {_text(kind)}, but got "
+            f"{_text(_kind(tensor))}. Shapes, dtypes and plain values are fixed at capture: drop the last "
+            "batch (DataLoader(drop_last=True); HuggingFace's "
+            "TrainingArguments(dataloader_drop_last=True)) or pad it, or leave `inputs` out of "
+            "effcompile.optimize, which then plans each shape.",
             place=place.guarded,
         )
 
     def _refuse_gradient(self, at: int) -> None:
         place = self.call.tensors[at][0]
         raise GuardError(
-            f"{place} requires a gradient at this call and did not when the training step of {self._model} was captured, which makes "
-            f"none for it. Call effcompile.optimize again with inputs whose {place} requires one, or give {place}.detach() if what made "
-            "it is not trained through this loss.",
+            f"{place} requires a gradient at this call and did not when the training step of {self._model} "
+            "was captured, which makes none for it. Call effcompile.optimize again with inputs whose "
+            f"{place} requires one, or give {place}.detach() if what made it is not trained through this "
+            "loss.",
             place=place.guarded,
         )
 
 
 def after_pre_hooks(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Value]]:
-    """What the forward is given: the outermost module's own pre-hooks run before a planned step, too, at its own call."""
+    """What the forward is given: the outermost module's own pre-hooks run before a planned step, too, at its
+    own call.
+    """
     given = dict(kwargs)
     for number, hook in list(model._forward_pre_hooks.items()):
         if number in model._forward_pre_hooks_with_kwargs:
@@ -106,7 +122,13 @@ def _kind(tensor: torch.Tensor) -> _Kind:
 
 def _text(kind: _Kind) -> str:
     shape, dtype, device, layout = kind
-    where = "" if device.type == "cpu" and layout is torch.strided else f" on {device}" if layout is torch.strided else f" {layout}"
+    where = (
+        ""
+        if device.type == "cpu" and layout is torch.strided
+        else f" on {device}"
+        if layout is torch.strided
+        else f" {layout}"
+    )
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}{where}"
 
 
@@ -119,13 +141,18 @@ Refill = Callable[[Sequence[torch.Tensor]], Inputs]
 
 
 def split_tensors(inputs: StepInputs, args: Args, kwargs: Kwargs) -> tuple[list[torch.Tensor], Refill]:
-    """Copies of the tensors in the order of `inputs.leaves`, and the way back from such a list to (args, kwargs).
+    """Copies of the tensors in the order of `inputs.leaves`, and the way back from such a list to (args,
+    kwargs).
 
     Copies, for one tensor given twice (labels=input_ids) would become one input of the graph.
     """
     flat, spec = pytree.tree_flatten((args, dict(kwargs)))
     stand_ins = [torch.empty(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-    at = {id(stand_in): number for number, stand_in in enumerate(stand_ins) if isinstance(stand_in, torch.Tensor)}
+    at = {
+        id(stand_in): number
+        for number, stand_in in enumerate(stand_ins)
+        if isinstance(stand_in, torch.Tensor)
+    }
     stand_args, stand_kwargs = pytree.tree_unflatten(stand_ins, spec)
     order = [at[id(found)] for found in inputs.call.take(stand_args, stand_kwargs)]
 

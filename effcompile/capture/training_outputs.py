@@ -1,4 +1,6 @@
-"""What the forward of a training step returns: which tensor is the loss, which are for show, and the way back to its own type."""
+"""What the forward of a training step returns: which tensor is the loss, which are for show, and the way back
+to its own type.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from effcompile.core.types import Outputs, Value
 
 Path = tuple[Any, ...]
 _MEND = (
-    "Pass what the model computes its loss from (HuggingFace: labels=...; a Trainer with label_smoothing_factor or compute_loss_func takes "
-    "them away: leave those out), or give loss=, a function loss(outputs, inputs)"
+    "Pass what the model computes its loss from (HuggingFace: labels=...; a Trainer with "
+    "label_smoothing_factor or compute_loss_func takes them away: leave those out), or give loss=, a "
+    "function loss(outputs, inputs)"
 )
 
 
@@ -36,7 +39,8 @@ class OutputLayout:
         loss: path of the loss; None when the user's own function computes it.
         shown: paths of the tensors that are returned beside the loss.
         cut_off: index in `shown` → name, for those that required a gradient before they were detached.
-        dropped: names of the tensors that are not, with their bytes (0 for an object of a kind that we cannot read).
+        dropped: names of the tensors that are not, with their bytes (0 for an object of a kind that we cannot
+            read).
     """
 
     template: Any
@@ -58,11 +62,19 @@ class OutputLayout:
         opaque = {_name(path): 0 for path, leaf in found.items() if _is_opaque(leaf)}
         bytes_of = {_name(path): found[path].numel() * found[path].element_size() for path in tensors}
         return cls(
-            template=_mapped(outputs, (), lambda path, leaf: _Slot(path) if isinstance(leaf, torch.Tensor) or _is_opaque(leaf) else leaf),
+            template=_mapped(
+                outputs,
+                (),
+                lambda path, leaf: (
+                    _Slot(path) if isinstance(leaf, torch.Tensor) or _is_opaque(leaf) else leaf
+                ),
+            ),
             loss=loss,
             shown=tuple(tensors) if keep_outputs else (),
             dropped=opaque if keep_outputs else bytes_of | opaque,
-            cut_off={i: _name(path) for i, path in enumerate(tensors) if keep_outputs and found[path].requires_grad},
+            cut_off={
+                i: _name(path) for i, path in enumerate(tensors) if keep_outputs and found[path].requires_grad
+            },
         )
 
     def pick_loss(self, outputs: Outputs) -> Value:
@@ -76,14 +88,17 @@ class OutputLayout:
     def rebuild(self, loss: object, shown: list[Value]) -> Value:
         """The model's own output type. Dropped fields are left out of mappings and None elsewhere.
 
-        Where the user's function computes the loss, the model has no place for it: the loss alone, or (loss, outputs).
+        Where the user's function computes the loss, the model has no place for it: the loss alone, or (loss,
+        outputs).
         """
         if self.loss is None and not self.shown:
             return loss
         values = dict(zip(self.shown, shown, strict=True))
         if self.loss is not None:
             values[self.loss] = loss
-        output = _mapped(self.template, (), lambda _, leaf: values.get(leaf.path) if isinstance(leaf, _Slot) else leaf)
+        output = _mapped(
+            self.template, (), lambda _, leaf: values.get(leaf.path) if isinstance(leaf, _Slot) else leaf
+        )
         return output if self.loss is not None else (loss, output)
 
 
@@ -91,39 +106,59 @@ def check_loss(loss: object, where: str) -> torch.Tensor:
     """The loss, if one can be differentiated by `loss.backward()`.
 
     Raises:
-        CaptureError: it is no tensor, no scalar, no floating-point number, or no parameter that is trained reaches it.
+        CaptureError: it is no tensor, no scalar, no floating-point number, or no parameter that is trained
+            reaches it.
     """
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"{where} is no tensor but {_described(loss)}. {_MEND}.")
     if loss.ndim != 0:
-        raise CaptureError(f"{where} is no scalar but {_described(loss)}. Reduce it, as in loss.mean(). {_MEND}.")
+        raise CaptureError(
+            f"{where} is no scalar but {_described(loss)}. Reduce it, as in loss.mean(). {_MEND}."
+        )
     if not loss.is_floating_point():
-        raise CaptureError(f"{where} is {_described(loss)}, which has no gradient: the loss must be a floating-point number.")
+        raise CaptureError(
+            f"{where} is {_described(loss)}, which has no gradient: the loss must be a floating-point number."
+        )
     if not loss.requires_grad:
         raise CaptureError(
-            f"{where} depends on no parameter that requires a gradient, so that there is nothing to train. Unfreeze the parameters that "
-            "are to be trained (parameter.requires_grad_(True)), and keep the loss out of torch.no_grad(), detach() and item()."
+            f"{where} depends on no parameter that requires a gradient, so that there is nothing to train. "
+            "Unfreeze the parameters that are to be trained (parameter.requires_grad_(True)), and keep the "
+            "loss out of torch.no_grad(), detach() and item()."
         )
     return loss
 
 
 def _loss_path(outputs: Outputs) -> Path:
-    """Where the loss is: the output itself, its field `loss`, or the first element of a tuple, or else its only trainable scalar."""
+    """Where the loss is: the output itself, its field `loss`, or the first element of a tuple, or else its
+    only trainable scalar.
+    """
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return ()
     kind = type(outputs).__name__
     if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):
         if outputs and isinstance(outputs[0], torch.Tensor) and outputs[0].ndim == 0:
             return (0,)
-        scalars = [at for at, part in enumerate(outputs) if isinstance(part, torch.Tensor) and part.ndim == 0 and part.requires_grad]
+        scalars = [
+            at
+            for at, part in enumerate(outputs)
+            if isinstance(part, torch.Tensor) and part.ndim == 0 and part.requires_grad
+        ]
         if len(scalars) == 1:
             return (scalars[0],)
     else:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if isinstance(loss, torch.Tensor):
             return ("loss",)
-    fields = ", ".join(f"{_name(path)}: {_described(leaf)}" for path, leaf in _leaves(outputs, ()) if isinstance(leaf, torch.Tensor))
-    said = _described(outputs) if isinstance(outputs, torch.Tensor) else f"{kind} ({fields or 'without tensors'})"
+    fields = ", ".join(
+        f"{_name(path)}: {_described(leaf)}"
+        for path, leaf in _leaves(outputs, ())
+        if isinstance(leaf, torch.Tensor)
+    )
+    said = (
+        _described(outputs)
+        if isinstance(outputs, torch.Tensor)
+        else f"{kind} ({fields or 'without tensors'})"
+    )
     raise CaptureError(f"The forward returned no loss, but {said}. {_MEND}.")
 
 
@@ -160,7 +195,9 @@ def _at(value: Value, path: Path) -> Value:
 
 
 def _mapped(value: object, path: Path, change: Callable[[Path, Any], Any]) -> Value:
-    """A copy of the same type, its leaves changed; a mapping's entries and a tuple's parts that hold nothing any more go."""
+    """A copy of the same type, its leaves changed; a mapping's entries and a tuple's parts that hold nothing
+    any more go.
+    """
     children = _children(value)
     if children is None:
         return change(path, value)
@@ -169,7 +206,11 @@ def _mapped(value: object, path: Path, change: Callable[[Path, Any], Any]) -> Va
     if isinstance(value, Mapping):
         return _mapping(type(value), {key: part for key, part in parts.items() if key not in gone})
     if isinstance(value, (tuple, list)):
-        return None if parts and path and len(gone) == len(parts) else _sequence(type(value), list(parts.values()))
+        return (
+            None
+            if parts and path and len(gone) == len(parts)
+            else _sequence(type(value), list(parts.values()))
+        )
     new = copy.copy(value)
     for key, part in parts.items():
         object.__setattr__(new, key, part)
@@ -187,7 +228,9 @@ def _sequence(kind: Any, parts: list[Value]) -> Value:
 
 def _is_opaque(leaf: object) -> bool:
     """An object that may hold tensors and that we cannot take apart, such as a key/value cache."""
-    return not isinstance(leaf, (torch.Tensor, _Slot, bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
+    return not isinstance(
+        leaf, (torch.Tensor, _Slot, bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+    )
 
 
 def _name(path: Path) -> str:

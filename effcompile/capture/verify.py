@@ -1,4 +1,6 @@
-"""Proof that a captured graph computes what the model does: at the example, at a second shape, with a padded mask."""
+"""Proof that a captured graph computes what the model does: at the example, at a second shape, with a padded
+mask.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ _PIECE = 1 << 15
 
 #: How another length is made from the example's, in the order of trial.
 _STEPS: tuple[Callable[[int], int], ...] = (
-    lambda size: size + max(size // 2, 2) if size < 64 else size // 2 + 1,  # long ones are cut: comparing them costs seconds
+    # long ones are cut: comparing them costs seconds
+    lambda size: size + max(size // 2, 2) if size < 64 else size // 2 + 1,
     lambda size: size * 2,
     lambda size: size // 2 if size >= 4 else size + 1,
     lambda size: size + 1,
@@ -41,9 +44,11 @@ Sizes = dict[str, int]
 
 
 def verify_capture(program: Program, model: nn.Module) -> list[Check]:
-    """Compare `program.module` with the original model on every variant of the example inputs; errors are relative L2.
+    """Compare `program.module` with the original model on every variant of the example inputs; errors are
+    relative L2.
 
-    A padded mask must change the output of both: the note gives by how much, or that the model itself ignores it.
+    A padded mask must change the output of both: the note gives by how much, or that the model itself ignores
+    it.
 
     Raises:
         InputsError: the model itself raises with the example inputs.
@@ -51,11 +56,17 @@ def verify_capture(program: Program, model: nn.Module) -> list[Check]:
     with as_reference(model):
         wanted = _guarded(lambda args, kwargs: model(*args, **kwargs))
         found = _guarded(partial(_run, program))
-        return [_check(program, variant, wanted, found) for variant in _variants(program, _accepts(program, model))]
+        return [
+            _check(program, variant, wanted, found)
+            for variant in _variants(program, _accepts(program, model))
+        ]
 
 
 def _run(program: Program, args: Args, kwargs: Kwargs) -> Outputs:
-    """What the captured graph returns. Views that it has and that are none with the kernels' real layouts are mended for good."""
+    """What the captured graph returns.
+
+    Views that it has and that are none with the kernels' real layouts are mended for good.
+    """
     try:
         return program.module(*args, **kwargs)
     except RuntimeError:
@@ -65,7 +76,8 @@ def _run(program: Program, args: Args, kwargs: Kwargs) -> Outputs:
 
 
 def variants(program: Program) -> list[Variant]:
-    """Inputs to verify with, as (name, args, kwargs): the example, other sizes, a padded mask; values are the example's.
+    """Inputs to verify with, as (name, args, kwargs): the example, other sizes, a padded mask; values are the
+    example's.
 
     Needs no model: a second shape is one that the captured graph admits and runs at.
     """
@@ -74,17 +86,23 @@ def variants(program: Program) -> list[Variant]:
 
 
 def relative_error(found: object, wanted: object) -> float:
-    """Largest ‖y − y₀‖ / ‖y₀‖ over the tensors of two outputs; inf where they differ in number, dtype, shape, NaN or infinities."""
+    """Largest ‖y − y₀‖ / ‖y₀‖ over the tensors of two outputs; inf where they differ in number, dtype, shape,
+    NaN or infinities.
+    """
     ours, theirs = _tensors(found), _tensors(wanted)
     if len(ours) != len(theirs):
         return math.inf
     return max((_relative(a, b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
 
 
-def second_sizes(program: Program, runs: Callable[[Sizes], bool], *, batch_only: bool = False) -> Sizes | None:
-    """Other sizes for all dynamic axes at once (or the batch alone) that the graph admits and that `runs`; None without any.
+def second_sizes(
+    program: Program, runs: Callable[[Sizes], bool], *, batch_only: bool = False
+) -> Sizes | None:
+    """Other sizes for all dynamic axes at once (or the batch alone) that the graph admits and that `runs`;
+    None without any.
 
-    Short sequences are made longer (which also catches constants baked at the example's size), long ones shorter.
+    Short sequences are made longer (which also catches constants baked at the example's size), long ones
+    shorter.
     """
     here = sizes_of(program)
     batch = {"batch": here["batch"] + 1} if "batch" in here else {}
@@ -114,13 +132,22 @@ def _shape_text(sizes: Sizes, program: Program) -> str:
 
 
 def _mask_shape(program: Program) -> tuple[int, ...]:
-    return next((tuple(t.shape) for s, t in zip(program.inputs, program.flat_inputs(), strict=True) if _is_mask(s, t)), ())
+    return next(
+        (
+            tuple(t.shape)
+            for s, t in zip(program.inputs, program.flat_inputs(), strict=True)
+            if _is_mask(s, t)
+        ),
+        (),
+    )
 
 
 def _padded(program: Program, base: Variant) -> Inputs | None:
-    """The inputs with the first quarter of the tokens of every other row masked out; None where no input is a padding mask.
+    """The inputs with the first quarter of the tokens of every other row masked out; None where no input is a
+    padding mask.
 
-    Left padding: the right end of a causal model's output would not see a pad on its right. A row keeps at least one token.
+    Left padding: the right end of a causal model's output would not see a pad on its right. A row keeps at
+    least one token.
     """
     specs = iter(program.inputs)
     changed = False
@@ -144,7 +171,9 @@ def _padded(program: Program, base: Variant) -> Inputs | None:
 
 
 def _token_value(spec: TensorSpec, mask: torch.Tensor) -> bool:
-    """What stands for a token in a mask: its only value, else 1; in a `padding_mask`, which marks the pads, 0."""
+    """What stands for a token in a mask: its only value, else 1; in a `padding_mask`, which marks the pads,
+    0.
+    """
     values = mask.unique()
     return bool(values[0]) if len(values) == 1 else not spec.name.endswith("padding_mask")
 
@@ -152,25 +181,45 @@ def _token_value(spec: TensorSpec, mask: torch.Tensor) -> bool:
 def _is_mask(spec: TensorSpec, tensor: torch.Tensor) -> bool:
     """A 2-D padding mask of zeros and ones, by its name and values."""
     named = spec.name.endswith(("attention_mask", "padding_mask")) or spec.name == "mask"
-    if not named or tensor.ndim != 2 or tensor.shape[1] < 2 or not bool(((tensor == 0) | (tensor == 1)).all()):
+    if (
+        not named
+        or tensor.ndim != 2
+        or tensor.shape[1] < 2
+        or not bool(((tensor == 0) | (tensor == 1)).all())
+    ):
         return False
     return tensor.shape[0] != tensor.shape[1] or spec.name != "mask" or not tensor.is_floating_point()
 
 
-def _check(program: Program, variant: Variant, wanted: Callable[..., object], found: Callable[..., object]) -> Check:
+def _check(
+    program: Program, variant: Variant, wanted: Callable[..., object], found: Callable[..., object]
+) -> Check:
     name, args, kwargs = variant
     theirs, ours = wanted(args, kwargs), found(args, kwargs)
     if isinstance(theirs, Exception):
         if name == "example":
-            raise InputsError(f"{program.name} itself raises with the example inputs: {first_line(theirs)}") from theirs
+            raise InputsError(
+                f"{program.name} itself raises with the example inputs: {first_line(theirs)}"
+            ) from theirs
         return Check(
-            name=name, error=0.0, limit=LIMIT, note=Because("not compared: the model itself raises: {name}", (first_line(theirs),))
+            name=name,
+            error=0.0,
+            limit=LIMIT,
+            note=Because("not compared: the model itself raises: {name}", (first_line(theirs),)),
         )
     if isinstance(ours, Exception):
-        return Check(name=name, error=math.inf, limit=LIMIT, note=Because("the captured graph raises: {name}", (first_line(ours),)))
+        return Check(
+            name=name,
+            error=math.inf,
+            limit=LIMIT,
+            note=Because("the captured graph raises: {name}", (first_line(ours),)),
+        )
     check = Check(name=name, error=relative_error(ours, theirs), limit=LIMIT)
     if not check.passed and relative_error(wanted(args, kwargs), theirs) > LIMIT:
-        return replace(check, note=Because("the model itself returns something else at each call: {name}", (_random(program),)))
+        return replace(
+            check,
+            note=Because("the model itself returns something else at each call: {name}", (_random(program),)),
+        )
     return _with_sensitivity(check, program, variant, theirs, wanted) if name.startswith("padded") else check
 
 
@@ -183,11 +232,18 @@ def _random(program: Program) -> str:
     return "none of its operators is known to be random"
 
 
-def _with_sensitivity(check: Check, program: Program, variant: Variant, theirs: object, wanted: Callable[..., object]) -> Check:
+def _with_sensitivity(
+    check: Check, program: Program, variant: Variant, theirs: object, wanted: Callable[..., object]
+) -> Check:
     """State how much the pad changes the model's own output: an error of 0 proves nothing where that is 0."""
     unmasked = wanted(*_unpadded(program, variant))
     effect = math.inf if isinstance(unmasked, Exception) else relative_error(theirs, unmasked)
-    return replace(check, note=Padding(effect=effect) if math.isfinite(effect) else Because("the model itself raises without the padding"))
+    return replace(
+        check,
+        note=Padding(effect=effect)
+        if math.isfinite(effect)
+        else Because("the model itself raises without the padding"),
+    )
 
 
 def _unpadded(program: Program, variant: Variant) -> Inputs:

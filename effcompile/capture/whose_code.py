@@ -10,7 +10,8 @@ import torch
 
 from effcompile.capture.holders import file_of
 
-#: Where the files lie of torch, of ours, of Python itself; and what the path of an installed package has in it.
+#: Where the files lie of torch, of ours, of Python itself; and what the path of an installed package has in
+#: it.
 TORCH = f"{Path(torch.__file__).parent}/"
 OURS = f"{Path(__file__).parent.parent}/"
 STANDARD = tuple(f"{path}/" for key, path in sysconfig.get_paths().items() if key in ("stdlib", "platstdlib"))
@@ -19,7 +20,11 @@ INSTALLED = ("/site-packages/", "/dist-packages/")
 
 def is_installed(filename: str) -> bool:
     """Whether code comes from an installed package or from Python itself: nobody edits its state by hand."""
-    return filename.startswith("<frozen") or any(part in filename for part in INSTALLED) or filename.startswith(STANDARD)
+    return (
+        filename.startswith("<frozen")
+        or any(part in filename for part in INSTALLED)
+        or filename.startswith(STANDARD)
+    )
 
 
 def is_of_torch(kind: type) -> bool:
@@ -37,4 +42,7 @@ def is_plain_code(kind: type) -> bool:
     """Whether a class is Python's own, and none that just holds attributes."""
     if kind.__module__ in ("types", "argparse"):
         return False
-    return kind.__module__ in ("builtins", "typing", "abc", "collections") or kind.__module__ in sys.stdlib_module_names
+    return (
+        kind.__module__ in ("builtins", "typing", "abc", "collections")
+        or kind.__module__ in sys.stdlib_module_names
+    )

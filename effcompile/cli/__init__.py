@@ -1,7 +1,10 @@
-"""The command line. Exit status: 0 done, 1 infeasible or not verified, 2 the request is wrong (130 interrupted).
+"""The command line.
 
-torch takes seconds to import, so each command imports what it needs: `--help`, `targets`, `explain` and `diff` do not need it.
-Results go to stdout, progress and errors to stderr; with `--json` stdout carries one JSON document, an error's too.
+Exit status: 0 done, 1 infeasible or not verified, 2 the request is wrong (130 interrupted).
+
+torch takes seconds to import, so each command imports what it needs: `--help`, `targets`, `explain` and
+`diff` do not need it. Results go to stdout, progress and errors to stderr; with `--json` stdout carries one
+JSON document, an error's too.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ commands.add_all(app)
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False) -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)
+    ] = False,
+) -> None:
     if version:
         from effcompile import __version__
 
@@ -43,7 +50,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit; errors raised on purpose are told without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes its own start and stop to stderr
+    # torch's profiler writes its own start and stop to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     console.prepare()
     try:
         status = _run(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -65,11 +66,17 @@ def optimize(
     if as_json:
         console.emit({**made.to_dict(), "met": made.met, "written": [str(path) for path in written]})
     else:
-        what = "plan.json and report.html" if wanted.request.training else "plan.json, report.html and the artifact"
+        what = (
+            "plan.json and report.html"
+            if wanted.request.training
+            else "plan.json, report.html and the artifact"
+        )
         _print_plan(made, verbose, output, hint=f"Add -o DIR to write {what}.")
         if devices is not None and devices > 1 and output is not None:
             typer.echo("\n launch   " + "\n          ".join(ranks.launch_lines(output, devices)))
-            typer.echo(f" verify   effcompile verify {output} --ranks {max(2, min(2, axes.dp) * axes.tp * axes.pp)}")
+            typer.echo(
+                f" verify   effcompile verify {output} --ranks {max(2, min(2, axes.dp) * axes.tp * axes.pp)}"
+            )
     if not made.met:
         raise typer.Exit(1)
 
@@ -80,17 +87,28 @@ def plan(
     job: Job,
     many: Many,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write plan.json and report.html there.", rich_help_panel=OUTPUT)
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Write plan.json and report.html there.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     verbose: Verbose = False,
     profile: Profile = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decide without lowering; --target h100-sxm for a machine that is not here, --devices 64 for many. Of a file's stages, a run."""
+    """Decide without lowering; --target h100-sxm for a machine that is not here, --devices 64 for many. Of a
+    file's stages, a run.
+    """
     many.check()
     job.check()
     if "," in job.target and many.count is not None:
-        raise UsageError(f"--target {job.target} compares machines for one device each: give one target with --devices.")
+        raise UsageError(
+            f"--target {job.target} compares machines for one device each: give one target with --devices."
+        )
     if "," in job.target:
         _compare_targets(job, as_json, output)
         return
@@ -117,18 +135,30 @@ def plan(
         raise typer.Exit(1)
 
 
-@spread("batch", "tokens", "prompt", "new", "lr")
+@spread("batch", "lr")
 def frontier(
     context: typer.Context,
     job: Job,
-    points: Annotated[int | None, typer.Option(min=1, help="How many plans at the most: 8, in training 20.", rich_help_panel=HOW)] = None,
+    points: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many plans at the most: 8, in training 20.", rich_help_panel=HOW),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the picture there, as report.html.", rich_help_panel=OUTPUT)
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Write the picture there, as report.html.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     profile: Profile = False,
     as_json: AsJson = False,
 ) -> None:
-    """What each byte of memory buys: predicted plans, none both larger and slower than another; of a saved plan, an estimate."""
+    """What each byte of memory buys: predicted plans, none both larger and slower than another; of a saved
+    plan, an estimate.
+    """
     if saved.is_plan(Path(job.model)):
         _curve_of(Plan.load(job.model), points or 12, as_json)
         return
@@ -140,11 +170,25 @@ def frontier(
         with console.explaining(wanted.request.goal, as_json, context.obj):
             plans = wanted.frontier(points)
     if output is not None:
-        write_atomically(output / saved.REPORT, report.frontier_html(plans).encode())
+        command = _as_optimize(context)
+        write_atomically(output / saved.REPORT, report.frontier_html(plans, command=command).encode())
     if as_json:
         console.emit([plan.to_dict() for plan in plans])
     else:
         report.print_frontier(plans)
+
+
+def _as_optimize(context: typer.Context) -> str:
+    """The command line that was typed, as one of `optimize`, without a memory."""
+    typed = [context.params["model"]]
+    for parameter in context.command.params:
+        name, value = parameter.name or "", context.params.get(parameter.name or "")
+        source = context.get_parameter_source(name)
+        by_hand = source is not None and source.name == "COMMANDLINE"
+        if by_hand and name not in ("model", "memory", "points", "output", "profile", "as_json"):
+            for one in value if isinstance(value, list | tuple) else [value]:
+                typed += [parameter.opts[0]] if one is True else [parameter.opts[0], str(one)]
+    return "effcompile optimize " + shlex.join(map(str, typed))
 
 
 def _compare_targets(job: Job, as_json: bool, output: Path | None) -> None:
@@ -160,7 +204,12 @@ def _compare_targets(job: Job, as_json: bool, output: Path | None) -> None:
             except InfeasibleError as error:
                 made[name] = str(error)
     if as_json:
-        console.emit({name: plan.to_dict() if isinstance(plan, Plan) else {"infeasible": plan} for name, plan in made.items()})
+        console.emit(
+            {
+                name: plan.to_dict() if isinstance(plan, Plan) else {"infeasible": plan}
+                for name, plan in made.items()
+            }
+        )
     else:
         report.print_side_by_side(made)
     if not any(isinstance(plan, Plan) for plan in made.values()):
@@ -171,13 +220,20 @@ def _curve_of(plan: Plan, points: int, as_json: bool) -> None:
     """What memory buys, by the options of a saved plan: without the model, and without solving."""
     if as_json:
         rows = report.curve(plan, points)
-        console.emit([{"peak_bytes": size, "seconds": seconds, "change": change, "estimate": True} for size, seconds, change in rows])
+        console.emit(
+            [
+                {"peak_bytes": size, "seconds": seconds, "change": change, "estimate": True}
+                for size, seconds, change in rows
+            ]
+        )
     else:
         report.print_curve(plan, points)
 
 
 def _write(executable: Executable | TrainingExecutable, directory: Path) -> list[Path]:
-    """Plan, report and artifact (there is none of a training step) in place of what is in the folder; returns what was written."""
+    """Plan, report and artifact (there is none of a training step) in place of what is in the folder; returns
+    what was written.
+    """
     beside = {saved.REPORT: report.html_report(executable.plan)}
     if executable.plan.goal.mode == "training":
         saved.save(executable.plan, directory, beside=beside)

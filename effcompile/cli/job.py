@@ -73,7 +73,11 @@ class Many:
         Raises:
             UsageError: a value that is not allowed, or one without --devices.
         """
-        others = {"--strategy": self.strategy, "--global-batch": self.global_batch, "--batch-tokens": self.batch_tokens}
+        others = {
+            "--strategy": self.strategy,
+            "--global-batch": self.global_batch,
+            "--batch-tokens": self.batch_tokens,
+        }
         if self.count is None and (given := [name for name, value in others.items() if value is not None]):
             raise UsageError(f"{given[0]} is for a step on many devices: give --devices or --nodes, too.")
         parse_strategy(self.strategy or "")
@@ -108,8 +112,8 @@ class Wanted:
         if many.count is None:
             return self
         devices = ManyDevices.of(
-            many.count, nodes=many.nodes, strategy=parse_strategy(many.strategy or ""), global_batch=many.global_batch,
-            batch_tokens=many.batch_tokens,
+            many.count, nodes=many.nodes, strategy=parse_strategy(many.strategy or ""),
+            global_batch=many.global_batch, batch_tokens=many.batch_tokens,
         )  # fmt: skip
         return replace(self, request=replace(self.request, devices=devices))
 
@@ -144,7 +148,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What `optimize`, `plan` and `frontier` are all asked, as it was typed: `spread` makes an option of each field."""
+    """What `optimize`, `plan` and `frontier` are all asked, as it was typed: `spread` makes an option of each
+    field.
+    """
 
     model: ModelFile
     task: Task = None
@@ -172,20 +178,30 @@ class Job:
     @property
     def changes(self) -> dict[str, object]:
         """The goal fields that were given."""
-        fields = {name: getattr(self, name) for name in ("memory", "max_error", "minimize", "mode", "reads", "robust", "prompt", "new")}
-        return {name: value for name, value in {**fields, "context": self.tokens}.items() if value is not None}
+        fields = {
+            name: getattr(self, name)
+            for name in ("memory", "max_error", "minimize", "mode", "reads", "robust", "prompt", "new")
+        }
+        return {
+            name: value for name, value in {**fields, "context": self.tokens}.items() if value is not None
+        }
 
     @property
     def reading(self) -> Reading:
         """How the model is to be read."""
         return Reading(
-            task=self.task, shape=parsed_shape(self.shape), trust_remote_code=self.trust_remote_code, allow_pickle=self.allow_pickle
+            task=self.task,
+            shape=parsed_shape(self.shape),
+            trust_remote_code=self.trust_remote_code,
+            allow_pickle=self.allow_pickle,
         )
 
     @property
     def targets(self) -> list[str]:
         """The machines that are named: one, or several with commas between."""
-        return [self.target] if Path(self.target).exists() else [name.strip() for name in self.target.split(",")]
+        return (
+            [self.target] if Path(self.target).exists() else [name.strip() for name in self.target.split(",")]
+        )
 
     def check(self) -> None:
         """Check all that can be before torch and the model load.
@@ -211,7 +227,9 @@ class Job:
         check_source(find(self.model), self.reading)
 
     def load(self, steps: report.ProgressSteps, plan: Plan | None = None) -> Wanted:
-        """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the command line."""
+        """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the
+        command line.
+        """
         with steps.step("load the model"):
             from effcompile.arguments import declare, goal_of_plan, to_training_mode
             from effcompile.compiler import Request
@@ -223,7 +241,11 @@ class Job:
         changes = dict(self.changes)
         if loaded.stages and not isinstance(loaded.goal, Goal):
             changes.setdefault("mode", dict(loaded.goal or {}).get("mode", "training"))
-        asked = declare(loaded.goal, changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
+        asked = (
+            declare(loaded.goal, changes)
+            if plan is None
+            else goal_of_plan(plan, None, self.changes, self.backend)
+        )
         training = asked.mode == "training"
         (load_training_passes if training else load_passes)(self.passes)
         if training:
@@ -248,7 +270,9 @@ class Job:
 
 
 def spread(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose dataclass parameters are spread: each of their fields, but those left out, is an option of the command's own."""
+    """A command whose dataclass parameters are spread: each of their fields, but those left out, is an option
+    of the command's own.
+    """
 
     def around(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
@@ -258,13 +282,19 @@ def spread(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None
             kind = parameter.annotation
             there = [parameter]
             if isinstance(kind, type) and is_dataclass(kind):
-                there = [one for one in inspect.signature(kind, eval_str=True).parameters.values() if one.name not in left_out]
+                there = [
+                    one
+                    for one in inspect.signature(kind, eval_str=True).parameters.values()
+                    if one.name not in left_out
+                ]
                 fields[name] = kind, [one.name for one in there]
             shown += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in there]
 
         @functools.wraps(command)
         def run(**given: object) -> None:
-            made = {name: kind(**{one: given.pop(one) for one in names}) for name, (kind, names) in fields.items()}
+            made = {
+                name: kind(**{one: given.pop(one) for one in names}) for name, (kind, names) in fields.items()
+            }
             command(**made, **given)
 
         vars(run)["__signature__"] = own.replace(parameters=shown)
@@ -274,7 +304,8 @@ def spread(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def parsed_rate(said: str) -> tuple[float, ...]:
-    """Return "3e-4@256" as a learning rate and its batch, "3e-4@256/4096" with the critical batch behind them.
+    """Return "3e-4@256" as a learning rate and its batch, "3e-4@256/4096" with the critical batch behind
+    them.
 
     Raises:
         UsageError: it is none.
@@ -286,7 +317,10 @@ def parsed_rate(said: str) -> tuple[float, ...]:
     try:
         given = (float(rate), int(batch), *map(float, critical))
     except ValueError:
-        text = "give a learning rate and the batch that it is good for, as 3e-4@256 (3e-4@256/4096: with the critical batch)."
+        text = (
+            "give a learning rate and the batch that it is good for, as 3e-4@256 (3e-4@256/4096: with "
+            "the critical batch)."
+        )
         raise UsageError(f"--lr {said}: {text}") from None
     LearningRate.of(given)
     return given
@@ -301,6 +335,11 @@ def parsed_shape(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     batch, _, length = text.partition("x")
-    if not (batch.isdecimal() and length.isdecimal() and 0 < int(batch) < 1 << 20 and 0 < int(length) < 1 << 30):
-        raise UsageError(f"--shape {text!r} is not BATCHxLENGTH. Write it like 8x128: 8 examples of 128 tokens, or images of 128 pixels.")
+    if not (
+        batch.isdecimal() and length.isdecimal() and 0 < int(batch) < 1 << 20 and 0 < int(length) < 1 << 30
+    ):
+        raise UsageError(
+            f"--shape {text!r} is not BATCHxLENGTH. Write it like 8x128: 8 examples of 128 tokens, or "
+            "images of 128 pixels."
+        )
     return int(batch), int(length)

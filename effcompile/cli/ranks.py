@@ -29,14 +29,24 @@ TRAIN = "train.py"
 #: Part of a strategy → the option of the pass `pipeline`.
 _STAGES = {"vpp": "stages", "schedule": "schedule", "cuts": "cuts"}
 #: Parts of a strategy that a step which is carried out has in any case.
-_LOWERED: dict[str, object] = {"pp": 1, "cp": 1, "vpp": 1, "sp": False, "recompute": "planned", "engine": "ours", "offload": "none"}
+_LOWERED: dict[str, object] = {
+    "pp": 1,
+    "cp": 1,
+    "vpp": 1,
+    "sp": False,
+    "recompute": "planned",
+    "engine": "ours",
+    "offload": "none",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """How many ranks stand along each axis of the mesh.
 
-    zero: whether parameters are replicated (0) or sharded (3) along dp. stages: how those of a pipeline are asked for.
+    zero: whether parameters are replicated (0; 1: each rank has the optimizer's states of its rows) or
+        sharded (3) along dp. stages: how those of a pipeline are
+    asked for.
     """
 
     dp: int = 1
@@ -52,8 +62,11 @@ class Axes:
     @property
     def passes(self) -> list[str]:
         """What planning is asked."""
-        forms = {None: [], 0: ["shard.forms=replicated"], 3: ["shard.forms=block,weight"]}[self.zero]
-        stages = [f"pipeline.ranks={self.pp}", *(f"pipeline.{option}" for option in self.stages)] * (self.pp > 1)
+        words = {0: "replicated", 1: "states", 3: "block,weight"}
+        forms = [] if self.zero is None else [f"shard.forms={words[self.zero]}"]
+        stages = [f"pipeline.ranks={self.pp}", *(f"pipeline.{option}" for option in self.stages)] * (
+            self.pp > 1
+        )
         return [f"shard.ranks={self.dp}", f"tensor.ranks={self.tp}", *forms, *stages]
 
 
@@ -71,17 +84,26 @@ def axes_asked(devices: int | None, strategy: str | None, mode: object, backend:
     _check_devices(devices, mode, backend)
     tp, pp, zero = int(str(given.pop("tp", 1))), int(str(given.pop("pp", 1))), given.pop("zero", None)
     dp = int(str(given.pop("dp", max(1, devices // (tp * pp)))))
-    stages = tuple(f"{option}={_written(given.pop(name))}" for name, option in _STAGES.items() if pp > 1 and name in given)
-    if zero not in (None, 0, 3):
+    stages = tuple(
+        f"{option}={_written(given.pop(name))}"
+        for name, option in _STAGES.items()
+        if pp > 1 and name in given
+    )
+    if zero not in (None, 0, 1, 3):
         raise UsageError(
-            f"--strategy zero={zero} can be planned (effcompile plan), not carried out: give 3, with which a rank holds less (each block "
-            "decides what it gathers again), or 0, around whose parameters torch.distributed.optim.ZeroRedundancyOptimizer divides states."
+            f"--strategy zero={zero} can be planned (effcompile plan), not carried out: give 3, with which a "
+            "rank holds less (each block decides what it gathers again, or keeps, which is ZeRO-2), 1 "
+            "(states alone are divided) or 0."
         )
     if others := [f"{name}={value}" for name, value in given.items() if _LOWERED.get(name) != value]:
-        raise UsageError(f"--strategy {others[0]} can be planned (effcompile plan), not carried out. Give dp, tp, pp and zero here.")
+        raise UsageError(
+            f"--strategy {others[0]} can be planned (effcompile plan), not carried out. Give dp, tp, pp "
+            "and zero here."
+        )
     if dp * tp * pp != devices:
         raise UsageError(
-            f"--strategy dp={dp},tp={tp},pp={pp} is {dp * tp * pp} ranks, and --devices {devices}. They multiply to the devices."
+            f"--strategy dp={dp},tp={tp},pp={pp} is {dp * tp * pp} ranks, and --devices {devices}. They "
+            "multiply to the devices."
         )
     return Axes(dp=dp, tp=tp, pp=pp, zero=None if zero is None else int(str(zero)), stages=stages)
 
@@ -96,10 +118,14 @@ def _check_devices(devices: int, mode: object, backend: str | None) -> None:
     if mode == "inference":
         raise UsageError("--devices divides a training step. Add --mode training, or leave --devices out.")
     if backend not in (None, "torch"):
-        raise UsageError(f"--backend {backend}: a training step runs on the backend 'torch'. Leave the backend out.")
+        raise UsageError(
+            f"--backend {backend}: a training step runs on the backend 'torch'. Leave the backend out."
+        )
 
 
-def plan_for_ranks(wanted: Wanted, devices: int, output: Path | None, spec: str, reading: Reading) -> tuple[Plan, list[Path]]:
+def plan_for_ranks(
+    wanted: Wanted, devices: int, output: Path | None, spec: str, reading: Reading
+) -> tuple[Plan, list[Path]]:
     """The plan for several ranks; with a folder, also written, with the script that torchrun runs.
 
     Raises:
@@ -115,7 +141,9 @@ def plan_for_ranks(wanted: Wanted, devices: int, output: Path | None, spec: str,
         made = made.with_changes(notes=(*made.notes, note))
     if output is None:
         return made, []
-    text = _SCRIPT.format(model=_absolute(spec), reading=replace(reading, training=True), devices=devices, counted=counted)
+    text = _SCRIPT.format(
+        model=_absolute(spec), reading=replace(reading, training=True), devices=devices, counted=counted
+    )
 
     def write(folder: Path) -> list[Path]:
         (folder / TRAIN).write_text(text, encoding="utf-8")
@@ -138,18 +166,33 @@ def _absolute(spec: str) -> str:
 def launch_lines(output: Path, devices: int) -> list[str]:
     """What to type: on one machine, and under Slurm."""
     script = output / TRAIN
-    torchrun = f"torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node {devices} --max-restarts 3 {script}"
-    nodes = "srun --nodes $NODES --ntasks-per-node 1 torchrun --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 --nnodes $NODES"
+    torchrun = (
+        f"torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node {devices} "
+        f"--max-restarts 3 {script}"
+    )
+    nodes = (
+        "srun --nodes $NODES --ntasks-per-node 1 torchrun --rdzv-backend c10d --rdzv-endpoint "
+        "$HEAD:29500 --nnodes $NODES"
+    )
     return [torchrun, f"{nodes} --nproc-per-node $(({devices}/NODES)) --max-restarts 3 {script}"]
 
 
 def export(
     plan: PlanFile,
-    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="fsdp2, hf, deepspeed, accelerate, megatron or torchtitan.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to stdout.")] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine", metavar="NAME", help="fsdp2, hf, deepspeed, accelerate, megatron or torchtitan."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to stdout.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a plan for many devices as the configuration of a stock engine, with the peak that is predicted under it."""
+    """Write a plan for many devices as the configuration of a stock engine, with the peak that is predicted
+    under it.
+    """
     text = exported(Plan.load(plan), engine)
     if output is not None:
         write_atomically(output, text.encode())
@@ -163,11 +206,16 @@ def verify(
     plan: PlanFile,
     ranks: Annotated[int, typer.Option("--ranks", help="Processes of this machine, 2 or more.")] = 2,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL.PY", help="What was planned; without it, the file that train.py names.")
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL.PY", help="What was planned; without it, the file that train.py names."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small copy of a plan for many devices on gloo ranks of this machine, and compare with one process."""
+    """Train a small copy of a plan for many devices on gloo ranks of this machine, and compare with one
+    process.
+    """
     if not 2 <= ranks <= 16:
         raise UsageError(f"--ranks {ranks}: give 2 to 16 processes of this machine.")
     loaded_plan = Plan.load(plan)
@@ -178,7 +226,15 @@ def verify(
 
         with steps.step("load the model"):
             loaded = load(spec, Reading(training=True))
-        proof = verify_plan(loaded_plan, loaded.model.train(), loaded.args, loaded.kwargs, ranks=ranks, loss=loaded.loss, progress=steps)
+        proof = verify_plan(
+            loaded_plan,
+            loaded.model.train(),
+            loaded.args,
+            loaded.kwargs,
+            ranks=ranks,
+            loss=loaded.loss,
+            progress=steps,
+        )
     if as_json:
         console.emit(_data(proof))
     else:
@@ -197,9 +253,15 @@ def _model_of(plan: Path) -> str:
     try:
         tree = ast.parse(script.read_text(encoding="utf-8"))
     except (OSError, SyntaxError) as error:
-        raise UsageError(f"There is no {str(script)!r} that names the model. Give it: --model MODEL.PY.") from error
+        raise UsageError(
+            f"There is no {str(script)!r} that names the model. Give it: --model MODEL.PY."
+        ) from error
     for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "MODEL" and isinstance(node.value, ast.Constant):
+        if (
+            isinstance(node, ast.Assign)
+            and getattr(node.targets[0], "id", "") == "MODEL"
+            and isinstance(node.value, ast.Constant)
+        ):
             return str(node.value.value)
     raise UsageError(f"{str(script)!r} has no line MODEL = ... Give the model: --model MODEL.PY.")
 
@@ -207,17 +269,31 @@ def _model_of(plan: Path) -> str:
 def _data(proof: Proof) -> dict[str, object]:
     ranks = [
         {
-            "loss_error": rank.loss, "gradient_error": rank.gradient[0], "gradient": rank.gradient[1], "parameter_error": rank.parameter[0],
-            "parameter": rank.parameter[1], "peak_bytes": max(rank.peaks), "predicted_bytes": rank.predicted,
+            "loss_error": rank.loss,
+            "gradient_error": rank.gradient[0],
+            "gradient": rank.gradient[1],
+            "parameter_error": rank.parameter[0],
+            "parameter": rank.parameter[1],
+            "peak_bytes": max(rank.peaks),
+            "predicted_bytes": rank.predicted,
         }
         for rank in proof.ranks
-    ]  # fmt: skip
-    return {"passed": proof.passed, "subject": proof.subject, "form": proof.form, "limit": proof.limit, "ranks": ranks}
+    ]
+    return {
+        "passed": proof.passed,
+        "subject": proof.subject,
+        "form": proof.form,
+        "limit": proof.limit,
+        "ranks": ranks,
+    }
 
 
 def _print(proof: Proof) -> None:
     steps = len(proof.ranks[0].peaks)
-    typer.echo(f"{proof.subject}, {proof.form}: {steps} steps on {len(proof.ranks)} gloo ranks against one process (limit {proof.limit:g})")
+    typer.echo(
+        f"{proof.subject}, {proof.form}: {steps} steps on {len(proof.ranks)} gloo ranks against one "
+        f"process (limit {proof.limit:g})"
+    )
     typer.echo("rank  loss      gradient  parameter  peak        predicted")
     for number, rank in enumerate(proof.ranks):
         errors = f"{rank.loss:<9.1e} {rank.gradient[0]:<9.1e} {rank.parameter[0]:<10.1e}"
@@ -230,7 +306,7 @@ def _print(proof: Proof) -> None:
         typer.echo(f"Not passed: the largest error is {worst.error:.1e}, at {where or 'the loss'}.")
 
 
-_SCRIPT = '''"""One rank of a planned training step. It reads nothing but what torchrun sets, and its own checkpoints.
+_SCRIPT = '''"""One rank of a planned training step. It reads what torchrun sets, and its own checkpoints.
 
 torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node {devices} --max-restarts 3 train.py
 """
@@ -257,33 +333,38 @@ COUNTED = {counted}  # the optimizer's states are in the plan
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = Path(os.environ.get("CHECKPOINTS", "checkpoints"))
 STEPS = int(os.environ.get("STEPS", "10"))
-OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter: ranks of a pipeline have others in their groups
+#: By parameter: ranks of a pipeline have others in their groups.
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, which may have no network name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all here: the machine may have no network name
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     plan = Plan.load(HERE / "plan.json")
     mesh = mesh_for(plan, device)
     loaded = load(MODEL, READING)
-    given = loaded.kwargs or loaded.args  # of one rank: put your data loader's batches of its place along "dp" in their place
+    given = loaded.kwargs or loaded.args  # a rank's: your data loader's batches of its place along "dp"
     make = loaded.optimizer if callable(loaded.optimizer) else torch.optim.AdamW
     asked = {{"optimizer": make}} if COUNTED else {{}}
-    model = effcompile.optimize(loaded.model.train(), inputs=given, plan=plan, loss=loaded.loss, mesh=mesh, **asked)
+    asked |= {{"inputs": given, "loss": loaded.loss}}
+    model = effcompile.optimize(loaded.model.train(), plan=plan, mesh=mesh, **asked)
     optimizer = model.optimizer or make(list(model.parameters()))
 
     first = last_step()
     if first:
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=OPTIONS)))
         dcp.load(state, checkpoint_id=CHECKPOINTS / str(first))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=OPTIONS)
+        states = {{"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}}
+        set_state_dict(model, optimizer, options=OPTIONS, **states)
     for step in range(first, STEPS):
         outputs = model(*loaded.args, **loaded.kwargs)
-        loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"] if isinstance(outputs, dict) else outputs.loss
+        loss = outputs
+        if not isinstance(outputs, torch.Tensor):
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs.loss
         loss.backward()
-        # model.clip_grad_norm_(1.0) is by all ranks' gradients; torch.nn.utils.clip_grad_norm_ sees one rank's stages of a pipeline
+        # model.clip_grad_norm_(1.0) is by all ranks' gradients; torch's own sees those of one rank's stages
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
@@ -296,12 +377,14 @@ def main() -> None:
 
 def last_step() -> int:
     """The last step whose checkpoint is whole; 0 for none."""
-    done = [int(each.name) for each in CHECKPOINTS.glob("*") if each.name.isdigit() and (each / ".metadata").exists()]
-    return max(done, default=0)
+    whole = (each.parent.name for each in CHECKPOINTS.glob("*/.metadata"))
+    return max((int(name) for name in whole if name.isdigit()), default=0)
 
 
 if __name__ == "__main__":
     main()
     dist.destroy_process_group()
-    gc.collect()  # the last that held a group: gloo's threads end with it, and one that lets go of a tensor while Python leaves aborts it
+    # The last that held a group: gloo's threads end with it. One that lets go of a tensor while Python leaves
+    # aborts the process.
+    gc.collect()
 '''

@@ -24,7 +24,10 @@ def parse_strategy(text: str) -> StrategyFields:
         if not part.strip():
             continue
         if not equals or not name or not value:
-            raise UsageError(f"--strategy: {clipped(repr(part.strip()))} is not NAME=VALUE. Write it like dp=8,tp=8,micro_batch=2.")
+            raise UsageError(
+                f"--strategy: {clipped(repr(part.strip()))} is not NAME=VALUE. Write it like "
+                "dp=8,tp=8,micro_batch=2."
+            )
         if name in found:
             raise UsageError(f"--strategy gives {name} twice.")
         found[name] = _value(name, value)

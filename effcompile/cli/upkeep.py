@@ -26,12 +26,17 @@ class CacheAction(StrEnum):
 
 
 def passes(verbose: Verbose = False, as_json: AsJson = False) -> None:
-    """The passes of --pass and the backends of --backend, and what each does; with -v the options of the passes."""
+    """The passes of --pass and the backends of --backend, and what each does; with -v the options of the
+    passes.
+    """
     options = _options() if verbose or as_json else {}
     tables = {"inference": INFERENCE_PASSES, "training": TRAINING_PASSES}
     if as_json:
         listed = {
-            mode: [{"name": n, "does": does, "optional": n in OPTIONAL, "options": options[mode].get(n, {})} for n, does in known.items()]
+            mode: [
+                {"name": n, "does": does, "optional": n in OPTIONAL, "options": options[mode].get(n, {})}
+                for n, does in known.items()
+            ]
             for mode, known in tables.items()
         }
         console.emit({**listed, "backends": dict(BACKENDS)})
@@ -40,16 +45,23 @@ def passes(verbose: Verbose = False, as_json: AsJson = False) -> None:
 
 
 def cache(
-    action: Annotated[CacheAction, typer.Argument(help="Where it is, how large it is, or remove it.")], as_json: AsJson = False
+    action: Annotated[CacheAction, typer.Argument(help="Where it is, how large it is, or remove it.")],
+    as_json: AsJson = False,
 ) -> None:
     """What effcompile measured and compiled here; it is made again where it is missing."""
     folder = cache_folder()
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()] if folder.is_dir() else []
+    files = (
+        [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        if folder.is_dir()
+        else []
+    )
     size = sum(path.stat().st_size for path in files)
     if action is CacheAction.CLEAN:
         _clean(folder)
     if as_json:
-        console.emit({"dir": str(folder), "files": len(files), "bytes": size, "removed": action is CacheAction.CLEAN})
+        console.emit(
+            {"dir": str(folder), "files": len(files), "bytes": size, "removed": action is CacheAction.CLEAN}
+        )
     elif action is CacheAction.DIR:
         typer.echo(str(folder))
     elif action is CacheAction.SIZE:
@@ -59,7 +71,8 @@ def cache(
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Run every part on something small and compare it with what is known: what is right here, what is missing, what to do.
+    """Run every part on something small and compare it with what is known: what is right here, what is
+    missing, what to do.
 
     Exit status 1 where a part is wrong.
     """
@@ -92,12 +105,17 @@ def _clean(folder: Path) -> None:
     strangers = sorted(path.name for path in folder.iterdir() if not path.name.lstrip(".").startswith(ours))
     if strangers:
         named = ", ".join(strangers[:3])
-        raise UsageError(f"{str(folder)!r} holds what effcompile did not write: {named}. Remove what you want removed by hand.")
+        raise UsageError(
+            f"{str(folder)!r} holds what effcompile did not write: {named}. Remove what you want removed "
+            "by hand."
+        )
     try:
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     except OSError as error:
-        raise UsageError(f"Cannot remove {str(error.filename or folder)!r}: {error.strerror or error}.") from error
+        raise UsageError(
+            f"Cannot remove {str(error.filename or folder)!r}: {error.strerror or error}."
+        ) from error
 
 
 def _options() -> dict[str, dict[str, dict[str, str]]]:
@@ -107,6 +125,9 @@ def _options() -> dict[str, dict[str, dict[str, str]]]:
     from effcompile.passes import registered, registered_for_training
 
     return {
-        mode: {name: {f.name: str(f.default) for f in fields(kind) if f.default is not MISSING} for name, kind in known.items()}
+        mode: {
+            name: {f.name: str(f.default) for f in fields(kind) if f.default is not MISSING}
+            for name, kind in known.items()
+        }
         for mode, known in (("inference", registered()), ("training", registered_for_training()))
     }

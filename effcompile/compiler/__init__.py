@@ -3,7 +3,13 @@
 from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.parallel.lower import optimize_on_ranks
 from effcompile.compiler.parallel.lower_stages import plan_parts
-from effcompile.compiler.training import TrainingExecutable, frontier_training, optimize_training, plan_training, training_backend
+from effcompile.compiler.training import (
+    TrainingExecutable,
+    frontier_training,
+    optimize_training,
+    plan_training,
+    training_backend,
+)
 from effcompile.runtime.artifact import Artifact, ArtifactRun, open_artifact, run_artifact
 from effcompile.runtime.executable import Executable
 from effcompile.runtime.loaded import LoadedExecutable, load

@@ -18,8 +18,11 @@ from effcompile.passes import Pass
 from effcompile.proof.verify import Reference
 
 
-def apply_passes(program: Program, passes: Sequence[Pass], plan: Plan, example: Reference | None = None) -> Program:
-    """Every pass in turn, the program checked after each; `example` knows how far rounding alone may move the result.
+def apply_passes(
+    program: Program, passes: Sequence[Pass], plan: Plan, example: Reference | None = None
+) -> Program:
+    """Every pass in turn, the program checked after each; `example` knows how far rounding alone may move the
+    result.
 
     Raises:
         VerificationError: an exact pass changed the result; names it and those before it.
@@ -31,16 +34,23 @@ def apply_passes(program: Program, passes: Sequence[Pass], plan: Plan, example: 
             edited = each.apply(program, plan)
             if edited.module is not program.module:
                 edited.graph.lint()
-        if each.exact and edited.module is not program.module and plan.goal.reads == "all" and not _approximates(each, plan):
+        if (
+            each.exact
+            and edited.module is not program.module
+            and plan.goal.reads == "all"
+            and not _approximates(each, plan)
+        ):
             with torch.no_grad():
-                reference = program.module(*program.args, **program.kwargs) if reference is None else reference
+                reference = (
+                    program.module(*program.args, **program.kwargs) if reference is None else reference
+                )
                 result = edited.module(*edited.args, **edited.kwargs)
             error = relative_error(result, reference)
             if not error <= (EXACT_TOLERANCE if example is None else example.limit(plan.goal, error)):
                 done = f" after {', '.join(before)}" if before else ""
                 raise VerificationError(
-                    f"The pass {each.name!r}{done} must not change results but did: relative error {format_error(error)}. "
-                    f"Leave it out with --pass no-{each.name}, and report it."
+                    f"The pass {each.name!r}{done} must not change results but did: relative error "
+                    f"{format_error(error)}. Leave it out with --pass no-{each.name}, and report it."
                 )
         elif edited.module is not program.module:
             reference = None  # from here on exact is what this one left

@@ -1,4 +1,7 @@
-"""Does the measured time bear the predicted one out? Where it does not, the prices were another minute's: they are taken again."""
+"""Whether the measured time bears the predicted one out.
+
+Where it does not, the prices were another minute's: they are taken again.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,21 @@ _FAR_OFF = 1.6
 _TIMES = "predicted {seconds}, measured {seconds}"
 
 
-def confirmed(measured: Callable[[], Outcome], solved_again: Callable[[], Outcome], rebuilt: Callable[[Plan], Outcome]) -> Outcome:
+def confirmed(
+    measured: Callable[[], Outcome], solved_again: Callable[[], Outcome], rebuilt: Callable[[Plan], Outcome]
+) -> Outcome:
     """The outcome, or where its times are far apart a better one, and notes that say what was done.
 
-    First the chosen plan and the runners-up are timed once more, in turn: the measurement may have been the busy minute. If that does
-    not bear the prediction out, kernels are timed and the plan is solved anew, and the faster of the two is taken, each in units of the
-    original that was timed beside it; the same plan is taken with its new prices. While the machine is busy it is only said.
+    First the chosen plan and the runners-up are timed once more, in turn: the measurement may have been the
+    busy minute. If that does not bear the prediction out, kernels are timed and the plan is solved anew, and
+    the faster of the two is taken, each in units of the original that was timed beside it; the same plan is
+    taken with its new prices. While the machine is busy it is only said.
 
     Args:
         measured: times the original and all that was built in turn, and chooses.
-        solved_again: forgets the kernels' times, takes them again, solves, builds and measures. What was built and is not chosen again
-            is let go of first: a second lowered model beside it is more than planning may take.
+        solved_again: forgets the kernels' times, takes them again, solves, builds and measures. What was
+            built and is not chosen again is let go of first: a second lowered model beside it is more than
+            planning may take.
         rebuilt: a measured plan, built once more.
     """
     best = measured()
@@ -36,9 +43,18 @@ def confirmed(measured: Callable[[], Outcome], solved_again: Callable[[], Outcom
     first = _times(best.plan)
     best = measured()
     if best.plan.misjudged is None:
-        return _noted(best, Because("measured again: " + _TIMES + " did not hold; " + _TIMES + " does", (*first, *_times(best.plan))))
+        return _noted(
+            best,
+            Because(
+                "measured again: " + _TIMES + " did not hold; " + _TIMES + " does",
+                (*first, *_times(best.plan)),
+            ),
+        )
     if others := busy():  # of such a minute prices are as good as those that there are
-        return _noted(best, Because(_TIMES + " do not agree, and the machine is busy: {name}", (*_times(best.plan), others)))
+        return _noted(
+            best,
+            Because(_TIMES + " do not agree, and the machine is busy: {name}", (*_times(best.plan), others)),
+        )
     before = best.plan
     del best  # what it was lowered to is not held while another is built
     taken, then, other = solved_again(), "taken", before
@@ -46,7 +62,12 @@ def confirmed(measured: Callable[[], Outcome], solved_again: Callable[[], Outcom
         other, then = taken.plan, "the first plan is faster, and stays"
         del taken
         taken = rebuilt(before)
-    text = _TIMES + " did not agree: kernels were timed again and the plan was solved again ({name}: " + _TIMES + ")"
+    text = (
+        _TIMES
+        + " did not agree: kernels were timed again and the plan was solved again ({name}: "
+        + _TIMES
+        + ")"
+    )
     return _noted(taken, Because(text, (*first, then, *_times(taken.plan))), *other.notes)
 
 
@@ -64,18 +85,26 @@ def _share(plan: Plan) -> float:
 
 
 def _noted(outcome: Outcome, *notes: Reason) -> Outcome:
-    return replace(outcome, plan=replace(outcome.plan, notes=tuple(dict.fromkeys((*outcome.plan.notes, *notes)))))
+    return replace(
+        outcome, plan=replace(outcome.plan, notes=tuple(dict.fromkeys((*outcome.plan.notes, *notes))))
+    )
 
 
 def stale_timings(machine: Machine, candidates: Sequence[Candidate]) -> list[Reason]:
-    """Forget the kernel times of backends whose whole-model prediction is far off: they were taken on a busy machine.
+    """Forget the kernel times of backends whose whole-model prediction is far off: they were taken on a busy
+    machine.
 
-    A sum of kernels that is too small by as much is not the kernels' fault alone, so only one that is too large counts.
+    A sum of kernels that is too small by as much is not the kernels' fault alone, so only one that is too
+    large counts.
     """
     notes: list[Reason] = []
     for candidate in candidates:
         predicted, measured = candidate.predicted_seconds, candidate.measured_seconds
         if predicted and measured and predicted > _FAR_OFF * measured and machine.distrust(candidate.backend):
-            text = "{name}: " + _TIMES + ": its kernel times look stale and are forgotten; the next plan takes them again"
+            text = (
+                "{name}: "
+                + _TIMES
+                + ": its kernel times look stale and are forgotten; the next plan takes them again"
+            )
             notes.append(Because(text, (candidate.backend, predicted, measured)))
     return notes

@@ -17,7 +17,14 @@ from effcompile.compiler import measure
 from effcompile.compiler.borne_out import confirmed, stale_timings
 from effcompile.compiler.settle import Outcome, Workshop, as_saved, let_go, settle, settle_all
 from effcompile.core import gpu
-from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
+from effcompile.core.errors import (
+    EffcompileError,
+    FormatError,
+    InternalError,
+    LoweringError,
+    UsageError,
+    VerificationError,
+)
 from effcompile.core.findings import NotBuilt
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
@@ -34,14 +41,22 @@ from effcompile.runtime.executable import Executable
 from effcompile.runtime.inputs import GraphInputs
 from effcompile.search import captured
 from effcompile.search.machine import Machine, resolve
-from effcompile.search.pricing import backends_for, measured_options, plans_for, replaced_weights, search_for, standing_in, stress_of
+from effcompile.search.pricing import (
+    backends_for,
+    measured_options,
+    plans_for,
+    replaced_weights,
+    search_for,
+    standing_in,
+    stress_of,
+)
 from effcompile.search.progress import entry
 from effcompile.search.request import Asked, Task
 from effcompile.search.search import Search, fingerprint
 from effcompile.sites.parts import attentions
 
-#: A backend predicted slower than the best by more than this factor is not built: predictions are not that wrong. On a GPU, where what
-#: an operator takes alone says little of a graph of them, each is.
+#: A backend predicted slower than the best by more than this factor is not built: predictions are not that
+#: wrong. On a GPU, where what an operator takes alone says little of a graph of them, each is.
 SHORTLIST = 1.08
 
 
@@ -54,12 +69,16 @@ def make_plan(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Aske
     """
     search, plans, candidates = _priced(Task.of(model, args, kwargs, asked))
     best, guards = plans[0][1], GraphInputs(search.program).guards()
-    return replace(best, candidates=tuple(candidates), guards=guards, notes=(*best.notes, *search.machine.keep_timings()))
+    return replace(
+        best, candidates=tuple(candidates), guards=guards, notes=(*best.notes, *search.machine.keep_timings())
+    )
 
 
 @entry("optimize")
 def optimize(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Executable:
-    """Plan, lower, verify and measure; returns the fastest (or smallest) result that is within the goal. Arguments as in Request.
+    """Plan, lower, verify and measure; returns the fastest (or smallest) result that is within the goal.
+
+    Arguments as in Request.
 
     Raises:
         CaptureError, InputsError: the model cannot be captured. InfeasibleError: no plan meets the goal.
@@ -84,13 +103,25 @@ def optimize(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked
         except EffcompileError:
             raise failure from None
         checked = (*checked, Because("attention is left as written: {name}", (str(failure),)))
-    notes = (*best.plan.notes, *checked, *stale_timings(machine, best.plan.candidates), *machine.keep_timings())
-    return Executable(model, best.program, best.lowered, replace(best.plan, notes=tuple(dict.fromkeys(notes))))
+    notes = (
+        *best.plan.notes,
+        *checked,
+        *stale_timings(machine, best.plan.candidates),
+        *machine.keep_timings(),
+    )
+    return Executable(
+        model, best.program, best.lowered, replace(best.plan, notes=tuple(dict.fromkeys(notes)))
+    )
 
 
 @entry("frontier")
-def frontier(model: nn.Module, args: Args, kwargs: Kwargs, *, points: int = 8, **asked: Unpack[Asked]) -> list[Plan]:
-    """Predicted plans along the memory-time Pareto front of the best backend, least memory first. Arguments as in Request."""
+def frontier(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, points: int = 8, **asked: Unpack[Asked]
+) -> list[Plan]:
+    """Predicted plans along the memory-time Pareto front of the best backend, least memory first.
+
+    Arguments as in Request.
+    """
     search, plans, _ = _priced(Task.of(model, args, kwargs, asked))
     found = search.frontier(plans[0][0], points)
     search.machine.keep_timings()
@@ -99,7 +130,10 @@ def frontier(model: nn.Module, args: Args, kwargs: Kwargs, *, points: int = 8, *
 
 def _inference_only(goal: Goal) -> None:
     if goal.mode != "inference":
-        raise UsageError("mode = 'training' is not built yet: this release plans and lowers inference. Use mode = 'inference'.")
+        raise UsageError(
+            "mode = 'training' is not built yet: this release plans and lowers inference. Use mode = "
+            "'inference'."
+        )
 
 
 def _priced(task: Task) -> tuple[Search, list[tuple[Backend, Plan]], list[Candidate]]:
@@ -115,7 +149,9 @@ def _priced(task: Task) -> tuple[Search, list[tuple[Backend, Plan]], list[Candid
     return search, *plans_for(search, backends, absent, asked.progress)
 
 
-def _best_of(task: Task, machine: Machine, backends: list[Backend], absent: dict[str, Reason], program: Program) -> Outcome:
+def _best_of(
+    task: Task, machine: Machine, backends: list[Backend], absent: dict[str, Reason], program: Program
+) -> Outcome:
     """The best result of a program.
 
     Raises:
@@ -132,17 +168,22 @@ def _best_of(task: Task, machine: Machine, backends: list[Backend], absent: dict
 
     def solved_again() -> Outcome:
         _rest(outcomes)
-        if Room.of(device_of(task.model), (size := program.weight_bytes()), size).left() < size:  # timing linears takes weights, too
+        if Room.of(device_of(task.model), (size := program.weight_bytes()), size).left() < size:
+            # timing linears takes weights, too
             outcomes.clear()
             let_go(program)
         again = replace(search, machine=machine.priced_anew(backends), _proposals={})
         solved, considered = plans_for(again, backends, absent, asked.progress)
-        outcomes[:] = [built for built in outcomes if any(built.plan.same_choices(plan) for _, plan in solved)]
+        outcomes[:] = [
+            built for built in outcomes if any(built.plan.same_choices(plan) for _, plan in solved)
+        ]
         return _finish(shop, *_settle_all(shop, again, solved, considered, outcomes))
 
     def rebuilt(plan: Plan) -> Outcome:
         backend = next(each for each in backends if each.name == plan.backend)
-        built = next((each for each in outcomes if plan.same_choices(each.plan)), None) or settle(shop, backend, plan.unmeasured, None)
+        built = next((each for each in outcomes if plan.same_choices(each.plan)), None) or settle(
+            shop, backend, plan.unmeasured, None
+        )
         return replace(built, plan=replace(plan, settings=built.plan.settings))
 
     return _stressed(shop, confirmed(measured, solved_again, rebuilt) if machine.here else measured())
@@ -158,8 +199,8 @@ def _workshop(task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal
         cases, stress = references(program, model, goal, inputs), stress_references(program, model, goal)
     rehearsal = Rehearsal(program, measured_options(passes), replaced_weights(passes, program), flat)
     return Workshop(
-        model=model, program=program, passes=passes, goal=goal, cases=cases, calibration=flat, rehearsal=rehearsal, stress=stress,
-        progress=progress,
+        model=model, program=program, passes=passes, goal=goal, cases=cases, calibration=flat,
+        rehearsal=rehearsal, stress=stress, progress=progress,
     )  # fmt: skip
 
 
@@ -170,10 +211,11 @@ def _stressed(shop: Workshop, best: Outcome) -> Outcome:
 
 
 def _generated(program: Program) -> list[Inputs]:
-    """Inputs to calibrate static quantisers with: shaped like the example, and at the other sizes and paddings it will meet.
+    """Inputs to calibrate static quantisers with: shaped like the example, and at the other sizes and
+    paddings it will meet.
 
-    Ranges taken from full sequences alone do not hold for padded ones: the error of NNCF's int8 BERT-base is 2.8e-2 on
-    inputs like its calibration's and 5.3e-2 with a padded mask.
+    Ranges taken from full sequences alone do not hold for padded ones: the error of NNCF's int8 BERT-base is
+    2.8e-2 on inputs like its calibration's and 5.3e-2 with a padded mask.
     """
     like_example = sensitivity.generate_inputs(program, 4, seed=1)
     other = [variants(replace(program, args=args, kwargs=kwargs)) for args, kwargs in like_example[:2]]
@@ -181,9 +223,14 @@ def _generated(program: Program) -> list[Inputs]:
 
 
 def _settle_all(
-    shop: Workshop, search: Search, plans: Sequence[tuple[Backend, Plan]], candidates: Sequence[Candidate], built: Sequence[Outcome] = ()
+    shop: Workshop,
+    search: Search,
+    plans: Sequence[tuple[Backend, Plan]],
+    candidates: Sequence[Candidate],
+    built: Sequence[Outcome] = (),
 ) -> tuple[list[Outcome], list[Candidate]]:
-    """Lower and verify every backend on the shortlist; a backend that fails is told and passed over while another works.
+    """Lower and verify every backend on the shortlist; a backend that fails is told and passed over while
+    another works.
 
     `built`: outcomes of an earlier solve, which are taken where the plan is still the same.
 
@@ -193,7 +240,9 @@ def _settle_all(
 
     def settled(backend: Backend, plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | Reason:
         best = min((o.plan.certificate.objective for o in outcomes), default=math.inf)
-        worth_building = SHORTLIST * backend.slack * best if search.machine.target.device == "cpu" else math.inf
+        worth_building = (
+            SHORTLIST * backend.slack * best if search.machine.target.device == "cpu" else math.inf
+        )
         if plan.certificate.objective > worth_building:
             return NotBuilt(times=plan.certificate.objective / best)
         if (same := next((each for each in built if plan.same_choices(each.plan)), None)) is not None:
@@ -214,14 +263,22 @@ def _priced_again(built: Plan, plan: Plan) -> Plan:
     applied = {d.site: d.applied for d in built.decisions}
     decisions = tuple(replace(d, applied=applied.get(d.site, d.applied)) for d in plan.decisions)
     return replace(
-        built, decisions=decisions, declined=plan.declined, certificate=plan.certificate, predicted=plan.predicted, baseline=plan.baseline
+        built,
+        decisions=decisions,
+        declined=plan.declined,
+        certificate=plan.certificate,
+        predicted=plan.predicted,
+        baseline=plan.baseline,
     )
 
 
 def _finish(shop: Workshop, outcomes: Sequence[Outcome], candidates: Sequence[Candidate]) -> Outcome:
-    """Time the original and all outcomes in turn, take the best, and complete its plan with what was measured."""
+    """Time the original and all outcomes in turn, take the best, and complete its plan with what was
+    measured.
+    """
     program, model = shop.program, shop.model
-    let_go(program)  # what lowering and verifying left, before the original and all outcomes are called in turn
+    # what lowering and verifying left, before the original and all outcomes are called in turn
+    let_go(program)
     with shop.progress.step("measure"):
         seconds = measure.compare(program, model, outcomes)
         if shop.goal.minimize == "time":
@@ -230,7 +287,9 @@ def _finish(shop: Workshop, outcomes: Sequence[Outcome], candidates: Sequence[Ca
             best = min(outcomes, key=lambda o: (o.lowered.weight_bytes, seconds[o.plan.backend]))
         errors = {outcome.plan.backend: worst(outcome.checks) for outcome in outcomes}
         told = tuple(
-            replace(c, measured_seconds=seconds.get(c.backend), error=errors.get(c.backend)) if c.backend in errors else c
+            replace(c, measured_seconds=seconds.get(c.backend), error=errors.get(c.backend))
+            if c.backend in errors
+            else c
             for c in candidates
         )
         plan = replace(
@@ -254,10 +313,13 @@ def _reapply(task: Task, plan: Plan) -> Executable:
         program = captured.as_written(task)
     if fingerprint(program) != plan.fingerprint:
         raise FormatError(
-            f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {program.name} has "
-            f"{fingerprint(program)}. Plan this model anew with `effcompile optimize` without --plan."
+            f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, "
+            f"{program.name} has {fingerprint(program)}. Plan this model anew with `effcompile optimize` "
+            "without --plan."
         )
-    shop = _workshop(task, program, load_passes((*(task.request.passes or ()), *optional_in(plan))), plan.goal)
+    shop = _workshop(
+        task, program, load_passes((*(task.request.passes or ()), *optional_in(plan))), plan.goal
+    )
     outcome = settle(shop, backends[0], plan.unmeasured, None)
     best = _stressed(shop, _finish(shop, [outcome], [as_saved(plan)]))
     notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))

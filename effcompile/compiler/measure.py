@@ -22,7 +22,9 @@ ORIGINAL = "original"
 
 
 def compare(program: Program, model: nn.Module, outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Seconds per call at the example inputs: the original (eager) and each outcome by backend, interleaved."""
+    """Seconds per call at the example inputs: the original (eager) and each outcome by backend,
+    interleaved.
+    """
     inputs = program.flat_inputs()
     with as_reference(model), torch.inference_mode():
         runs: dict[str, Callable[[], Any]] = {ORIGINAL: lambda: model(*program.args, **program.kwargs)}
@@ -45,7 +47,9 @@ def baseline_totals(program: Program, model: nn.Module, seconds: Mapping[str, fl
             model(*program.args, **program.kwargs)
     weights = program.weight_bytes()
     inputs = sum(tensor.nbytes for tensor in program.flat_inputs())
-    return Totals(seconds=seconds[ORIGINAL], weight_bytes=weights, peak_bytes=weights + inputs + peak(), error=0.0)
+    return Totals(
+        seconds=seconds[ORIGINAL], weight_bytes=weights, peak_bytes=weights + inputs + peak(), error=0.0
+    )
 
 
 def totals(outcome: Outcome, seconds: Mapping[str, float], error: float) -> Totals:

@@ -1,4 +1,6 @@
-"""From a plan to a verified result: apply, lower, count what changed, compare, and correct the error model where it was wrong."""
+"""From a plan to a verified result: apply, lower, count what changed, compare, and correct the error model
+where it was wrong.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,11 @@ T = TypeVar("T", bound=Settled)
 
 def as_saved(plan: Plan) -> Candidate:
     """The one candidate where a saved plan is carried out again."""
-    return Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note=Because("from a saved plan, not solved again"))
+    return Candidate(
+        backend=plan.backend,
+        predicted_seconds=plan.predicted.seconds,
+        note=Because("from a saved plan, not solved again"),
+    )
 
 
 def settle_all(
@@ -98,7 +104,8 @@ def settle_all(
     Args:
         plans: best predicted first.
         candidates: the backends that were considered.
-        settled: lowers a plan and verifies it, or says why it is not carried out, given what was built before.
+        settled: lowers a plan and verifies it, or says why it is not carried out, given what was built
+            before.
 
     Raises:
         EffcompileError: all failed; the first one's error.
@@ -122,18 +129,25 @@ def settle_all(
 
 
 def settle(
-    shop: Workshop, backend: Backend, plan: Plan, replan: Callable[[Constraints], Plan] | None, *, worth_building: float = math.inf
+    shop: Workshop,
+    backend: Backend,
+    plan: Plan,
+    replan: Callable[[Constraints], Plan] | None,
+    *,
+    worth_building: float = math.inf,
 ) -> Outcome:
     """Lower a plan and verify it; while its error is over the limit, correct the error model and plan again.
 
-    The predicted squared error is scaled by measured / predicted, so that the next plan takes fewer or milder options.
+    The predicted squared error is scaled by measured / predicted, so that the next plan takes fewer or milder
+    options.
 
     Args:
         shop: the program and what to verify with.
         backend: lowers it.
         plan: the first plan.
         replan: makes another one under constraints; None for a plan that must be taken as it is.
-        worth_building: a corrected plan whose objective is above this is not lowered: another backend's result is better.
+        worth_building: a corrected plan whose objective is above this is not lowered: another backend's
+            result is better.
 
     Raises:
         VerificationError: no round came within the limit, or only by a plan that is not worth building.
@@ -144,24 +158,38 @@ def settle(
         with shop.progress.step(f"rehearse for {backend.name}"):
             plan, start, emulated = rehearsed(shop, shop.rehearsal, plan, start, replan)
         if plan.certificate.objective > worth_building:
-            raise VerificationError(f"{start.notes[-1]}; the plan that allows for it is not built, for another backend's is better")
+            raise VerificationError(
+                f"{start.notes[-1]}; the plan that allows for it is not built, for another backend's is "
+                "better"
+            )
 
     def solve(constraints: Constraints) -> Plan:
         if constraints.round == 1 or replan is None:
             return plan
         made = replan(constraints)
         if made.certificate.objective > worth_building:
-            raise VerificationError(f"{constraints.notes[-1]}; the plan that allows for it is not built, for another backend's is better")
+            raise VerificationError(
+                f"{constraints.notes[-1]}; the plan that allows for it is not built, for another "
+                "backend's is better"
+            )
         return made
 
     def run(made: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
         outcome = _lower_and_check(shop, backend, made)
         measured, predicted = worst(outcome.checks), made.predicted.error or 0.0
         if all(check.passed for check in outcome.checks):
-            foretold = emulated is not None and measured**2 >= _WORTH_CORRECTING * emulated**2  # what that allows was rehearsed, too
+            # what that allows was rehearsed, too
+            foretold = emulated is not None and measured**2 >= _WORTH_CORRECTING * emulated**2
             relaxing = replan is not None and constraints.round == 1 and not foretold
-            return _relaxed(shop, backend, outcome, replan) if relaxing and replan is not None else outcome, None
-        if replan is None or predicted == 0.0 or not measured < float("inf") or constraints.round == MAX_ROUNDS:
+            return _relaxed(
+                shop, backend, outcome, replan
+            ) if relaxing and replan is not None else outcome, None
+        if (
+            replan is None
+            or predicted == 0.0
+            or not measured < float("inf")
+            or constraints.round == MAX_ROUNDS
+        ):
             raise not_within(outcome.plan.backend, outcome.checks)
         return outcome, corrected(constraints, measured, predicted, shop.goal)
 
@@ -169,12 +197,17 @@ def settle(
 
 
 def rehearsed(
-    shop: Workshop, rehearsal: Rehearsal, plan: Plan, start: Constraints, replan: Callable[[Constraints], Plan]
+    shop: Workshop,
+    rehearsal: Rehearsal,
+    plan: Plan,
+    start: Constraints,
+    replan: Callable[[Constraints], Plan],
 ) -> tuple[Plan, Constraints, float | None]:
-    """The plan to lower first, and the constraints that it holds to: the error model corrected by what emulation shows, in both ways.
+    """The plan to lower first, and the constraints that it holds to: the error model corrected by what
+    emulation shows, in both ways.
 
-    With them the error that was emulated of that plan, None where none was. An emulated call takes about as long as two of the model,
-    lowering as long as a hundred.
+    With them the error that was emulated of that plan, None where none was. An emulated call takes about as
+    long as two of the model, lowering as long as a hundred.
     """
     held: tuple[Plan, Constraints, float] | None = None
     constraints = start
@@ -192,7 +225,9 @@ def rehearsed(
             if held is not None or scale >= _WORTH_CORRECTING:
                 return plan, constraints, error
             held = plan, constraints, error
-            note = Corrected(round=turn, measured=error, predicted=predicted, factor=scale**0.5, emulated=True)
+            note = Corrected(
+                round=turn, measured=error, predicted=predicted, factor=scale**0.5, emulated=True
+            )
             learned = constraints.with_errors_scaled(scale, note)
         else:
             learned = corrected(replace(constraints, round=turn), error, predicted, shop.goal, emulated=True)
@@ -207,24 +242,45 @@ def rehearsed(
 
 
 def _emulated(shop: Workshop, rehearsal: Rehearsal, plan: Plan) -> float | None:
-    """The plan's largest error over the cases that it will be verified with; None where it is not emulated, or not finite."""
+    """The plan's largest error over the cases that it will be verified with; None where it is not emulated,
+    or not finite.
+    """
     emulate = rehearsal.of(plan)
     if emulate is None:
         return None
     outputs = emulate([case.inputs for case in shop.cases])
-    error = max((distance(found, shop.program, case, shop.goal) for found, case in zip(outputs, shop.cases, strict=True)), default=0.0)
+    error = max(
+        (
+            distance(found, shop.program, case, shop.goal)
+            for found, case in zip(outputs, shop.cases, strict=True)
+        ),
+        default=0.0,
+    )
     return error if math.isfinite(error) else None
 
 
-def corrected(constraints: Constraints, measured: float, predicted: float, goal: Goal, *, emulated: bool = False) -> Constraints:
-    """The constraints after a round whose measured error was over the limit: predictions are scaled so that it would not be again."""
-    factor = max((measured / predicted) ** 2, (measured / goal.tolerance) ** 2, 1.0) * _MARGIN**constraints.round**2
-    note = Corrected(round=constraints.round, measured=measured, predicted=predicted, factor=factor**0.5, emulated=emulated)
+def corrected(
+    constraints: Constraints, measured: float, predicted: float, goal: Goal, *, emulated: bool = False
+) -> Constraints:
+    """The constraints after a round whose measured error was over the limit: predictions are scaled so that
+    it would not be again.
+    """
+    factor = (
+        max((measured / predicted) ** 2, (measured / goal.tolerance) ** 2, 1.0)
+        * _MARGIN**constraints.round**2
+    )
+    note = Corrected(
+        round=constraints.round, measured=measured, predicted=predicted, factor=factor**0.5, emulated=emulated
+    )
     return constraints.with_errors_scaled(factor, note)
 
 
-def _relaxed(shop: Workshop, backend: Backend, outcome: Outcome, replan: Callable[[Constraints], Plan]) -> Outcome:
-    """The outcome, or a better one that an over-estimated error had ruled out; tried once, kept only if it verifies."""
+def _relaxed(
+    shop: Workshop, backend: Backend, outcome: Outcome, replan: Callable[[Constraints], Plan]
+) -> Outcome:
+    """The outcome, or a better one that an over-estimated error had ruled out; tried once, kept only if it
+    verifies.
+    """
     measured, predicted = worst(outcome.checks), outcome.plan.predicted.error or 0.0
     scale = (measured / predicted) ** 2 * _MARGIN if predicted > 0 else 1.0
     if scale >= _WORTH_CORRECTING:
@@ -245,8 +301,9 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
     needed = int(backend.copies * shop.program.weight_bytes())
     if refusal := Room.of(device_of(shop.model), needed, None).refusal(needed, needed):
         raise LoweringError(
-            f"Lowering to {backend.name} {refusal}: weights are held about {backend.copies} times beside the model. "
-            "Close what else holds memory, or let another backend do it (--backend torch-eager copies least)."
+            f"Lowering to {backend.name} {refusal}: weights are held about {backend.copies} times beside the "
+            "model. Close what else holds memory, or let another backend do it (--backend torch-eager "
+            "copies least)."
         )
     let_go(shop.program)  # what capture and prices left, before weights are held once more
     with shop.progress.step(f"lower to {backend.name}"):
@@ -266,30 +323,45 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
 
 
 def let_go(program: Program) -> None:
-    """Give back what nobody refers to any more: graphs are circles, which Python's collector comes to late, and large ones are many."""
+    """Give back what nobody refers to any more: graphs are circles, which Python's collector comes to late,
+    and large ones are many.
+    """
     if program.weight_bytes() > _LARGE:
         gc.collect()
         give_back()
 
 
 def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:
-    """The plan with what each site became in the artifact; a site that is not as planned is told, never passed over."""
+    """The plan with what each site became in the artifact; a site that is not as planned is told, never
+    passed over.
+    """
     found = dict(lowered.applied)
     for group in sites.merges(program):
         inside = found.get(group.merged_site)
-        found[group.site] = Form(word=SEPARATE) if inside is None else Form(word=MERGED, weights=inside.weights)
+        found[group.site] = (
+            Form(word=SEPARATE) if inside is None else Form(word=MERGED, weights=inside.weights)
+        )
         found |= {member.site: inside for member in group.members if inside is not None}
-    decisions = tuple(replace(d, applied=_told(d.form, found[d.site]) if d.site in found else "") for d in plan.decisions)
-    differing = Counter((d.kind, d.option, d.applied) for d in decisions if d.applied and d.applied != d.option)
+    decisions = tuple(
+        replace(d, applied=_told(d.form, found[d.site]) if d.site in found else "") for d in plan.decisions
+    )
+    differing = Counter(
+        (d.kind, d.option, d.applied) for d in decisions if d.applied and d.applied != d.option
+    )
     notes = [
-        Because("{} × {name}: planned {name}, the {name} artifact has {name}", (count, kind, option, plan.backend, applied))
+        Because(
+            "{} × {name}: planned {name}, the {name} artifact has {name}",
+            (count, kind, option, plan.backend, applied),
+        )
         for (kind, option, applied), count in sorted(differing.items())
     ]
     return replace(plan, decisions=decisions, notes=(*plan.notes, *notes))
 
 
 def _told(planned: Form | None, found: Form) -> str:
-    """The name of what was found, with all that is known of it where the name alone would say that it is as planned."""
+    """The name of what was found, with all that is known of it where the name alone would say that it is as
+    planned.
+    """
     alike = planned is not None and planned.name == found.name and not planned.agrees(found)
     return f"{found.name} ({found.weights or found.figures or found.mask})" if alike else found.name
 
@@ -299,6 +371,7 @@ def not_within(backend: str, checks: Sequence[Check]) -> VerificationError:
     bad = max(checks, key=lambda check: check.error)
     note = f" ({bad.note})" if bad.note else ""
     return VerificationError(
-        f"The {backend} result is not within the declared error: {bad.name}: relative error {bad.error:.3e} > "
-        f"{bad.limit:.3e}{note}. Allow more error, choose another backend, or leave a pass out with --pass no-NAME."
+        f"The {backend} result is not within the declared error: {bad.name}: relative error {bad.error:.3e} "
+        f"> {bad.limit:.3e}{note}. Allow more error, choose another backend, or leave a pass out with --pass "
+        "no-NAME."
     )

@@ -1,4 +1,6 @@
-"""Whether a model is being planned or built now: then it may take seconds to find out something, and never within a user's own step."""
+"""Whether a model is being planned or built now: then it may take seconds to find out something, and never
+within a user's own step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from contextlib import contextmanager
 
 __all__ = ["building", "under_way"]
 
-#: Of the process and not of a context: autograd runs the backward of what is being verified in threads of its own.
+#: Of the process and not of a context: autograd runs the backward of what is being verified in threads of its
+#: own.
 _lock, _depth = threading.Lock(), [0]
 
 

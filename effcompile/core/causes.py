@@ -1,6 +1,9 @@
-"""Why no plan meets a goal: what is needed, what is there at the instant that binds, and what was not tried. No sentences.
+"""Why no plan meets a goal: what is needed, what is there at the instant that binds, and what was not tried.
 
-An `InfeasibleError` carries causes, that of the whole before that of its part; `report/infeasible.py` makes the words of its message.
+No sentences.
+
+An `InfeasibleError` carries causes, that of the whole before that of its part; `report/infeasible.py` makes
+the words of its message.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ class Said(Cause):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(Cause):
-    """No plan is within these limits, together where there are several. `beside`: how many others there are."""
+    """No plan is within these limits, together where there are several.
+
+    `beside`: how many others there are.
+    """
 
     limits: tuple[tuple[str, float], ...]
     beside: int = 0
@@ -40,7 +46,9 @@ class Contradiction(Cause):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant(Cause):
-    """The instant that is above the budget even with the least kept: its phase and block, and what is alive → bytes."""
+    """The instant that is above the budget even with the least kept: its phase and block, and what is alive →
+    bytes.
+    """
 
     budget: int
     phase: str
@@ -50,7 +58,9 @@ class Instant(Cause):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory(Cause):
-    """With so much host memory nothing is within the budget; it takes `needed` of it, or a budget of `instead`."""
+    """With so much host memory nothing is within the budget; it takes `needed` of it, or a budget of
+    `instead`.
+    """
 
     budget: int
     host: int
@@ -60,7 +70,9 @@ class HostMemory(Cause):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Cause):
-    """The optimizer's step alone needs more than the budget, with what is beside it: parameters, gradients, states, working memory."""
+    """The optimizer's step alone needs more than the budget, with what is beside it: parameters, gradients,
+    states, working memory.
+    """
 
     beside: tuple[str, ...]
     needed: int
@@ -95,7 +107,8 @@ class NotReached(Cause):
 class MachineTooSmall(Cause):
     """The machine has less memory than the leanest plan needs, where that is known.
 
-    `between`: the least and the most it may need, by the model's error. `certain`: even the least is more than there is.
+    `between`: the least and the most it may need, by the model's error. `certain`: even the least is more
+    than there is.
     """
 
     target: str

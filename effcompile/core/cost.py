@@ -30,8 +30,8 @@ class Cost:
         bytes_link: bytes moved over the host link per call.
         error_squared: contribution to ‖y − y₀‖² / ‖y₀‖² of the model's output. Quantisation errors of
             different sites are nearly uncorrelated, so their squares add (HAWQ-V2, Dong et al. 2020, §3).
-        roof_seconds: the least that the arithmetic of its products takes at the machine's peak rates, of those that are known (the
-            compute roof of Williams et al. 2009); 0 for what is no product.
+        roof_seconds: the least that the arithmetic of its products takes at the machine's peak rates, of
+            those that are known (the compute roof of Williams et al. 2009); 0 for what is no product.
         provenance: the weakest source among the figures.
     """
 

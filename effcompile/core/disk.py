@@ -1,4 +1,6 @@
-"""What tells a living writer from a dead one and lets writers take turns, and what brings their work to the disk."""
+"""What tells a living writer from a dead one and lets writers take turns, and what brings their work to the
+disk.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _PATIENCE, _PAUSE = 10.0, 0.001
 def lock(handle: int, *, shared: bool = False) -> bool | None:
     """Take the lock of an open file or folder, which its process gives back when it ends, however it ends.
 
-    False where somebody else holds it: they live. None where there are no locks, so that nobody is known to be dead.
+    False where somebody else holds it: they live. None where there are no locks, so that nobody is known to
+    be dead.
     """
     if fcntl is None:
         return None
@@ -49,8 +52,8 @@ def abandoned(path: Path) -> Iterator[bool]:
 def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold the lock of a folder, alone or with others that share it, for as long as some renames take.
 
-    Nobody holds it for seconds but a stranger or a process that was stopped: after ten the work goes on without the lock, as it does where
-    there are none.
+    Nobody holds it for seconds but a stranger or a process that was stopped: after ten the work goes on
+    without the lock, as it does where there are none.
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
@@ -60,7 +63,8 @@ def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
             while (taken := lock(handle, shared=shared)) is False and time.monotonic() < until:
                 time.sleep(_PAUSE)
             if taken:
-                held.callback(fcntl.flock, handle, fcntl.LOCK_UN)  # a child forked meanwhile keeps the file open, and with it the lock
+                # a child forked meanwhile keeps the file open, and with it the lock
+                held.callback(fcntl.flock, handle, fcntl.LOCK_UN)
         yield
 
 

@@ -1,7 +1,7 @@
 """How long planning searches: seconds of solving for a whole call, of which every solve takes its share.
 
-Measuring kernels and errors, capture, lowering and verification are not search. What is not proven when its time is up is the best that
-was found, and the plan tells the gap that is left.
+Measuring kernels and errors, capture, lowering and verification are not search. What is not proven when its
+time is up is the best that was found, and the plan tells the gap that is left.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _purse: ContextVar[_Purse | None] = ContextVar("effort", default=None)
 def check(effort: str) -> None:
     """Raises UsageError for another effort than there is."""
     if effort not in EFFORTS:
-        raise UsageError(f"effort = {effort!r} is not known. How long planning searches: {', '.join(map(repr, EFFORTS))}.")
+        raise UsageError(
+            f"effort = {effort!r} is not known. How long planning searches: {', '.join(map(repr, EFFORTS))}."
+        )
 
 
 @contextmanager

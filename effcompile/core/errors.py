@@ -52,7 +52,8 @@ class UnknownNameError(UsageError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        begins = [k for k in known if name and k.startswith(name)]  # h100 means h100-sxm, though h200 is spelled closer
+        # h100 means h100-sxm, though h200 is spelled closer
+        begins = [k for k in known if name and k.startswith(name)]
         close = begins or get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         super().__init__(f"No {kind} is named {clipped(name)!r}.{hint} Known: {', '.join(known) or 'none'}.")
@@ -66,7 +67,8 @@ class InputsError(UsageError):
 class GuardError(InputsError):
     """Something that the plan took for granted is not so at this call. `place` says what.
 
-    `of_model`: it is the model that changed; otherwise these inputs are others than those that were planned for.
+    `of_model`: it is the model that changed; otherwise these inputs are others than those that were planned
+    for.
     """
 
     def __init__(self, message: str, *, place: str, of_model: bool = False) -> None:
@@ -100,7 +102,9 @@ class MissingPackageError(UsageError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, needed_for: str, install: str) -> None:
-        super().__init__(f"{needed_for} needs the package {package!r}, which is not installed. Install it with: {install}")
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed. Install it with: {install}"
+        )
         self.package = package
 
 
@@ -109,13 +113,18 @@ class InfeasibleError(EffcompileError):
 
     Attributes:
         why: the causes, that of the whole before that of its part.
-        binding: the limits that cannot hold together (the unsat core, in the user's words), and the instant that binds.
+        binding: the limits that cannot hold together (the unsat core, in the user's words), and the instant
+            that binds.
         nearest: limit → the smallest value of it that would be feasible with the others unchanged.
         untried: what was not tried, and the like.
     """
 
     def __init__(
-        self, *why: Cause, binding: tuple[str, ...] = (), nearest: Mapping[str, float] | None = None, untried: tuple[Cause, ...] = ()
+        self,
+        *why: Cause,
+        binding: tuple[str, ...] = (),
+        nearest: Mapping[str, float] | None = None,
+        untried: tuple[Cause, ...] = (),
     ) -> None:
         super().__init__(*why)
         self.why, self.binding, self.nearest, self.untried = why, binding, dict(nearest or {}), untried
@@ -130,12 +139,18 @@ class InfeasibleError(EffcompileError):
 
     def with_untried(self, *untried: Cause) -> InfeasibleError:
         """The same with more that was not tried."""
-        return InfeasibleError(*self.why, binding=self.binding, nearest=self.nearest, untried=(*self.untried, *untried))
+        return InfeasibleError(
+            *self.why, binding=self.binding, nearest=self.nearest, untried=(*self.untried, *untried)
+        )
 
     def needing(self, needed: int, *around: Cause) -> InfeasibleError:
-        """The same for a whole that it is a part of: the whole's causes before its own, and what the whole needs."""
+        """The same for a whole that it is a part of: the whole's causes before its own, and what the whole
+        needs.
+        """
         nearest = {**self.nearest, "memory": float(needed)}
-        return InfeasibleError(*around, *self.why, binding=self.binding, nearest=nearest, untried=self.untried)
+        return InfeasibleError(
+            *around, *self.why, binding=self.binding, nearest=nearest, untried=self.untried
+        )
 
 
 class OutOfMemoryError(EffcompileError, MemoryError):

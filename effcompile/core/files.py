@@ -1,4 +1,7 @@
-"""Where effcompile writes: its cache, and files that are whole or absent. How it reads: never more than a file of ours can have."""
+"""Where effcompile writes: its cache, and files that are whole or absent.
+
+How it reads: never more than a file of ours can have.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ def cache_folder() -> Path:
     if own := os.environ.get("EFFCOMPILE_CACHE"):
         return Path(own).expanduser()
     found = platformdirs.user_cache_path("effcompile", appauthor=False)
-    return found if found.is_absolute() else Path(tempfile.gettempdir()) / "effcompile"  # a user without a home
+    # a user without a home
+    return found if found.is_absolute() else Path(tempfile.gettempdir()) / "effcompile"
 
 
 def read_bounded(path: Path, most: int, what: str) -> bytes:
@@ -37,7 +41,9 @@ def read_bounded(path: Path, most: int, what: str) -> bytes:
         with path.open("rb") as file:
             content = file.read(most + 1)
     except (OSError, ValueError) as error:  # a null byte in the name is a ValueError
-        raise UsageError(f"Cannot read {what} {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
+        raise UsageError(
+            f"Cannot read {what} {str(path)!r}: {getattr(error, 'strerror', None) or error}."
+        ) from error
     if len(content) > most:
         raise FormatError(f"{str(path)!r} has more than {most:,} bytes: that is not {what}.")
     return content
@@ -60,7 +66,9 @@ def write_kept(path: Path, content: bytes) -> Path:
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> Path:
-    """Write a file so that it is whole or absent: temporary file beside it, fsync, rename. What killed writers left is removed.
+    """Write a file so that it is whole or absent: temporary file beside it, fsync, rename.
+
+    What killed writers left is removed.
 
     mode: of the file, but for what the process's umask takes away.
 
@@ -81,7 +89,10 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> Path:
             raise
         sync(path.parent)
     except OSError as error:
-        raise UsageError(f"Cannot write {str(path)!r}: {error.strerror or error}. Choose a folder you may write to with -o.") from error
+        raise UsageError(
+            f"Cannot write {str(path)!r}: {error.strerror or error}. Choose a folder you may write to "
+            "with -o."
+        ) from error
     _remove_unfinished(path)
     return path
 

@@ -1,4 +1,6 @@
-"""What was found on the way to a plan: reasons that stand in its notes, and beside its checks and the backends that were considered."""
+"""What was found on the way to a plan: reasons that stand in its notes, and beside its checks and the
+backends that were considered.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class NotBuilt(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrected(Reason):
-    """In this round the measured error was another than the predicted one: solved again with errors scaled by `factor`.
+    """In this round the measured error was another than the predicted one: solved again with errors scaled by
+    `factor`.
 
     `emulated`: it was that of the emulated arithmetic; nothing was lowered.
     """
@@ -97,7 +100,9 @@ class Of(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(Reason):
-    """Of the whole gradient with the model's own; and what is known of one parameter's alone, whose error is the largest."""
+    """Of the whole gradient with the model's own; and what is known of one parameter's alone, whose error is
+    the largest.
+    """
 
     kind: Literal["cosine"] = "cosine"
     cosine: float

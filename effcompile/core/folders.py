@@ -1,8 +1,10 @@
-"""A folder that is replaced whole: whoever reads it finds the old one or the new one, also after a kill or a power cut in between.
+"""A folder that is replaced whole: whoever reads it finds the old one or the new one, also after a kill or a
+power cut in between.
 
-A new folder is written beside, under a hidden name, brought to the disk, and takes the place of the old one in one step: Linux exchanges
-the two names (renameat2); elsewhere the old folder is first renamed aside, where `place_of` finds it. Writers take turns by a lock on the
-folder in which all of this stands. A writer that lives also holds a lock on its new folder: what killed ones left, the next one removes.
+A new folder is written beside, under a hidden name, brought to the disk, and takes the place of the old one
+in one step: Linux exchanges the two names (renameat2); elsewhere the old folder is first renamed aside, where
+`place_of` finds it. Writers take turns by a lock on the folder in which all of this stands. A writer that
+lives also holds a lock on its new folder: what killed ones left, the next one removes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ T = TypeVar("T")
 #: The names in a folder that may be replaced; all others are the user's.
 Ours = Callable[[Path], Collection[str]]
 
-_PART, _WHOLE, _OLD = ".part", ".whole", ".old"  # worth nothing; complete, or just exchanged for; put aside where names cannot be exchanged
+# worth nothing; complete, or just exchanged for; put aside where names cannot be exchanged
+_PART, _WHOLE, _OLD = ".part", ".whole", ".old"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 _FREE_TRIES, _TRIES = 3, 20
@@ -36,7 +39,9 @@ _FREE_TRIES, _TRIES = 3, 20
 
 @contextlib.contextmanager
 def replacing(folder: Path, ours: Ours) -> Iterator[Path]:
-    """A new, empty folder to write into. At the end it takes the place of `folder`, whole; after an error inside nothing has changed.
+    """A new, empty folder to write into.
+
+    At the end it takes the place of `folder`, whole; after an error inside nothing has changed.
 
     Raises:
         UsageError: the folder cannot be written or replaced, or holds files that are not `ours`.
@@ -57,7 +62,10 @@ def replacing(folder: Path, ours: Ours) -> Iterator[Path]:
             os.close(handle)
             _collect(target, ours, own=new.stem)
     except OSError as error:
-        raise UsageError(f"Cannot write {str(folder)!r}: {error.strerror or error}. Choose a folder you may write to with -o.") from error
+        raise UsageError(
+            f"Cannot write {str(folder)!r}: {error.strerror or error}. Choose a folder you may write to "
+            "with -o."
+        ) from error
 
 
 def check_replaceable(folder: Path, ours: Ours) -> None:
@@ -71,9 +79,15 @@ def check_replaceable(folder: Path, ours: Ours) -> None:
         if _nearest(target) == target:
             _refuse_strangers(target, ours)
             if target == Path(os.path.realpath(os.curdir)):
-                raise UsageError(f"{str(folder)!r} is the current folder, which cannot be replaced as a whole. {_instead(target)}")
+                raise UsageError(
+                    f"{str(folder)!r} is the current folder, which cannot be replaced as a whole. "
+                    f"{_instead(target)}"
+                )
             if os.path.ismount(target):
-                raise UsageError(f"{str(folder)!r} is a mount point, which cannot be replaced as a whole. {_instead(target)}")
+                raise UsageError(
+                    f"{str(folder)!r} is a mount point, which cannot be replaced as a whole. "
+                    f"{_instead(target)}"
+                )
     check_writable(target.parent, f": a new one is written beside {str(target)!r} and takes its place")
 
 
@@ -89,7 +103,8 @@ def check_writable(folder: Path, why: str = "") -> None:
             pass
     except OSError as error:
         raise UsageError(
-            f"Cannot write in {str(there)!r}: {error.strerror or error}. Choose a folder you may write to with -o{why}."
+            f"Cannot write in {str(there)!r}: {error.strerror or error}. Choose a folder you may write to "
+            f"with -o{why}."
         ) from error
 
 
@@ -103,7 +118,10 @@ def _nearest(folder: Path) -> Path:
         with contextlib.suppress(OSError):
             if stat.S_ISDIR(path.stat().st_mode):  # asked once: a writer may be between two renames
                 return path
-            raise UsageError(f"-o {str(folder)!r}: {str(path)!r} is a file. Give a folder; it is made when it does not exist.")
+            raise UsageError(
+                f"-o {str(folder)!r}: {str(path)!r} is a file. Give a folder; it is made when it does not "
+                "exist."
+            )
     raise UsageError(f"-o {str(folder)!r}: nothing of this path can be looked at. Give another folder.")
 
 
@@ -112,7 +130,8 @@ def _refuse_strangers(target: Path, ours: Ours) -> None:
     if strangers:
         named = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
         raise UsageError(
-            f"{str(target)!r} holds what effcompile did not write: {named}. A save replaces the folder as a whole. {_instead(target)}"
+            f"{str(target)!r} holds what effcompile did not write: {named}. A save replaces the folder as "
+            f"a whole. {_instead(target)}"
         )
 
 
@@ -131,7 +150,9 @@ def _instead(target: Path) -> str:
 
 
 def place_of(folder: Path) -> Path:
-    """The folder to read: `folder`, or where a writer was killed between two renames, the old one that it had put aside."""
+    """The folder to read: `folder`, or where a writer was killed between two renames, the old one that it had
+    put aside.
+    """
     if os.path.exists(folder):
         return folder
     aside = [path for path in _beside(Path(os.path.realpath(folder))) if path.suffix == _OLD]
@@ -140,14 +161,16 @@ def place_of(folder: Path) -> Path:
 
 
 def read_steadily(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` returns of a folder that was one and the same from its beginning to its end: again when it was replaced meanwhile.
+    """What `read` returns of a folder that was one and the same from its beginning to its end: again when it
+    was replaced meanwhile.
 
     Raises:
         UsageError: it was replaced every time. What `read` raises of a folder that stayed the same.
     """
     parent = Path(os.path.realpath(folder)).parent
     for attempt in range(_TRIES):
-        free = attempt < _FREE_TRIES  # reading may take long, and writers need not wait for it; but who lost a few times lets none in
+        # reading may take long, and writers need not wait for it; but who lost a few times lets none in
+        free = attempt < _FREE_TRIES
         with contextlib.nullcontext() if free else locked(parent, shared=True):
             place = place_of(folder)
             before = _identity(place)
@@ -161,7 +184,9 @@ def read_steadily(folder: Path, read: Callable[[Path], T]) -> T:
             else:
                 if _identity(place) == before:
                     return result
-    raise UsageError(f"{str(folder)!r} was replaced each of the {_TRIES} times that it was read. Wait until it is written.")
+    raise UsageError(
+        f"{str(folder)!r} was replaced each of the {_TRIES} times that it was read. Wait until it is written."
+    )
 
 
 def _identity(folder: Path) -> tuple[int, int, int] | None:
@@ -223,16 +248,22 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _collect(target: Path, ours: Ours, own: str) -> None:
-    """Remove what the writer of this name replaced or gave up, and what writers of this target left when they were killed."""
+    """Remove what the writer of this name replaced or gave up, and what writers of this target left when they
+    were killed.
+    """
     with locked(target.parent):
         for path in _beside(target):
             with contextlib.suppress(OSError), abandoned(path) as dead:
-                if dead or path.name.startswith(own):  # where there are no locks, nobody else is known to be dead
+                if dead or path.name.startswith(own):
+                    # where there are no locks, nobody else is known to be dead
                     _discard(path, target, ours)
 
 
 def _discard(folder: Path, target: Path, ours: Ours) -> None:
-    """Remove a folder. What somebody else put into the one that was replaced, at the last moment, goes where the new one is."""
+    """Remove a folder.
+
+    What somebody else put into the one that was replaced, at the last moment, goes where the new one is.
+    """
     if folder.suffix == _OLD and not target.exists():  # it is what is read
         return
     if folder.suffix != _PART:
@@ -240,7 +271,8 @@ def _discard(folder: Path, target: Path, ours: Ours) -> None:
             if os.path.lexists(target / name):
                 return
             os.rename(folder / name, target / name)
-        folder = folder.rename(folder.with_name(folder.name + _PART))  # half removed, it could not be told from a stranger's
+        # half removed, it could not be told from a stranger's
+        folder = folder.rename(folder.with_name(folder.name + _PART))
     shutil.rmtree(folder)
 
 

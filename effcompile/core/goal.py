@@ -41,19 +41,22 @@ class Goal:
     """A declared goal. All limits hold together; `minimize` breaks the tie.
 
     Attributes:
-        mode: "inference" (a forward call), "training" (forward, loss and backward) or "generation" (prefill of a prompt, and decoding token
-            by token with a cache).
-        minimize: "time" (seconds per call or step) or "memory" (weight bytes in inference, peak bytes in training).
-        memory: peak bytes live on the device during the call or step, or None for no limit. Accepts "6GiB". In training
-            parameters, buffers, inputs, gradients, kept activations and workspace count; in generation weights, the cache of the whole
-            context and workspace.
+        mode: "inference" (a forward call), "training" (forward, loss and backward) or "generation" (prefill
+            of a prompt, and decoding token by token with a cache).
+        minimize: "time" (seconds per call or step) or "memory" (weight bytes in inference, peak bytes in
+            training).
+        memory: peak bytes live on the device during the call or step, or None for no limit. Accepts "6GiB".
+            In training parameters, buffers, inputs, gradients, kept activations and workspace count; in
+            generation weights, the cache of the whole context and workspace.
         max_error: largest relative L2 error of the output, ‖y − y₀‖ / ‖y₀‖; None or 0 allows only
             exact choices (verified to EXACT_TOLERANCE).
         reads: which positions of the output's sequence axis are read: "all", or "last" for a generator
             that reads only the last token's logits (inference only).
-        robust: the limit on the error holds for stress inputs too: scaled, one outlier channel, zeros (inference only).
-        context: tokens of a row at the most, prompt and new ones; `batch`: rows. `prompt` and `new`: tokens that time is predicted for,
-            by default half of the context each (generation only). A context that is not given is `prompt` and `new` together.
+        robust: the limit on the error holds for stress inputs too: scaled, one outlier channel, zeros
+            (inference only).
+        context: tokens of a row at the most, prompt and new ones; `batch`: rows. `prompt` and `new`: tokens
+            that time is predicted for, by default half of the context each (generation only). A context that
+            is not given is `prompt` and `new` together.
     """
 
     mode: Mode = "inference"
@@ -68,15 +71,26 @@ class Goal:
     new: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("mode", get_args(Mode)), ("minimize", get_args(Objective)), ("reads", get_args(Reads))):
+        for name, allowed in (
+            ("mode", get_args(Mode)),
+            ("minimize", get_args(Objective)),
+            ("reads", get_args(Reads)),
+        ):
             if getattr(self, name) not in allowed:
-                raise UsageError(f"{name} = {getattr(self, name)!r} is not allowed. Choose one of: {', '.join(allowed)}.")
+                raise UsageError(
+                    f"{name} = {getattr(self, name)!r} is not allowed. Choose one of: {', '.join(allowed)}."
+                )
         if self.mode == "training" and self.reads != "all":
-            raise UsageError("reads = 'last' is for inference: a training step reads every position. Leave it out.")
+            raise UsageError(
+                "reads = 'last' is for inference: a training step reads every position. Leave it out."
+            )
         if not isinstance(self.robust, bool):
             raise UsageError(f"robust = {self.robust!r} must be True or False.")
         if self.mode == "training" and self.robust:
-            raise UsageError("robust = True is for inference: a training step is compared on the inputs that it is given. Leave it out.")
+            raise UsageError(
+                "robust = True is for inference: a training step is compared on the inputs that it is "
+                "given. Leave it out."
+            )
         self._check_tokens()
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_bytes(self.memory))
@@ -92,21 +106,29 @@ class Goal:
         """
         given = {name: getattr(self, name) for name in ("context", "prompt", "new")}
         for name, count in {**given, "batch": self.batch}.items():
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < 1 << 31):
+            if count is not None and (
+                isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < 1 << 31
+            ):
                 raise UsageError(f"{name} = {clipped(repr(count))} must be a whole number of at least 1.")
         if self.mode != "generation":
-            named = next((name for name, count in given.items() if count is not None), "batch" if self.batch != 1 else None)
+            named = next(
+                (name for name, count in given.items() if count is not None),
+                "batch" if self.batch != 1 else None,
+            )
             if named is not None:
                 raise UsageError(f"{named} is for mode = 'generation'. Leave it out, or ask for that mode.")
             return
         if self.reads != "all" or self.robust:
             raise UsageError("reads and robust are for mode = 'inference'. Leave them out.")
         if self.context is None and (self.prompt is None or self.new is None):
-            raise UsageError("mode = 'generation' needs context: the tokens of a row at the most, prompt and new ones, e.g. context=2048.")
+            raise UsageError(
+                "mode = 'generation' needs context: the tokens of a row at the most, prompt and new ones, "
+                "e.g. context=2048."
+            )
         if self.context is not None and (self.prompt or 0) + (self.new or 0) > self.context:
             raise UsageError(
-                f"prompt = {self.prompt or 0} and new = {self.new or 0} are more tokens than context = {self.context}. "
-                "Give a longer context."
+                f"prompt = {self.prompt or 0} and new = {self.new or 0} are more tokens than context = "
+                f"{self.context}. Give a longer context."
             )
 
     @property
@@ -126,7 +148,8 @@ class Goal:
         """
         if not isinstance(goal, Goal | None):
             raise UsageError(
-                f"goal = {clipped(repr(goal))} is not a goal. Give effcompile.Goal(...) or a dict of its fields: {{'memory': '6GiB'}}."
+                f"goal = {clipped(repr(goal))} is not a goal. Give effcompile.Goal(...) or a dict of its "
+                f"fields: {{'memory': '6GiB'}}."
             )
         known = [f.name for f in fields(cls)]
         for name in changes:
@@ -166,6 +189,6 @@ class Goal:
 def _check_error(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < sys.float_info.max:
         raise UsageError(
-            f"max_error = {clipped(repr(value))} must be a number ≥ 0: the largest relative L2 error of the output, e.g. 0.01. "
-            "Leave it out for an exact plan."
+            f"max_error = {clipped(repr(value))} must be a number ≥ 0: the largest relative L2 error of the "
+            "output, e.g. 0.01. Leave it out for an exact plan."
         )

@@ -1,7 +1,8 @@
 """The GPU that a model lies on: which it is, how long its work takes, and what torch's allocator holds there.
 
-Every question is about the *current* device: whoever plans for a model asks within `current(place_of(...))`, so that a model on the second
-of several GPUs is not measured on the first. ROCm's devices answer to the same names.
+Every question is about the *current* device: whoever plans for a model asks within `current(place_of(...))`,
+so that a model on the second of several GPUs is not measured on the first. ROCm's devices answer to the same
+names.
 """
 
 from __future__ import annotations
@@ -18,20 +19,27 @@ from effcompile.core.timing import faster_half_median
 
 __all__ = ["BLOCK", "current", "place_of", "rounded", "seconds"]
 
-#: torch's CUDA allocator gives out memory in multiples of so many bytes (kMinBlockSize in c10/core/CachingDeviceAllocator.h).
+#: torch's CUDA allocator gives out memory in multiples of so many bytes (kMinBlockSize in
+#: c10/core/CachingDeviceAllocator.h).
 BLOCK = 512
-#: A buffer that is written before each sample, so that operands are read from memory as in a model's step, where other operators have run
-#: in between; while it is written, the host can say what comes next. At least so many bytes, and several times the cache.
+#: A buffer that is written before each sample, so that operands are read from memory as in a model's step,
+#: where other operators have run in between; while it is written, the host can say what comes next. At least
+#: so many bytes, and several times the cache.
 _LEAST_FLUSH, _CACHES = 64 << 20, 4
 #: Samples of one figure.
 _FEWEST, _MOST = 3, 40
 
 
 def place_of(model: nn.Module | None, *inputs: object) -> torch.device:
-    """Where a model's calls run: on the GPU of its first parameter or buffer, else of its inputs; else where these are, else on the CPU."""
+    """Where a model's calls run: on the GPU of its first parameter or buffer, else of its inputs; else where
+    these are, else on the CPU.
+    """
     own = [] if model is None else [*model.parameters(), *model.buffers()]
     tensors = [t for t in (*own, *pytree.tree_leaves(inputs)) if isinstance(t, torch.Tensor)]
-    return next((t.device for t in tensors if t.device.type == "cuda"), tensors[0].device if tensors else torch.device("cpu"))
+    return next(
+        (t.device for t in tensors if t.device.type == "cuda"),
+        tensors[0].device if tensors else torch.device("cpu"),
+    )
 
 
 def current(place: torch.device) -> AbstractContextManager[object]:
@@ -45,7 +53,8 @@ def rounded(nbytes: int) -> int:
 
 
 def seconds(call: Callable[[], object], *, budget: float = 0.05, cold: bool = True) -> float:
-    """Seconds that the GPU is busy with one call, by events around queued calls: the host's time counts only where the GPU waits for it.
+    """Seconds that the GPU is busy with one call, by events around queued calls: the host's time counts only
+    where the GPU waits for it.
 
     Args:
         call: what to time; it is called once untimed.
@@ -64,7 +73,9 @@ def seconds(call: Callable[[], object], *, budget: float = 0.05, cold: bool = Tr
 
 def _samples(call: Callable[[], object], flush: torch.Tensor | None, count: int) -> list[float]:
     """Seconds of so many calls, all queued before the first is awaited."""
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    marks = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
+    ]
     for first, last in marks:
         if flush is not None:
             flush.zero_()
@@ -72,7 +83,8 @@ def _samples(call: Callable[[], object], flush: torch.Tensor | None, count: int)
         call()
         last.record()
     torch.cuda.synchronize()
-    return [max(first.elapsed_time(last), 1e-4) / 1e3 for first, last in marks]  # events tick in half microseconds
+    # events tick in half microseconds
+    return [max(first.elapsed_time(last), 1e-4) / 1e3 for first, last in marks]
 
 
 def _flusher() -> torch.Tensor | None:

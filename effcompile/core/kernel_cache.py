@@ -1,8 +1,9 @@
-"""Libraries that a killed compiler left unfinished in Inductor's cache: found and removed, so that they are compiled again.
+"""Libraries that a killed compiler left unfinished in Inductor's cache: found and removed, so that they are
+compiled again.
 
-Inductor compiles a kernel where its cache has no file of that name, and loads the one that is there. The linker writes into the final
-place: if it is killed, what it had written stays, fails to load at every later start ("file too short"), or ends the process when pages
-beyond the file's end are touched.
+Inductor compiles a kernel where its cache has no file of that name, and loads the one that is there. The
+linker writes into the final place: if it is killed, what it had written stays, fails to load at every later
+start ("file too short"), or ends the process when pages beyond the file's end are touched.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 #: A younger file may still be in the linker's hands.
 _OLD_SECONDS = 60.0
-_MAGIC, _HEADER = b"\x7fELF\x02\x01", struct.Struct("<40xQ10xHH2x")  # 64-bit, little-endian: place, size and number of its sections
+# 64-bit, little-endian: place, size and number of its sections
+_MAGIC, _HEADER = b"\x7fELF\x02\x01", struct.Struct("<40xQ10xHH2x")
 
 
 @cache
@@ -29,7 +31,9 @@ def mended(folder: str) -> int:
 
 
 def unfinished(path: Path) -> bool:
-    """Whether a library ends before its table of sections does, which a linker writes last, and nobody is writing it any more."""
+    """Whether a library ends before its table of sections does, which a linker writes last, and nobody is
+    writing it any more.
+    """
     try:
         status = path.stat()
         if time.time() - status.st_mtime < _OLD_SECONDS:

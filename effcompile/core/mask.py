@@ -1,4 +1,6 @@
-"""Which keys a query sees: the fields that every mask has, whatever they are made of, and how a plan keeps one. Knows no torch."""
+"""Which keys a query sees: the fields that every mask has, whatever they are made of, and how a plan keeps
+one. Knows no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,14 @@ class Mask(Generic[Ids, Condition, Limit]):
     """Query i of batch b sees key j when every term holds; a term that is None (chunk: 0) holds everywhere.
 
     Attributes:
-        lo, hi: the band lo ≤ j − i ≤ hi. Causal: hi = 0, or Sk − Sq where the last query sees all keys; window of w: lo = hi − w + 1.
+        lo, hi: the band lo ≤ j − i ≤ hi. Causal: hi = 0, or Sk − Sq where the last query sees all keys;
+            window of w: lo = hi − w + 1.
         chunk: i // chunk == j // chunk.
         q_ids, k_ids: documents, integers [B or 1, Sq] and [B or 1, Sk]: q_ids[b, i] == k_ids[b, j].
         valid: padding, bool [B or 1, Sk]: valid[b, j].
         mask: anything else, bool [B or 1, H or 1, Sq or 1, Sk or 1]: mask[b, h, i, j].
-        uniform_empty: a query that sees nothing attends to all keys alike (the lowest finite number was added), not to none.
+        uniform_empty: a query that sees nothing attends to all keys alike (the lowest finite number was
+            added), not to none.
     """
 
     lo: Limit | None = None
@@ -49,10 +53,13 @@ class Mask(Generic[Ids, Condition, Limit]):
         limit: Callable[[Limit], object],
         **more: object,
     ) -> _Other:
-        """The same mask made of something else: each term that it has, put into other words; `more` are fields that only those have."""
+        """The same mask made of something else: each term that it has, put into other words; `more` are
+        fields that only those have.
+        """
         return kind(
-            lo=_put(limit, self.lo), hi=_put(limit, self.hi), chunk=self.chunk, q_ids=_put(ids, self.q_ids), k_ids=_put(ids, self.k_ids),
-            valid=_put(condition, self.valid), mask=_put(condition, self.mask), uniform_empty=self.uniform_empty, **more,
+            lo=_put(limit, self.lo), hi=_put(limit, self.hi), chunk=self.chunk, q_ids=_put(ids, self.q_ids),
+            k_ids=_put(ids, self.k_ids), valid=_put(condition, self.valid), mask=_put(condition, self.mask),
+            uniform_empty=self.uniform_empty, **more,
         )  # fmt: skip
 
 
@@ -62,7 +69,9 @@ def _put(how: Callable[[_From], object], term: _From | None) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """A limit of j − i: `offset`, or Sk − Sq + offset when `aligned` (the last query's position is the last key's)."""
+    """A limit of j − i: `offset`, or Sk − Sq + offset when `aligned` (the last query's position is the last
+    key's).
+    """
 
     offset: int
     aligned: bool = False
@@ -73,12 +82,14 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskForm(Mask[Names, Names, Edge]):
-    """A mask as an option carries it and a plan keeps it: ids, padding and dense conditions are the names of the inputs behind them.
+    """A mask as an option carries it and a plan keeps it: ids, padding and dense conditions are the names of
+    the inputs behind them.
 
     Attributes:
         ahead: Sk − Sq at the example.
         flags: the ids are flags: queries are padded as keys are.
-        guards: what inputs have to be for this to be the mask; every call checks it, and reads the dense mask where it is not.
+        guards: what inputs have to be for this to be the mask; every call checks it, and reads the dense mask
+            where it is not.
     """
 
     ahead: int = 0
@@ -86,7 +97,9 @@ class MaskForm(Mask[Names, Names, Edge]):
     guards: tuple[Reason, ...] = ()
 
     def same_terms(self, other: MaskForm) -> bool:
-        """Whether the same bands, chunks and kinds of ids and conditions are in both, at the sizes that each is known for."""
+        """Whether the same bands, chunks and kinds of ids and conditions are in both, at the sizes that each
+        is known for.
+        """
         return self._terms() == other._terms()
 
     def _terms(self) -> tuple[object, ...]:
@@ -107,7 +120,9 @@ class MaskForm(Mask[Names, Names, Edge]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sees(Reason):
-    """An attention's mask, None where the form of the decision has it, and the share of the scores in its tiles."""
+    """An attention's mask, None where the form of the decision has it, and the share of the scores in its
+    tiles.
+    """
 
     kind: Literal["sees"] = "sees"
     form: MaskForm | None = None
@@ -124,7 +139,9 @@ class StaysDense(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlyWhere(Reason):
-    """A mask has its form under guards alone, which would not be looked at there; `unmet`: the example inputs break them."""
+    """A mask has its form under guards alone, which would not be looked at there; `unmet`: the example inputs
+    break them.
+    """
 
     kind: Literal["only where"] = "only where"
     form: MaskForm

@@ -1,4 +1,7 @@
-"""The names of passes and backends, each with what it does: known before torch is loaded. Tests hold them equal to the registries."""
+"""The names of passes and backends, each with what it does: known before torch is loaded.
+
+Tests hold them equal to the registries.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ INFERENCE_PASSES: Mapping[str, str] = {
     "rows": "fuses norms, gates and rotary embeddings row by row",
     "quantize": "stores weights in 8 or 4 bits, and computes in 8 where that is faster",
     "sparsify": "stores weights in blocks, or two of four, where most are zero",
+    "speculate": "drafts tokens of a generation from the text before, where that is measured to be faster",
 }
 #: Of a training plan, in order of application.
 TRAINING_PASSES: Mapping[str, str] = {
@@ -40,7 +44,9 @@ TRAINING_PASSES: Mapping[str, str] = {
     "bitmask": "holds dropout's masks as bits from forward to backward",
 }
 #: Those that take part only where they are named, or one of their options is set.
-OPTIONAL = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision", "frozen"})
+OPTIONAL = frozenset(
+    {"offload", "compress", "bitmask", "fold", "predict", "speculate", "microbatch", "precision", "frozen"}
+)
 BACKENDS: Mapping[str, str] = {
     "onnxruntime": "ONNX Runtime",
     "torch-eager": "PyTorch, operator by operator, weights packed",
@@ -60,7 +66,11 @@ def check_passes(given: Iterable[str]) -> None:
     for item in given:
         name = item.partition("=")[0].partition(".")[0].strip()
         if name not in known and name.removeprefix("no-") not in known:
-            known |= _installed("effcompile.passes") | _installed("effcompile.training_passes") | _installed("effcompile.value_levers")
+            known |= (
+                _installed("effcompile.passes")
+                | _installed("effcompile.training_passes")
+                | _installed("effcompile.value_levers")
+            )
             if name not in known and name.removeprefix("no-") not in known:
                 raise UnknownNameError("pass", name.removeprefix("no-"), known)
 
@@ -71,7 +81,11 @@ def check_backend(name: str | None) -> None:
     Raises:
         UnknownNameError: as loading it would.
     """
-    if name is not None and name not in (*BACKENDS, "torch") and name not in (found := _installed("effcompile.backends")):
+    if (
+        name is not None
+        and name not in (*BACKENDS, "torch")
+        and name not in (found := _installed("effcompile.backends"))
+    ):
         raise UnknownNameError("backend", name, {*BACKENDS, *found})
 
 

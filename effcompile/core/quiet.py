@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_libraries(*names: str) -> Iterator[None]:
-    """Within, the named libraries log errors only, and what this thread logs on the root logger itself is dropped below an error."""
+    """Within, the named libraries log errors only, and what this thread logs on the root logger itself is
+    dropped below an error.
+    """
     loggers = {logger: logger.level for logger in map(logging.getLogger, names)}
     mine = threading.get_ident()
 
@@ -30,7 +32,9 @@ def quiet_libraries(*names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_it_logs() -> Iterator[None]:
-    """Within, what an import does to the root logger (`logging.basicConfig` as a module's side effect) is undone: it is the user's."""
+    """Within, what an import does to the root logger (`logging.basicConfig` as a module's side effect) is
+    undone: it is the user's.
+    """
     root = logging.root
     handlers, level = list(root.handlers), root.level
     try:

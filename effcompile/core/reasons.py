@@ -1,8 +1,8 @@
 """Why an option was taken, or was not, and what is known of a place: figures and names, no sentences.
 
-The words are made in `report/reasons.py`, where equal reasons of many sites are put together and their figures become ranges. A plan
-keeps a reason under its `kind`. The set is closed; a pass that has something else to say uses `Because` or `Unsupported`, whose text
-may have holes for figures.
+The words are made in `report/reasons.py`, where equal reasons of many sites are put together and their
+figures become ranges. A plan keeps a reason under its `kind`. The set is closed; a pass that has something
+else to say uses `Because` or `Unsupported`, whose text may have holes for figures.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, Self
 
 from effcompile.core import spoken
 
-#: What may stand in a hole of a text, and so how it is printed: a plain number, bytes, seconds, an error, a share, the name of a place,
-#: any other name or somebody else's words.
+#: What may stand in a hole of a text, and so how it is printed: a plain number, bytes, seconds, an error, a
+#: share, the name of a place, any other name or somebody else's words.
 HOLES = ("", "bytes", "seconds", "error", "share", "site", "name")
 _NAMES = ("site", "name")
 
@@ -22,7 +22,10 @@ Figure = int | float | str
 
 
 class Reason:
-    """One of the classes below, a frozen dataclass with its `kind` as the first field. It is printed in the report's words."""
+    """One of the classes below, a frozen dataclass with its `kind` as the first field.
+
+    It is printed in the report's words.
+    """
 
     __slots__ = ()
 
@@ -32,10 +35,12 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class _Text(Reason):
-    """A text, and the figures in its holes: `Because("{} of {} stay", (3, 4))`, `"needs {bytes}"`; a text without figures has no holes.
+    """A text, and the figures in its holes: `Because("{} of {} stay", (3, 4))`, `"needs {bytes}"`; a text
+    without figures has no holes.
 
     Raises:
-        ValueError: other holes than figures, an unknown hole, or a figure of another type than its hole is for.
+        ValueError: other holes than figures, an unknown hole, or a figure of another type than its hole is
+            for.
     """
 
     text: str
@@ -47,9 +52,17 @@ class _Text(Reason):
 
     @classmethod
     def of(cls, text: str, *figures: object) -> Self:
-        """Holes `{}` filled with numbers and names alike: `Unsupported.of("{} holds {} heads", node, 12)`; what is neither, as its text."""
-        kept = tuple(value if isinstance(value, (int, float, str)) and not isinstance(value, bool) else str(value) for value in figures)
-        return cls(text.format(*("{name}" if isinstance(value, str) else "{}" for value in kept)) if kept else text, kept)
+        """Holes `{}` filled with numbers and names alike: `Unsupported.of("{} holds {} heads", node, 12)`;
+        what is neither, as its text.
+        """
+        kept = tuple(
+            value if isinstance(value, (int, float, str)) and not isinstance(value, bool) else str(value)
+            for value in figures
+        )
+        return cls(
+            text.format(*("{name}" if isinstance(value, str) else "{}" for value in kept)) if kept else text,
+            kept,
+        )
 
     @property
     def parts(self) -> tuple[tuple[str, str | None, Figure], ...]:
@@ -65,10 +78,16 @@ def _fill(text: str, figures: tuple[Figure, ...]) -> tuple[tuple[str, str | None
     holes = [hole for _, hole in parsed if hole is not None]
     if len(holes) != len(figures) or not set(holes) <= set(HOLES):
         known = ", ".join(f"{{{hole}}}" for hole in HOLES)
-        raise ValueError(f"The reason {text!r} has {len(holes)} holes for {len(figures)} figures. One hole for each; they are: {known}.")
+        raise ValueError(
+            f"The reason {text!r} has {len(holes)} holes for {len(figures)} figures. One hole for each; "
+            f"they are: {known}."
+        )
     for hole, figure in zip(holes, figures, strict=True):
         if isinstance(figure, bool) or isinstance(figure, str) != (hole in _NAMES):
-            raise ValueError(f"The reason {text!r} has {figure!r} in the hole {{{hole}}}: sites and names are words, all else a number.")
+            raise ValueError(
+                f"The reason {text!r} has {figure!r} in the hole {{{hole}}}: sites and names are words, "
+                "all else a number."
+            )
     left = iter(figures)
     return tuple((before, hole, next(left) if hole is not None else "") for before, hole in parsed)
 
@@ -101,7 +120,9 @@ class ReasonError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slower(Reason):
-    """The fastest plan with it takes so many seconds more; `at_least`: by a bound, it was not solved for that."""
+    """The fastest plan with it takes so many seconds more; `at_least`: by a bound, it was not solved for
+    that.
+    """
 
     kind: Literal["slower"] = "slower"
     seconds: float
@@ -110,7 +131,9 @@ class Slower(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotFaster(Reason):
-    """It takes so many seconds where another option of its site, `than`, takes so many; below 0: it shortens other sites' work."""
+    """It takes so many seconds where another option of its site, `than`, takes so many; below 0: it shortens
+    other sites' work.
+    """
 
     kind: Literal["not faster"] = "not faster"
     seconds: float
@@ -130,7 +153,10 @@ class NotSmaller(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverBudget(Reason):
-    """A plan with it needs so many bytes, which is above the budget, where that is given. `saves`: seconds of a call, were it within."""
+    """A plan with it needs so many bytes, which is above the budget, where that is given.
+
+    `saves`: seconds of a call, were it within.
+    """
 
     kind: Literal["over budget"] = "over budget"
     needed: int
@@ -158,7 +184,10 @@ class WithinGap(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoKernel(Reason):
-    """The backend has no such kernel on this machine. `because`: what is known of it; `others`: backends that have one."""
+    """The backend has no such kernel on this machine.
+
+    `because`: what is known of it; `others`: backends that have one.
+    """
 
     kind: Literal["no kernel"] = "no kernel"
     backend: str
@@ -169,7 +198,10 @@ class NoKernel(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotAllowed(Reason):
-    """The user has not allowed it. `because`: what it would do; `allow`: what to say to have it, nothing: an error has to be allowed."""
+    """The user has not allowed it.
+
+    `because`: what it would do; `allow`: what to say to have it, nothing: an error has to be allowed.
+    """
 
     kind: Literal["not allowed"] = "not allowed"
     because: str = ""
@@ -178,7 +210,10 @@ class NotAllowed(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requires(Reason):
-    """It needs another site to have one of these options. `offered`: it could have, and that costs more than this gains."""
+    """It needs another site to have one of these options.
+
+    `offered`: it could have, and that costs more than this gains.
+    """
 
     kind: Literal["requires"] = "requires"
     site: str
@@ -197,7 +232,10 @@ class Needed(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotMeasured(Reason):
-    """Its error at the model's output is not known. `also`: nor that of this; `setting`: what limited the measuring, and the limit."""
+    """Its error at the model's output is not known.
+
+    `also`: nor that of this; `setting`: what limited the measuring, and the limit.
+    """
 
     kind: Literal["not measured"] = "not measured"
     also: str = ""
@@ -210,7 +248,9 @@ class NotMeasured(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gains(Reason):
-    """Against the site's baseline it saves seconds (below 0: it costs some) and bytes of weights, and adds an error."""
+    """Against the site's baseline it saves seconds (below 0: it costs some) and bytes of weights, and adds an
+    error.
+    """
 
     kind: Literal["gains"] = "gains"
     seconds: float = 0.0
@@ -220,7 +260,10 @@ class Gains(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faster(Reason):
-    """The fastest plan without it takes so many seconds more; None: none is within the budget. `than`: what it would be instead."""
+    """The fastest plan without it takes so many seconds more; None: none is within the budget.
+
+    `than`: what it would be instead.
+    """
 
     kind: Literal["faster"] = "faster"
     seconds: float | None
@@ -229,7 +272,9 @@ class Faster(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept(Reason):
-    """It stays as the model has it: one of so many options, and no other is worth its cost; or all of its bytes fit."""
+    """It stays as the model has it: one of so many options, and no other is worth its cost; or all of its
+    bytes fit.
+    """
 
     kind: Literal["kept"] = "kept"
     options: int | None = None
@@ -240,7 +285,8 @@ class Kept(Reason):
 class Frees(Reason):
     """It frees bytes for seconds. `throughout`: at every instant, else between forward and backward.
 
-    `host_bytes`: so many are held on the host instead. `link_bytes`: what goes over the link in every step for it.
+    `host_bytes`: so many are held on the host instead. `link_bytes`: what goes over the link in every step
+    for it.
     """
 
     kind: Literal["frees"] = "frees"
@@ -253,7 +299,9 @@ class Frees(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divided(Reason):
-    """Activations are of so many examples at a time, beside summed gradients; the step takes this share longer than the unplanned one."""
+    """Activations are of so many examples at a time, beside summed gradients; the step takes this share
+    longer than the unplanned one.
+    """
 
     kind: Literal["divided"] = "divided"
     examples: int
@@ -267,10 +315,12 @@ class Divided(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseSpeed(Reason):
-    """Time per sparse FLOP over time per dense FLOP, and what it has to be below for a gain. `gains`: whether it was worth it.
+    """Time per sparse FLOP over time per dense FLOP, and what it has to be below for a gain.
 
-    `bits`: of the dense product that it is held against, 0 for the model's own. `over_stock`: the same over F.linear, where that is
-    another figure. `published`: the gain that a publication has, with its `source`.
+    `gains`: whether it was worth it.
+
+    `bits`: of the dense product that it is held against, 0 for the model's own. `over_stock`: the same over
+    F.linear, where that is another figure. `published`: the gain that a publication has, with its `source`.
     """
 
     kind: Literal["sparse speed"] = "sparse speed"
@@ -285,7 +335,10 @@ class SparseSpeed(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall(Reason):
-    """A predictor of attention's tiles keeps this part of the softmax mass at this share of them. `but`: why it was not taken."""
+    """A predictor of attention's tiles keeps this part of the softmax mass at this share of them.
+
+    `but`: why it was not taken.
+    """
 
     kind: Literal["recall"] = "recall"
     recall: float

@@ -1,6 +1,8 @@
-"""How what is data becomes words: the report layer, which stands above, is put here by name in `effcompile/__init__.py`.
+"""How what is data becomes words: the report layer, which stands above, is put here by name in
+`effcompile/__init__.py`.
 
-That file runs before any other of the package, and so loads neither the report nor what it words: `import effcompile` is instant.
+That file runs before any other of the package, and so loads neither the report nor what it words: `import
+effcompile` is instant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The last line of defence: what nobody foresaw leaves effcompile as one of its own errors, which names the stage it came from."""
+"""The last line of defence: what nobody foresaw leaves effcompile as one of its own errors, which names the
+stage it came from.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,29 @@ from collections.abc import Iterator
 from effcompile.core.errors import EffcompileError, InternalError
 
 #: What a user may try where the stage knows nothing better.
-AROUND = "leave a pass out (--pass no-NAME, passes=['no-NAME']), choose another backend (backend=...), or fix all shapes (dynamic=False)"
+AROUND = (
+    "leave a pass out (--pass no-NAME, passes=['no-NAME']), choose another backend (backend=...), or "
+    "fix all shapes (dynamic=False)"
+)
 
 #: How allocators word it; torch raises a plain RuntimeError on a CPU.
-_SHORT = re.compile(r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory", re.IGNORECASE)
+_SHORT = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory", re.IGNORECASE
+)
 
 
 @contextlib.contextmanager
 def stage(name: str, around: str = AROUND) -> Iterator[None]:
-    """Whatever is raised within and is no error of ours becomes one that names this stage; the innermost stage wins.
+    """Whatever is raised within and is no error of ours becomes one that names this stage; the innermost
+    stage wins.
 
     Args:
         name: what is being done: "capture", "lower to onnxruntime".
         around: what the user may try instead, as the end of "To get around it, ...".
 
     Raises:
-        InternalError: what was not foreseen. Memory that runs out is passed on: the entry point says it (machine/room.py).
+        InternalError: what was not foreseen. Memory that runs out is passed on: the entry point says it
+            (machine/room.py).
     """
     try:
         yield
@@ -44,7 +53,11 @@ def without(name: str) -> str:
 
 def is_no_memory(error: BaseException) -> bool:
     """Whether the system, a limit of it or an allocator gave no more memory."""
-    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or bool(_SHORT.search(str(error)))
+    return (
+        isinstance(error, MemoryError)
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or bool(_SHORT.search(str(error)))
+    )
 
 
 def wrapped(error: Exception, name: str, around: str = AROUND) -> EffcompileError:
@@ -52,8 +65,9 @@ def wrapped(error: Exception, name: str, around: str = AROUND) -> EffcompileErro
     said = first_line(error)
     return InternalError(
         name,
-        f"effcompile failed at the stage {name!r}: {said}. This is a bug in effcompile, not in your model. Please report this message with "
-        f"its traceback, your model and the versions of effcompile and torch. To get around it, {around}.",
+        f"effcompile failed at the stage {name!r}: {said}. This is a bug in effcompile, not in your model. "
+        "Please report this message with its traceback, your model and the versions of effcompile and "
+        f"torch. To get around it, {around}.",
     )
 
 

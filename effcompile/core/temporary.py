@@ -15,7 +15,8 @@ _held: dict[Path, int] = {}  # folder → the descriptor whose lock says that it
 
 
 def own_folder(prefix: str) -> Path:
-    """A new folder that only this user may enter, removed at exit; those of dead processes with this prefix go now.
+    """A new folder that only this user may enter, removed at exit; those of dead processes with this prefix
+    go now.
 
     Raises:
         OSError: there is no place for temporary files.

@@ -15,17 +15,20 @@ _LONG = 0.1
 _OF_LONG = 3
 
 
-def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: float = 0.15, settled: float = 0.0) -> float:
+def median_seconds(
+    fn: Callable[[], object], *, min_rounds: int = 5, budget: float = 0.15, settled: float = 0.0
+) -> float:
     """Seconds of one warm call of `fn`: the median of the faster half of its samples.
 
-    On a shared machine noise only ever adds time (preemption, cold caches), so the slower half is dropped; the
-    minimum is not taken either, as it rewards a lucky clock and is not what a user sees. One untimed call warms
-    up; a call shorter than 20 µs is repeated within a sample, so that the clock's own cost does not count.
+    On a shared machine noise only ever adds time (preemption, cold caches), so the slower half is dropped;
+    the minimum is not taken either, as it rewards a lucky clock and is not what a user sees. One untimed call
+    warms up; a call shorter than 20 µs is repeated within a sample, so that the clock's own cost does not
+    count.
 
     Args:
         fn: the callable.
-        min_rounds: samples taken at the least, even beyond the budget (at least 1); three are enough of a call longer than the budget,
-            whose length averages the noise out.
+        min_rounds: samples taken at the least, even beyond the budget (at least 1); three are enough of a
+            call longer than the budget, whose length averages the noise out.
         budget: seconds after which no further sample is started.
         settled: stop before, once twice as many samples give the same figure but for this share.
     """
@@ -60,7 +63,9 @@ def faster_half_median(samples: list[float]) -> float:
     return faster[middle] if len(faster) % 2 else (faster[middle - 1] + faster[middle]) / 2
 
 
-def interleaved(fns: Mapping[str, Callable[[], object]], rounds: int, *, repeats: int = 2) -> dict[str, list[float]]:
+def interleaved(
+    fns: Mapping[str, Callable[[], object]], rounds: int, *, repeats: int = 2
+) -> dict[str, list[float]]:
     """Time several callables in turn, so that a slow minute of the machine falls on all of them alike.
 
     Each round runs all of them, starting one further each time; each is called once untimed after the switch

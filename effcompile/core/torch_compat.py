@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
+# else torch's profiler writes its own start and stop to stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-#: The oldest and the newest torch that tests were run with; constraints.txt pins the one that all of them are run with.
+#: The oldest and the newest torch that tests were run with; constraints.txt pins the one that all of them are
+#: run with.
 OLDEST, NEWEST = (2, 11), (2, 15)
 
 
@@ -31,7 +33,10 @@ def untested(version: str) -> str | None:
         return None
     known = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     mend = f"'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
-    return f"effcompile was tested with torch {known}; this is {version}. Plans are verified all the same. If one fails: pip install {mend}"
+    return (
+        f"effcompile was tested with torch {known}; this is {version}. Plans are verified all the "
+        f"same. If one fails: pip install {mend}"
+    )
 
 
 if (_warning := untested(torch.__version__)) is not None:
@@ -58,7 +63,9 @@ def flop_counter() -> FlopCounterMode:
         counted._get_raw = True  # type: ignore[attr-defined] # takes tensors: the registry's formulas have their wrapper on
         return counted
 
-    return FlopCounterMode(display=False, custom_mapping={op: formula(count) for op, count in UNCOUNTED_FLOPS.items()})
+    return FlopCounterMode(
+        display=False, custom_mapping={op: formula(count) for op, count in UNCOUNTED_FLOPS.items()}
+    )
 
 
 def fake_mode() -> Any:
@@ -81,8 +88,13 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def in_function_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp ...) is at work, or forward-mode autograd: tensors may be its wrappers."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    """Whether a transform of torch.func (grad, vmap, jvp ...) is at work, or forward-mode autograd: tensors
+    may be its wrappers.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    )
 
 
 def is_packed(weight: torch.Tensor) -> bool:
@@ -98,7 +110,9 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def export_guards(exported: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """The conditions on input sizes that the export assumed, as Python expressions over `L`; empty before torch 2.9."""
+    """The conditions on input sizes that the export assumed, as Python expressions over `L`; empty before
+    torch 2.9.
+    """
     return tuple(getattr(exported, "_guards_code", None) or ())
 
 
@@ -106,7 +120,15 @@ def guard_scope(arguments: Mapping[str, object]) -> dict[str, Any]:
     """The names that `export_guards` expressions use."""
     from torch.utils._sympy.functions import FloorDiv, Mod
 
-    return {"L": dict(arguments), "math": math, "torch": torch, "max": max, "min": min, "FloorDiv": FloorDiv, "Mod": Mod}
+    return {
+        "L": dict(arguments),
+        "math": math,
+        "torch": torch,
+        "max": max,
+        "min": min,
+        "FloorDiv": FloorDiv,
+        "Mod": Mod,
+    }
 
 
 def guard_holds(guard: str, scope: dict[str, Any]) -> bool:
@@ -122,7 +144,9 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def expression(size: Any) -> Any:
-    """The sympy expression of a size after all that was learned while tracing; a number when it is constant."""
+    """The sympy expression of a size after all that was learned while tracing; a number when it
+    is constant.
+    """
     return size.node.expr if isinstance(size, SYMBOLIC) else int(size)
 
 
@@ -141,7 +165,9 @@ def size_functions() -> dict[str, Any]:
 
 
 def specialised_at(value: torch.Tensor) -> dict[tuple[str, int], str]:
-    """(input source, axis) → `file:line` of the user's code that made the axis constant, where torch recorded it."""
+    """(input source, axis) → `file:line` of the user's code that made the axis constant, where torch recorded
+    it.
+    """
     env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
     places: dict[tuple[str, int], str] = {}
     for symbol, sources in getattr(env, "var_to_sources", {}).items():
@@ -156,7 +182,9 @@ def specialised_at(value: torch.Tensor) -> dict[tuple[str, int], str]:
 
 def _place(frame: object) -> str | None:
     """`file:line` of a stack frame outside torch."""
-    if not isinstance(frame, traceback.FrameSummary) or frame.filename.startswith(os.path.dirname(torch.__file__)):
+    if not isinstance(frame, traceback.FrameSummary) or frame.filename.startswith(
+        os.path.dirname(torch.__file__)
+    ):
         return None
     return f"{frame.filename}:{frame.lineno}"
 
@@ -185,7 +213,9 @@ def traceable_transformer() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unlimited_recompilation() -> Iterator[None]:
-    """torch.compile without its limit of eight kernels per function, above which it runs the function uncompiled."""
+    """torch.compile without its limit of eight kernels per function, above which it runs the function
+    uncompiled.
+    """
     import torch._dynamo.config as config
 
     with config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
@@ -193,13 +223,17 @@ def unlimited_recompilation() -> Iterator[None]:
 
 
 def has_onednn() -> bool:
-    """Whether this torch can call oneDNN's packed linears directly (x86 builds since 2.4, Arm builds with oneDNN)."""
+    """Whether this torch can call oneDNN's packed linears directly (x86 builds since 2.4, Arm builds with
+    oneDNN).
+    """
     needed = ((torch.ops.mkldnn, "_linear_pointwise"), (torch.ops.mkldnn, "_reorder_linear_weight"))
     return torch.backends.mkldnn.is_available() and all(hasattr(space, name) for space, name in needed)
 
 
 def has_onednn_bf16() -> bool:
-    """Whether oneDNN's packed linears take bf16 on this processor; without AVX-512 they raise, and plain linears are slow."""
+    """Whether oneDNN's packed linears take bf16 on this processor; without AVX-512 they raise, and plain
+    linears are slow.
+    """
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return has_onednn() and supported is not None and bool(supported())
 
@@ -207,7 +241,11 @@ def has_onednn_bf16() -> bool:
 def has_onednn_int8() -> bool:
     """Whether the int8 linears of Inductor's x86 path are there."""
     needed = ("qlinear_prepack", "qlinear_pointwise")
-    return has_onednn() and "onednn" in torch.backends.quantized.supported_engines and all(hasattr(torch.ops.onednn, n) for n in needed)
+    return (
+        has_onednn()
+        and "onednn" in torch.backends.quantized.supported_engines
+        and all(hasattr(torch.ops.onednn, n) for n in needed)
+    )
 
 
 _META_KERNELS: list[torch.library.Library] = []
@@ -216,11 +254,13 @@ _META_KERNELS: list[torch.library.Library] = []
 def allow_tracing_packing() -> None:
     """Give oneDNN's weight packing the shape functions it lacks, so that export and Dynamo can trace it.
 
-    Torch inserts these operators only after tracing and so never needed them (seen in 2.11-2.13). Without, Dynamo breaks
-    the graph at each. Packing keeps an fp weight's shape and transposes an int8 one.
+    Torch inserts these operators only after tracing and so never needed them (seen in 2.11-2.13). Without,
+    Dynamo breaks the graph at each. Packing keeps an fp weight's shape and transposes an int8 one.
     """
     shapes = {
-        "onednn::qlinear_prepack": lambda weight, x_shape=None: weight.new_empty(tuple(reversed(weight.shape))),
+        "onednn::qlinear_prepack": lambda weight, x_shape=None: weight.new_empty(
+            tuple(reversed(weight.shape))
+        ),
         "mkldnn::_reorder_linear_weight": lambda weight, batch_size=None: torch.empty_like(weight),
     }
     for name, function in shapes.items():
@@ -247,19 +287,24 @@ def _observers() -> Any:
 def weight_observer(*, per_channel: bool) -> Any:
     """Finds the symmetric s8 scales of an (N, K) weight, one per row or one in all."""
     if per_channel:
-        return _observers().PerChannelMinMaxObserver(ch_axis=0, dtype=torch.qint8, qscheme=torch.per_channel_symmetric)
+        return _observers().PerChannelMinMaxObserver(
+            ch_axis=0, dtype=torch.qint8, qscheme=torch.per_channel_symmetric
+        )
     return _observers().MinMaxObserver(dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)
 
 
 def packing_operators() -> tuple[Any, ...]:
-    """The operators that only re-arrange a weight for oneDNN; their result depends on the machine and is not saved."""
+    """The operators that only re-arrange a weight for oneDNN; their result depends on the machine and is not
+    saved.
+    """
     names = ((torch.ops.onednn, "qlinear_prepack"), (torch.ops.mkldnn, "_reorder_linear_weight"))
     return tuple(getattr(space, name).default for space, name in names if hasattr(space, name))
 
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """torch.export without its warnings and the half-made graph that it prints when it fails: our errors say what matters.
+    """torch.export without its warnings and the half-made graph that it prints when it fails: our errors say
+    what matters.
 
     Nor is Python code written for the graphs on the way (a tenth of the time): it is, of one that is called.
     """
@@ -276,13 +321,22 @@ def quiet_export() -> Iterator[None]:
 
 
 def function_mode() -> object:
-    """The innermost TorchFunctionMode that is entered, other than torch.device's; None where there is none."""
+    """The innermost TorchFunctionMode that is entered, other than torch.device's; None where
+    there is none.
+    """
     if not torch._C._len_torch_function_stack():
         return None
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 
-    return next((mode for mode in reversed(_get_current_function_mode_stack()) if not isinstance(mode, DeviceContext)), None)
+    return next(
+        (
+            mode
+            for mode in reversed(_get_current_function_mode_stack())
+            if not isinstance(mode, DeviceContext)
+        ),
+        None,
+    )
 
 
 def has_avx512_bf16() -> bool:
@@ -291,15 +345,29 @@ def has_avx512_bf16() -> bool:
 
 
 def global_module_hooks() -> tuple[Mapping[int, Any], ...]:
-    """The hooks that run at every module's call (torch.nn.modules.module.register_module_forward_hook and its peers)."""
+    """The hooks that run at every module's call (torch.nn.modules.module.register_module_forward_hook and its
+    peers).
+    """
     from torch.nn.modules import module
 
-    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    names = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
     return tuple(found for name in names if (found := getattr(module, name, None)) is not None)
 
 
 def hide_from_dynamo(kind: type, method: str, reason: str) -> None:
-    """Have torch.compile call a class's method as it is. While Dynamo is not loaded, nothing is hidden: loading it takes seconds."""
+    """Have torch.compile call a class's method as it is.
+
+    While Dynamo is not loaded, nothing is hidden: loading it takes seconds.
+    """
     found = kind.__dict__.get(method)
-    if found is not None and "torch._dynamo" in sys.modules and not hasattr(found, "_torchdynamo_orig_callable"):
+    if (
+        found is not None
+        and "torch._dynamo" in sys.modules
+        and not hasattr(found, "_torchdynamo_orig_callable")
+    ):
         setattr(kind, method, torch.compiler.disable(found, reason=reason))

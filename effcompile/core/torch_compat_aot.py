@@ -1,4 +1,6 @@
-"""Every private torch API that only training uses: AOTAutograd's joint graph, Dynamo's whole-graph front, gradients without bytes."""
+"""Every private torch API that only training uses: AOTAutograd's joint graph, Dynamo's whole-graph front,
+gradients without bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,36 @@ from torch.utils import _pytree as pytree
 from effcompile.core.kernel_cache import mended
 from effcompile.core.types import Value
 
-#: What a placeholder or a result of the joint graph is, and the index of the flat input or output that it belongs to.
+#: What a placeholder or a result of the joint graph is, and the index of the flat input or output that it
+#: belongs to.
 Kind = Literal["input", "tangent", "output", "updated", "gradient", "other"]
 Role = tuple[Kind, int]
 
 
-def joint_graph(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, list[Role], list[Role]]:
-    """Forward and backward of a module without state as one functional graph, no operator decomposed beyond autograd.
+def joint_graph(
+    module: fx.GraphModule, tensors: Sequence[torch.Tensor]
+) -> tuple[fx.GraphModule, list[Role], list[Role]]:
+    """Forward and backward of a module without state as one functional graph, no operator decomposed beyond
+    autograd.
 
     Args:
-        module: flat: one placeholder per tensor, one flat tuple out. Only its differentiable outputs get a tangent.
-        tensors: its inputs; gradients are taken for those that require them. Where any is on the meta device, the module is
-            changed to be traced as on a CPU.
+        module: flat: one placeholder per tensor, one flat tuple out. Only its differentiable outputs get a
+            tangent.
+        tensors: its inputs; gradients are taken for those that require them. Where any is on the meta device,
+            the module is changed to be traced as on a CPU.
 
     Returns:
-        The graph, the role of each placeholder and that of each result, both in graph order. An "input" is the index in
-        `tensors`; a "tangent" that of the output it arrives at; "updated" and "gradient" those of the input they are for.
+        The graph, the role of each placeholder and that of each result, both in graph order. An "input" is
+        the index in `tensors`; a "tangent" that of the output it arrives at; "updated" and "gradient" those
+        of the input they are for.
     """
     import torch._inductor.config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     if any(tensor.is_meta for tensor in tensors):
         tensors = _as_on_cpu(module, tensors)
-    with contextlib.ExitStack() as stack:  # fallback_random: or else fx removes random operators whose result is not used
+    with contextlib.ExitStack() as stack:
+        # fallback_random: or else fx removes random operators whose result is not used
         stack.enter_context(torch._inductor.config.patch(fallback_random=True))
         stack.enter_context(_without_code())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module
@@ -50,7 +59,9 @@ def joint_graph(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> tupl
 
 
 def graph_module(root: nn.Module | Mapping[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A graph with its attributes, whose Python code is written when it is called or printed: most forms of a step never are."""
+    """A graph with its attributes, whose Python code is written when it is called or printed: most forms of a
+    step never are.
+    """
     try:
         from torch.fx._lazy_graph_module import _LazyGraphModule
     except ImportError:
@@ -68,9 +79,11 @@ def _without_code() -> AbstractContextManager[None]:
 
 
 def _as_on_cpu(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fake CPU tensors in the place of those on the meta device, which is changed to the CPU in the graph, too.
+    """Fake CPU tensors in the place of those on the meta device, which is changed to the CPU in the graph,
+    too.
 
-    On the meta device autograd loses gradients (that of cross_entropy), and attention is not the operator that machines run.
+    On the meta device autograd loses gradients (that of cross_entropy), and attention is not the operator
+    that machines run.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -80,7 +93,12 @@ def _as_on_cpu(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[
     fakes = []
     for tensor in tensors:
         with mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
+            fake = torch.empty_strided(
+                tensor.shape,
+                tensor.stride(),
+                dtype=tensor.dtype,
+                device="cpu" if tensor.is_meta else tensor.device,
+            )
         fakes.append(fake.requires_grad_(tensor.requires_grad))
     return fakes
 
@@ -99,7 +117,9 @@ def _off_meta(value: object) -> Value:
 
 
 def _role(descriptor: object) -> Role:
-    """AOTAutograd's descriptor in short; kinds that a module without state and aliases does not have are "other"."""
+    """AOTAutograd's descriptor in short; kinds that a module without state and aliases does not have are
+    "other".
+    """
     from torch._functorch._aot_autograd import descriptors
 
     kinds: tuple[tuple[type, Kind, str], ...] = (
@@ -116,7 +136,9 @@ def _role(descriptor: object) -> Role:
 
 
 def dynamo_front(module: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """A module as one torch.fx graph, traced from its bytecode by Dynamo: one placeholder per tensor, weights as get_attr."""
+    """A module as one torch.fx graph, traced from its bytecode by Dynamo: one placeholder per tensor, weights
+    as get_attr.
+    """
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 
     return _dynamo_graph_capture_for_export(module)(*tensors)
@@ -124,25 +146,34 @@ def dynamo_front(module: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.Graph
 
 @contextlib.contextmanager
 def python_gradients() -> Iterator[list[str]]:
-    """Notes what defines gradients in Python while open, as "what (file:line)": torch.export records no such thing.
+    """Notes what defines gradients in Python while open, as "what (file:line)": torch.export records no such
+    thing.
 
-    It traces through the forward of a torch.autograd.Function and forgets its backward; of a tensor's hook nothing is left. The
-    gradient that is registered of an operator is another matter: the operator is recorded, and its gradient is traced later.
+    It traces through the forward of a torch.autograd.Function and forgets its backward; of a tensor's hook
+    nothing is left. The gradient that is registered of an operator is another matter: the operator is
+    recorded, and its gradient is traced later.
     """
     noted: list[str] = []
     registered = "torch._library.autograd"  # whose classes these are
-    saver = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # of checkpoint in torch 2.11: changes no gradient
+    # of checkpoint in torch 2.11: changes no gradient
+    saver = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
     apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
 
     def note(what: str) -> None:
         frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(os.path.dirname(torch.__file__)):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(
+            os.path.dirname(torch.__file__)
+        ):
             frame = frame.f_back
         noted.append(f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})")
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Value:
         known = cls is saver or cls.__module__ == registered
-        if not known and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+        if (
+            not known
+            and torch.is_grad_enabled()
+            and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        ):
             note(f"the torch.autograd.Function {cls.__name__}")
         return apply.__get__(None, cls)(*args, **kwargs)  # a classmethod, in torch 2.15 a built-in one
 
@@ -160,7 +191,9 @@ def python_gradients() -> Iterator[list[str]]:
 
 
 def is_random(target: object) -> bool:
-    """Whether an operator draws from the random generator: it must neither be removed nor change places with another."""
+    """Whether an operator draws from the random generator: it must neither be removed nor change places with
+    another.
+    """
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
@@ -170,7 +203,9 @@ def writes(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws from the random generator: an attention that drops nothing does not, though its operator may."""
+    """Whether a node draws from the random generator: an attention that drops nothing does not, though its
+    operator may.
+    """
     if not is_random(node.target):
         return False
     arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
@@ -179,18 +214,25 @@ def draws(node: fx.Node) -> bool:
     return given.get("dropout_p") != 0.0
 
 
+def with_dropout_mask(*given: Any, **options: Any) -> torch.Tensor:
+    """torch's attention by products and a softmax, of (q, k, v, mask, dropout_p, is_causal, what is kept)."""
+    found: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math.default(*given, **options)[0]
+    return found
+
+
 def elementwise_kernel(
     module: fx.GraphModule, layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]]
 ) -> tuple[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], int]:
-    """A graph of aten operators compiled by Inductor for tensors of exactly these layouts: no guards, no gradients.
+    """A graph of aten operators compiled by Inductor for tensors of exactly these layouts: no guards, no
+    gradients.
 
     Args:
         module: one placeholder per layout; returns a flat tuple of tensors.
         layouts: shape, stride, dtype and device type of each input.
 
     Returns:
-        A function of the list of inputs, which it empties, and how many tensors it allocates. It uses as many threads as are
-        set now. Compiled code is kept in Inductor's own cache on disk.
+        A function of the list of inputs, which it empties, and how many tensors it allocates. It uses as many
+        threads as are set now. Compiled code is kept in Inductor's own cache on disk.
 
     Raises:
         Exception: whatever Inductor raises where it cannot compile (there is no C++ compiler, say).
@@ -207,19 +249,28 @@ def elementwise_kernel(
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     with torch.no_grad():
         with mode:
-            examples = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in layouts]
+            examples = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for shape, stride, dtype, device in layouts
+            ]
             traced = make_fx(module, decomposition_table=select_decomp_table())(*examples)
         output = traced.graph.output_node()
         results: Any = output.args[0]
-        output.meta["user_visible_output_idxs"] = list(range(len(results)))  # or else Inductor is free to choose their strides
+        # or else Inductor is free to choose their strides
+        output.meta["user_visible_output_idxs"] = list(range(len(results)))
         output.meta["original_output_strides"] = [tuple(node.meta["val"].stride()) for node in results]
         with tracing(TracingContext(mode)):
             compiled: Any = compile_fx_inner(traced, examples, is_inference=True)
-    return compiled, compiled.source_code.partition("def call(")[2].partition("\ndef ")[0].count(" = empty_strided")
+    return compiled, compiled.source_code.partition("def call(")[2].partition("\ndef ")[0].count(
+        " = empty_strided"
+    )
 
 
-def compile_with_partition(module: fx.GraphModule, inputs: Sequence[Any], partition: Any, compiler: Any) -> Callable[..., Any]:
-    """AOTAutograd's callable of a graph from torch.compile: `partition` cuts its joint graph, `compiler` makes each part callable.
+def compile_with_partition(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Any, compiler: Any
+) -> Callable[..., Any]:
+    """AOTAutograd's callable of a graph from torch.compile: `partition` cuts its joint graph, `compiler`
+    makes each part callable.
 
     Args:
         module: the graph, as torch.compile gives it to a backend.
@@ -238,12 +289,16 @@ def compile_with_partition(module: fx.GraphModule, inputs: Sequence[Any], partit
     def inference(part: fx.GraphModule, examples: Sequence[object]) -> Value:
         return make_boxed_func(part.forward)
 
-    backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, inference_compiler=inference, partition_fn=partition)
+    backend = aot_autograd(
+        fw_compiler=boxed, bw_compiler=boxed, inference_compiler=inference, partition_fn=partition
+    )
     result: Callable[..., Any] = backend(module, inputs)
     return result
 
 
 def without_storage(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """A tensor of a subclass, of another's shape, dtype and device, that holds no bytes."""
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, dtype=like.dtype, device=like.device
+    )
     return made

@@ -1,4 +1,7 @@
-"""What torch.export and torch.onnx do at every export, done once, or left out where it changes nothing. Private APIs, found by feature."""
+"""What torch.export and torch.onnx do at every export, done once, or left out where it changes nothing.
+
+Private APIs, found by feature.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from effcompile.core.types import Args
 aten = torch.ops.aten
 
 _REGISTRIES: dict[tuple[Any, ...], Any] = {}
-#: Held while a name of torch's is replaced: threads that put it back in another order would leave one's in place for good.
+#: Held while a name of torch's is replaced: threads that put it back in another order would leave one's in
+#: place for good.
 _TURN = RLock()
 
 
@@ -29,10 +33,12 @@ def graphs_of(exported: torch.export.ExportedProgram) -> list[fx.Graph]:
 
 @contextlib.contextmanager
 def swift_onnx() -> Iterator[None]:
-    """Within, torch.onnx.export and onnxscript's optimiser leave out what changes nothing, two thirds of an export of BERT-base.
+    """Within, torch.onnx.export and onnxscript's optimiser leave out what changes nothing, two thirds of an
+    export of BERT-base.
 
-    A graph is not traced again to take apart what can be translated as it is; nodes whose types stay as they are do not run again on fake
-    tensors; a rewrite rule is matched where the operator is the one that it looks for. The table of translations is built once a process.
+    A graph is not traced again to take apart what can be translated as it is; nodes whose types stay as they
+    are do not run again on fake tensors; a rewrite rule is matched where the operator is the one that it
+    looks for. The table of translations is built once a process.
     """
     with kept_onnx_registry(), _only_promoted_nodes_rerun(), _rules_of_the_operator():
         module = private_module("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry")
@@ -41,7 +47,9 @@ def swift_onnx() -> Iterator[None]:
             return
         decompose = vars(module)["decompose_with_registry"]
 
-        def unless_needless(exported: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        def unless_needless(
+            exported: torch.export.ExportedProgram, registry: Any
+        ) -> torch.export.ExportedProgram:
             return exported if _translated(exported, registry) else decompose(exported, registry)
 
         with replaced(module, "decompose_with_registry", unless_needless):
@@ -50,8 +58,14 @@ def swift_onnx() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_promoted_nodes_rerun() -> Iterator[None]:
-    """Within, the pass that writes type promotions out runs a node only where it, or what it reads, was changed by one."""
-    module = private_module("torch.onnx._internal.fx.passes.type_promotion", "_TypePromotionInterpreter", "get_type_promotion_rule")
+    """Within, the pass that writes type promotions out runs a node only where it, or what it reads, was
+    changed by one.
+    """
+    module = private_module(
+        "torch.onnx._internal.fx.passes.type_promotion",
+        "_TypePromotionInterpreter",
+        "get_type_promotion_rule",
+    )
     interpreter: Any = vars(module)["_TypePromotionInterpreter"] if module is not None else None
     if not {"run_node", "_set_current_node", "_maybe_promote_node"} <= set(dir(interpreter)):
         yield
@@ -63,8 +77,17 @@ def _only_promoted_nodes_rerun() -> Iterator[None]:
         with self._set_current_node(node):
             if rule := rule_of(node, self.type_promotion_table):
                 self._maybe_promote_node(node, rule)
-        untouched = node.op == "call_function" and node.target is target and node.args is read and node.kwargs is named
-        if untouched and "val" in node.meta and all(self.env[source] is source.meta.get("val") for source in node.all_input_nodes):
+        untouched = (
+            node.op == "call_function"
+            and node.target is target
+            and node.args is read
+            and node.kwargs is named
+        )
+        if (
+            untouched
+            and "val" in node.meta
+            and all(self.env[source] is source.meta.get("val") for source in node.all_input_nodes)
+        ):
             return node.meta["val"]
         return fx.Interpreter.run_node(self, node)
 
@@ -74,7 +97,9 @@ def _only_promoted_nodes_rerun() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rules_of_the_operator() -> Iterator[None]:
-    """Within, onnxscript's matcher looks first at the operator: it goes through the whole graph, for some rules, before it does."""
+    """Within, onnxscript's matcher looks first at the operator: it goes through the whole graph, for some
+    rules, before it does.
+    """
     module = private_module("onnxscript.rewriter._matcher", "SimplePatternMatcher", "_basics")
     matcher: Any = vars(module)["SimplePatternMatcher"] if module is not None else None
     if "match" not in vars(matcher or object) or not hasattr(vars(module)["_basics"], "MatchResult"):
@@ -84,7 +109,11 @@ def _rules_of_the_operator() -> Iterator[None]:
 
     def match_if_the_operator(self: Any, model: object, graph: object, node: Any, **how: Any) -> object:
         wanted = self.pattern.output_nodes[0].op_identifier() if self.pattern.output_nodes else None
-        return none if wanted is not None and wanted[:2] != (node.domain, node.op_type) else match(self, model, graph, node, **how)
+        return (
+            none
+            if wanted is not None and wanted[:2] != (node.domain, node.op_type)
+            else match(self, model, graph, node, **how)
+        )
 
     with replaced(matcher, "match", match_if_the_operator):
         yield
@@ -93,9 +122,18 @@ def _rules_of_the_operator() -> Iterator[None]:
 def _translated(exported: torch.export.ExportedProgram, registry: Any) -> bool:
     """Whether every operator of the graph writes nothing and has a translation to ONNX of its own."""
     known = {found[0].fx_target for found in registry.functions.values() if found}
-    called = [node.target for part in graphs_of(exported) for node in part.nodes if node.op == "call_function"]
-    operators = [target for target in called if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]
-    return all(isinstance(target, torch._ops.OpOverload) and target in known and not target._schema.is_mutable for target in operators)
+    called = [
+        node.target for part in graphs_of(exported) for node in part.nodes if node.op == "call_function"
+    ]
+    operators = [
+        target
+        for target in called
+        if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    ]
+    return all(
+        isinstance(target, torch._ops.OpOverload) and target in known and not target._schema.is_mutable
+        for target in operators
+    )
 
 
 @contextlib.contextmanager
@@ -118,7 +156,13 @@ def _copied_registry(build: Callable[..., object], args: Args, kwargs: tuple[tup
         _REGISTRIES[args, kwargs] = build(*args, **dict(kwargs))
     kept = _REGISTRIES[args, kwargs]
     own = copy.copy(kept)
-    vars(own).update({name: {k: list(v) for k, v in value.items()} for name, value in vars(kept).items() if isinstance(value, dict)})
+    vars(own).update(
+        {
+            name: {k: list(v) for k, v in value.items()}
+            for name, value in vars(kept).items()
+            if isinstance(value, dict)
+        }
+    )
     return own
 
 
@@ -126,8 +170,8 @@ def _copied_registry(build: Callable[..., object], args: Args, kwargs: tuple[tup
 def recurrent_dropout() -> Iterator[None]:
     """Within, a traced nn.LSTM, nn.GRU or nn.RNN drops out between its layers as an eager one does.
 
-    torch's own trace of them leaves that dropout out: `_rnn_helper` compares the number of layers with the wrong side (torch 2.13).
-    So it is asked for one layer after the other, and the dropout is put between.
+    torch's own trace of them leaves that dropout out: `_rnn_helper` compares the number of layers with the
+    wrong side (torch 2.13). So it is asked for one layer after the other, and the dropout is put between.
     """
     module = private_module("torch._decomp.decompositions", "_rnn_helper")
     if module is None:
@@ -136,7 +180,16 @@ def recurrent_dropout() -> Iterator[None]:
     whole = vars(module)["_rnn_helper"]
 
     def layer_by_layer(
-        x: Any, hidden: Any, weights: Any, biases: bool, layers: int, p: float, train: bool, both_ways: bool, batch_first: bool, layer: Any
+        x: Any,
+        hidden: Any,
+        weights: Any,
+        biases: bool,
+        layers: int,
+        p: float,
+        train: bool,
+        both_ways: bool,
+        batch_first: bool,
+        layer: Any,
     ) -> tuple[Any, list[Any]]:
         x = x.transpose(0, 1) if batch_first else x
         directions, last = 2 if both_ways else 1, list[Any]()
@@ -159,7 +212,11 @@ def synonyms(graph: fx.Graph) -> None:
 
 
 def _overloads(pairs: Iterable[tuple[str, str]]) -> dict[Any, Any]:
-    return {getattr(getattr(aten, a), kind): getattr(getattr(aten, b), kind) for a, b in pairs for kind in ("Tensor", "Scalar")}
+    return {
+        getattr(getattr(aten, a), kind): getattr(getattr(aten, b), kind)
+        for a, b in pairs
+        for kind in ("Tensor", "Scalar")
+    }
 
 
 _SYNONYMS = _overloads((("__and__", "bitwise_and"), ("__or__", "bitwise_or"), ("__xor__", "bitwise_xor")))

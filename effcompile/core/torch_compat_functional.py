@@ -1,4 +1,7 @@
-"""An exported graph as a functional one: only what has to be taken apart is traced again. Private APIs of torch, found by feature."""
+"""An exported graph as a functional one: only what has to be taken apart is traced again.
+
+Private APIs of torch, found by feature.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,31 @@ Functional = tuple[torch.export.ExportedProgram, fx.GraphModule]
 
 
 def functional(exported: torch.export.ExportedProgram) -> Functional:
-    """`exported.run_decompositions({})` and its module: writes in place made values, no operator taken apart that can stay whole.
+    """`exported.run_decompositions({})` and its module: writes in place made values, no operator taken apart
+    that can stay whole.
 
-    torch traces the whole graph for that twice more, which is half of a capture. Where nothing but fresh values is written in place, only
-    those writes change and the composite operators that torch always takes apart: each is run alone, on the fake tensors that the graph
-    has, and what it calls stands in its place. What `exported` then knows of its sizes is what was learned by that, too: it is changed.
+    torch traces the whole graph for that twice more, which is half of a capture. Where nothing but fresh
+    values is written in place, only those writes change and the composite operators that torch always takes
+    apart: each is run alone, on the fake tensors that the graph has, and what it calls stands in its place.
+    What `exported` then knows of its sizes is what was learned by that, too: it is changed.
     """
     module = exported.module(check_guards=False)
-    private = private_module("torch.export.exported_program", "_convert_guards_to_code", "_get_updated_range_constraints")
+    private = private_module(
+        "torch.export.exported_program", "_convert_guards_to_code", "_get_updated_range_constraints"
+    )
     if private is None or not isinstance(module, fx.GraphModule) or not _took_apart(module):
         exported = traced_again(exported)
         module = exported.module(check_guards=False)
         assert isinstance(module, fx.GraphModule)
-        for copy in module.graph.find_nodes(op="call_function", target=aten.copy_.default):  # into what was given, which torch adds
+        for copy in module.graph.find_nodes(op="call_function", target=aten.copy_.default):
+            # into what was given, which torch adds
             for source in copy.all_input_nodes[1:]:
                 copy.meta.setdefault("val", source.meta["val"])
     else:
         exported._guards_code = vars(private)["_convert_guards_to_code"](exported.graph_module)
-        constraints = vars(private)["_get_updated_range_constraints"](exported.graph_module, exported.range_constraints)
+        constraints = vars(private)["_get_updated_range_constraints"](
+            exported.graph_module, exported.range_constraints
+        )
         exported._range_constraints = constraints
     return exported, module
 
@@ -49,31 +59,42 @@ def functional(exported: torch.export.ExportedProgram) -> Functional:
 def traced_again(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """`exported.run_decompositions({})`.
 
-    torch tells every composite operator that it knows, some 600 of them, not to be taken apart: 0.15 s, five times what a small model
-    itself costs. Only those of the graph are told here, where its other operators cannot lead to any that is not in it.
+    torch tells every composite operator that it knows, some 600 of them, not to be taken apart: 0.15 s, five
+    times what a small model itself costs. Only those of the graph are told here, where its other operators
+    cannot lead to any that is not in it.
     """
     module = private_module("torch.export.exported_program", "_collect_all_valid_cia_ops")
-    targets = {node.target for part in graphs_of(exported) for node in part.nodes if node.op == "call_function"}
+    targets = {
+        node.target for part in graphs_of(exported) for node in part.nodes if node.op == "call_function"
+    }
     if module is None or any(_may_lead_elsewhere(target) for target in targets):
         return exported.run_decompositions({})
     collect, mine = vars(module)["_collect_all_valid_cia_ops"], get_ident()
     narrow = {target for target in targets if _preservable(target)}
-    with replaced(module, "_collect_all_valid_cia_ops", lambda: set(narrow) if get_ident() == mine else collect()):
+    with replaced(
+        module, "_collect_all_valid_cia_ops", lambda: set(narrow) if get_ident() == mine else collect()
+    ):
         return exported.run_decompositions({})
 
 
 def _composite(target: torch._ops.OpOverload) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return key in target.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return key in target.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
+        target.name(), "CompositeImplicitAutograd"
+    )
 
 
 def _preservable(target: object) -> bool:
-    """Whether torch keeps a composite operator whole: one that is known to write nothing and to give nothing of its inputs away."""
+    """Whether torch keeps a composite operator whole: one that is known to write nothing and to give nothing
+    of its inputs away.
+    """
     if not isinstance(target, torch._ops.OpOverload) or not _composite(target):
         return False
     schema = target._schema
     lies = torch.Tag.maybe_aliasing_or_mutating in target.tags
-    return not (lies or schema.is_mutable or any(argument.alias_info is not None for argument in schema.arguments))
+    return not (
+        lies or schema.is_mutable or any(argument.alias_info is not None for argument in schema.arguments)
+    )
 
 
 #: Composite operators that torch always takes apart, into operators that are not composite.
@@ -102,10 +123,13 @@ _INTO_PLAIN = frozenset(
 
 
 def _may_lead_elsewhere(target: object) -> bool:
-    """Whether taking this operator apart, which torch will do, may give composite operators that stay whole."""
+    """Whether taking this operator apart, which torch will do, may give composite operators that
+    stay whole.
+    """
     if not isinstance(target, torch._ops.OpOverload):
         return isinstance(target, torch._ops.HigherOrderOperator)
-    if target is aten.sym_numel.default:  # torch's way writes it as products of two, this one would as one of all sizes
+    if target is aten.sym_numel.default:
+        # torch's way writes it as products of two, this one would as one of all sizes
         return True
     return _composite(target) and not _preservable(target) and target not in _INTO_PLAIN
 
@@ -115,7 +139,9 @@ class _NotAloneError(Exception):
 
 
 def _took_apart(module: fx.GraphModule) -> bool:
-    """Take the graph's operators apart, one by one; where that is not all that torch would do, False, and the graph is of no use."""
+    """Take the graph's operators apart, one by one; where that is not all that torch would do, False, and the
+    graph is of no use.
+    """
     if any(is_traceable_wrapper_subclass(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return False
     try:
@@ -147,14 +173,18 @@ def _write_known_sizes(graph: fx.Graph) -> None:
         if isinstance(size, torch.SymInt) and getattr(expression(size), "is_number", True):
             known[node] = int(expression(size))
     for user in {user for node in known for user in node.users}:
-        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda source: known.get(source, source))
+        user.args, user.kwargs = fx.map_arg(
+            (user.args, user.kwargs), lambda source: known.get(source, source)
+        )
 
 
 def _needs_torch(node: fx.Node) -> bool:
     """Whether torch's tracing would change this node otherwise than here."""
     if isinstance(node.target, torch._ops.OpOverload):
         return not writes(node) and _may_lead_elsewhere(node.target)
-    return node.op not in ("placeholder", "get_attr", "output") and isinstance(node.target, torch._ops.HigherOrderOperator)
+    return node.op not in ("placeholder", "get_attr", "output") and isinstance(
+        node.target, torch._ops.HigherOrderOperator
+    )
 
 
 #: Writes of where a value lies, not of what it is.
@@ -175,17 +205,28 @@ def _fresh_result_of(write: fx.Node) -> torch._ops.OpOverload:
     earlier = set(itertools.takewhile(lambda node: node is not write, written.graph.nodes))
     if any(_shares(user) for user in written.users if user in earlier):
         raise _NotAloneError
-    written.replace_all_uses_with(write, delete_user_cb=lambda user: user not in earlier and user is not write)
+    written.replace_all_uses_with(
+        write, delete_user_cb=lambda user: user not in earlier and user is not write
+    )
     return found
 
 
 def _without_writing(target: Any) -> torch._ops.OpOverload | None:
-    """The operator that returns what this one writes into its first argument. Of aten alone: elsewhere a name promises nothing."""
+    """The operator that returns what this one writes into its first argument.
+
+    Of aten alone: elsewhere a name promises nothing.
+    """
     first, *others = target._schema.arguments
     only_first = first.alias_info is not None and all(argument.alias_info is None for argument in others)
     drawn = torch.Tag.nondeterministic_seeded in target.tags
     name = target._opname
-    if target.namespace != "aten" or drawn or not only_first or not name.endswith("_") or name in _OTHER_MEMORY:
+    if (
+        target.namespace != "aten"
+        or drawn
+        or not only_first
+        or not name.endswith("_")
+        or name in _OTHER_MEMORY
+    ):
         return None
     return getattr(getattr(aten, name[:-1], None), target._overloadname, None)
 
@@ -198,24 +239,34 @@ def _fresh(node: fx.Node) -> bool:
         others = [user for user in source.users if user is not node]
         taken_once = all(user.target is operator.getitem and user.args[1] != node.args[1] for user in others)
         return taken_once and isinstance(source.target, torch._ops.OpOverload) and not _shares(source)
-    return isinstance(node.target, torch._ops.OpOverload) and len(node.target._schema.returns) == 1 and not _shares(node)
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and len(node.target._schema.returns) == 1
+        and not _shares(node)
+    )
 
 
 def _shares(node: fx.Node) -> bool:
     """Whether a value may share the memory of what it was made from."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
+    if (
+        not isinstance(node.target, torch._ops.OpOverload)
+        or torch.Tag.maybe_aliasing_or_mutating in node.target.tags
+    ):
         return True
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
 def _inline(node: fx.Node, module: fx.GraphModule) -> None:
-    """A graph that is called to run without gradients, or without autocast, which this one is: its nodes in the place of the call.
+    """A graph that is called to run without gradients, or without autocast, which this one is: its nodes in
+    the place of the call.
 
     Raises:
         _NotAloneError: another operator on graphs, or one that has weights of its own.
     """
     body, given = _called_as_it_is(node, module)
-    if body is None or any(inner.op not in ("placeholder", "call_function", "output") for inner in body.graph.nodes):
+    if body is None or any(
+        inner.op not in ("placeholder", "call_function", "output") for inner in body.graph.nodes
+    ):
         raise _NotAloneError
     copies = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
     with node.graph.inserting_before(node):
@@ -226,7 +277,11 @@ def _inline(node: fx.Node, module: fx.GraphModule) -> None:
                     raise _NotAloneError
     results: Any = fx.map_arg(body.graph.output_node().args[0], copies.__getitem__)
     for user in list(node.users):
-        if user.op != "call_function" or user.target is not operator.getitem or not isinstance(results, (tuple, list)):
+        if (
+            user.op != "call_function"
+            or user.target is not operator.getitem
+            or not isinstance(results, (tuple, list))
+        ):
             raise _NotAloneError
         at: Any = user.args[1]
         user.replace_all_uses_with(results[at])
@@ -239,7 +294,9 @@ def _called_as_it_is(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphMod
     name = getattr(node.target, "_name", "")
     if name == "wrap_with_set_grad_enabled" and not node.args[0] and not torch.is_grad_enabled():
         at = 1
-    elif name == "wrap_with_autocast" and not node.args[2] and not torch.is_autocast_enabled(str(node.args[0])):
+    elif (
+        name == "wrap_with_autocast" and not node.args[2] and not torch.is_autocast_enabled(str(node.args[0]))
+    ):
         at = 4
     else:
         return None, ()
@@ -257,17 +314,20 @@ class _Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Outputs:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):  # fake tensors are asked for their device, too
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            # fake tensors are asked for their device, too
             self.calls.append((func, args, dict(kwargs or {}), result))
         return result
 
 
 def _take_apart(node: fx.Node, target: Any, sizes: dict[Any, fx.Node]) -> None:
-    """Put what an operator calls in the place of a node. `sizes`: nodes of numbers before it, by their expressions.
+    """Put what an operator calls in the place of a node.
+
+    `sizes`: nodes of numbers before it, by their expressions.
 
     Raises:
-        _NotAloneError: a value that it reads is not known, its result is not laid out as the node's, or it computes a size that no node
-            before it has.
+        _NotAloneError: a value that it reads is not known, its result is not laid out as the node's, or it
+            computes a size that no node before it has.
     """
     values = {source: source.meta.get("val") for source in node.all_input_nodes}
     modes = [mode for value in values.values() if (mode := getattr(value, "fake_mode", None)) is not None]
@@ -292,7 +352,9 @@ def _take_apart(node: fx.Node, target: Any, sizes: dict[Any, fx.Node]) -> None:
             new.meta = {**node.meta, "val": out}
             made[id(out)] = new
     if isinstance(result, (tuple, list)):  # as the last operator called gave it
-        result = next((out for *_, out in recorded.calls[-1:] if list(map(id, out)) == list(map(id, result))), None)
+        result = next(
+            (out for *_, out in recorded.calls[-1:] if list(map(id, out)) == list(map(id, result))), None
+        )
     elif _layout(result) != _layout(node.meta["val"]):
         raise _NotAloneError
     node.replace_all_uses_with(_of(made, id(result)))
@@ -300,7 +362,9 @@ def _take_apart(node: fx.Node, target: Any, sizes: dict[Any, fx.Node]) -> None:
 
 
 def _layout(value: Any) -> object:
-    """Type, sizes and strides, as expressions: comparing these assumes nothing of sizes that are not known."""
+    """Type, sizes and strides, as expressions: comparing these assumes nothing of sizes that are
+    not known.
+    """
     return value.dtype, [*map(expression, value.shape)], [*map(expression, value.stride())]
 
 

@@ -14,7 +14,9 @@ from effcompile.core.kernel_cache import mended
 
 
 def freezing() -> Any:
-    """A context in which compilation turns the weights of a module into constants and folds what is computed from them."""
+    """A context in which compilation turns the weights of a module into constants and folds what is computed
+    from them.
+    """
     import torch._inductor.config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -23,7 +25,9 @@ def freezing() -> Any:
 
 
 def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
-    """An Inductor pass that only reads the final graph; it opts out of the graph cache, whose hits skip passes."""
+    """An Inductor pass that only reads the final graph; it opts out of the graph cache, whose hits skip
+    passes.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class _Reader(CustomGraphPass):
@@ -38,7 +42,8 @@ def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
 
 @contextlib.contextmanager
 def not_kept_by_inductor() -> Iterator[None]:
-    """Within, Inductor compiles graphs that it does not hold for the rest of the process: frozen weights are attributes of their modules.
+    """Within, Inductor compiles graphs that it does not hold for the rest of the process: frozen weights are
+    attributes of their modules.
 
     Who holds the compiled function holds what it reads.
     """
@@ -51,7 +56,8 @@ def not_kept_by_inductor() -> Iterator[None]:
         frozen = {
             id(module): module
             for module in PyCodeCache.modules
-            if id(module) not in before and any(isinstance(value, torch.Tensor) for value in vars(module).values())
+            if id(module) not in before
+            and any(isinstance(value, torch.Tensor) for value in vars(module).values())
         }
         PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in frozen]
         for module in frozen.values():
@@ -60,7 +66,9 @@ def not_kept_by_inductor() -> Iterator[None]:
 
 
 def forget_compiled(code: CodeType) -> None:
-    """Have Dynamo drop what it compiled of a function: it hangs on its code, which it refers to, out of the sight of Python's collector."""
+    """Have Dynamo drop what it compiled of a function: it hangs on its code, which it refers to, out of the
+    sight of Python's collector.
+    """
     from torch._C._dynamo.eval_frame import reset_code
 
     reset_code(code)

@@ -1,4 +1,6 @@
-"""What torch tells of its memory, by private APIs: traces of the allocator, and what its libraries keep for themselves."""
+"""What torch tells of its memory, by private APIs: traces of the allocator, and what its libraries keep for
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,24 @@ from effcompile.core.garbage import uncollected
 
 @contextlib.contextmanager
 def memory_profile() -> Iterator[torch.profiler.profile]:
-    """Records every allocation and free of the CPU (and, where there is one, the CUDA) allocator. Python's collector rests."""
-    with uncollected(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    """Records every allocation and free of the CPU (and, where there is one, the CUDA) allocator.
+
+    Python's collector rests.
+    """
+    with (
+        uncollected(),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile,
+    ):
         yield profile
 
 
 @contextlib.contextmanager
 def watched_memory(device: str) -> Iterator[Callable[[], int]]:
-    """What it yields says, after the context, how many bytes beyond those before it were allocated on a type of device at the most."""
+    """What it yields says, after the context, how many bytes beyond those before it were allocated on a type
+    of device at the most.
+    """
     found: list[int] = []
     if device == "cuda":
         torch.cuda.synchronize()
@@ -43,7 +55,8 @@ def forget_workspaces() -> bool:
 
 
 def library_bytes() -> tuple[int, int]:
-    """Bytes that the vendor's products keep for themselves on the current GPU, per thread that calls them; 0 where torch does not tell.
+    """Bytes that the vendor's products keep for themselves on the current GPU, per thread that calls them; 0
+    where torch does not tell.
 
     The second is what one with a bias takes on top, which goes by another library (cuBLASLt).
     """
@@ -60,10 +73,11 @@ def library_bytes() -> tuple[int, int]:
 
 
 def held_by_libraries() -> int:
-    """Bytes that the vendor's products keep on the current GPU from a step's end on: of this thread, and of that which runs a backward.
+    """Bytes that the vendor's products keep on the current GPU from a step's end on: of this thread, and of
+    that which runs a backward.
 
-    They are freed and taken again here, by a small step, so that a step that is watched from here on finds them there as every later one
-    does. 0 where there is no GPU in use, or torch does not tell.
+    They are freed and taken again here, by a small step, so that a step that is watched from here on finds
+    them there as every later one does. 0 where there is no GPU in use, or torch does not tell.
     """
     if not torch.cuda.is_initialized():
         return 0
@@ -80,7 +94,9 @@ def held_by_libraries() -> int:
 
 
 def peak_of_memory_events(profile: torch.profiler.profile) -> int:
-    """Highest running sum of the CPU allocations and frees that a profile with `profile_memory=True` recorded."""
+    """Highest running sum of the CPU allocations and frees that a profile with `profile_memory=True`
+    recorded.
+    """
     live = peak = 0
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]" and event.device_type().name == "CPU":

@@ -16,24 +16,28 @@ _K = 128
 
 @cache
 def products_saturate() -> bool:
-    """Whether sums of two u8 × s8 products are cut at 16 bits, as the instructions of processors without VNNI do (vpmaddubsw).
+    """Whether sums of two u8 × s8 products are cut at 16 bits, as the instructions of processors without VNNI
+    do (vpmaddubsw).
 
-    The error is not one of rounding: a linear of uniform weights is off by a tenth. Found by one product whose sums are the largest.
+    The error is not one of rounding: a linear of uniform weights is off by a tenth. Found by one product
+    whose sums are the largest.
     """
     if not torch_compat.has_onednn() or not torch_compat.has_onednn_int8():
         return False
     x, weight = torch.full((16, _K), 255, dtype=torch.uint8), torch.full((16, _K), 127, dtype=torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(weight, None)
     scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
-    made = torch.ops.onednn.qlinear_pointwise.default(x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], "")
+    made = torch.ops.onednn.qlinear_pointwise.default(
+        x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+    )
     return bool((made != 255 * 127 * _K).any())
 
 
 def made_elsewhere(path: Path) -> LoweringError:
     """What opening an artifact whose products would be cut here raises."""
     return LoweringError(
-        f"{str(path)!r} was made for a processor with VNNI; this one cuts sums of its int8 products at 16 bits, which makes them "
-        "wrong by a tenth. Run `effcompile optimize` on this machine."
+        f"{str(path)!r} was made for a processor with VNNI; this one cuts sums of its int8 products at 16 "
+        "bits, which makes them wrong by a tenth. Run `effcompile optimize` on this machine."
     )
 
 

@@ -5,19 +5,28 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.distributed_c10d import Store
 
+from effcompile.core.errors import UsageError
+
+#: Attributes in which torch notes what composable functions were applied to a module (REGISTRY_KEY of
+#: torch.distributed._composable), and that DistributedDataParallel reads of what it is put around.
+_REGISTRY, _IGNORED = REGISTRY_KEY, "_ddp_params_and_buffers_to_ignore"
 _COUNT = getattr(torch._C, "_storage_Use_Count", None)
 #: Seconds to wait for gloo's thread at the most: it is on its way, but a loaded machine may let it wait.
 _PATIENCE = 1.0
 
 
 def gather_into(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Every rank's shards, one after the other in each whole tensor, in one launch where the backend has that."""
+    """Every rank's shards, one after the other in each whole tensor, in one launch where the backend has
+    that.
+    """
     group.allgather_into_tensor_coalesced(list(wholes), list(shards)).wait()
 
 
@@ -30,7 +39,8 @@ def reduce_scatter_into(shards: Sequence[Tensor], wholes: Sequence[Tensor], grou
 def lent(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Tensors that a backend works on within: afterwards they are the caller's alone.
 
-    gloo's thread lets go of a tensor a moment after its work is done, and as long as it does not, the memory cannot be freed.
+    gloo's thread lets go of a tensor a moment after its work is done, and as long as it does not, the memory
+    cannot be freed.
     """
     if _COUNT is None:
         yield
@@ -56,6 +66,29 @@ def let_go(tensor: Tensor, count: int) -> None:
         time.sleep(0)
 
 
+class _Refusing(dict[str, object]):
+    """Stands where torch notes what was put around a module, and raises where it looks for that."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self._words = words
+
+    def setdefault(self, key: str, default: object = None) -> Never:
+        raise UsageError(self._words)
+
+    def __iter__(self) -> Never:
+        raise UsageError(self._words)
+
+
+def refuse_wrappers(model: nn.Module, words: str) -> None:
+    """Have fully_shard and replicate on a model or a part of it, and DistributedDataParallel around it, raise
+    UsageError of these words.
+    """
+    for module in model.modules():
+        vars(module)[_REGISTRY] = _Refusing(words)
+    vars(model)[_IGNORED] = _Refusing(words)
+
+
 def store() -> Store:
     """The rendezvous store of the processes: keys and values that all of them see."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -68,7 +101,9 @@ _NOTICE = 3.0
 
 
 def missing(group: ProcessGroup) -> list[int]:
-    """Of a group in which a collective failed, the ranks (global numbers) that do not say within moments that it failed for them."""
+    """Of a group in which a collective failed, the ranks (global numbers) that do not say within moments that
+    it failed for them.
+    """
     others = {rank for rank in get_process_group_ranks(group) if rank != get_rank()}
     try:
         there = store()

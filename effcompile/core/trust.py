@@ -1,4 +1,6 @@
-"""Whether code that lies on the disk is the user's own: nobody else can have written it, nor put it where it is."""
+"""Whether code that lies on the disk is the user's own: nobody else can have written it, nor put it where it
+is.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ except ImportError:  # not a POSIX system: there are no owners and modes to look
 
 
 def distrust(path: Path) -> str | None:
-    """Why a file or folder is not loaded from; None where it, and every folder above it, is the user's or root's and theirs to write alone.
+    """Why a file or folder is not loaded from; None where it, and every folder above it, is the user's or
+    root's and theirs to write alone.
 
-    Folders are looked at as the path names them and as links resolve them. A file must be one itself, no link.
+    Folders are looked at as the path names them and as links resolve them. A file must be one itself, no
+    link.
     """
     if pwd is None:
         return None
@@ -24,13 +28,19 @@ def distrust(path: Path) -> str | None:
         if (said := _of_itself(path)) is not None:
             return said
         above = {*path.absolute().parents, *Path(os.path.realpath(path)).parents}
-        return next((said for folder in sorted(above) if (said := _of_status(folder, folder.stat())) is not None), None)
+        return next(
+            (said for folder in sorted(above) if (said := _of_status(folder, folder.stat())) is not None),
+            None,
+        )
     except OSError as error:
         return f"{str(path)!r}: {error.strerror or error}"
 
 
 def distrust_file(path: Path) -> str | None:
-    """Why what a file says is not taken: another user owns it, or everybody may write it. Of the file alone, for data that runs nothing."""
+    """Why what a file says is not taken: another user owns it, or everybody may write it.
+
+    Of the file alone, for data that runs nothing.
+    """
     if pwd is None:
         return None
     try:
@@ -65,7 +75,11 @@ def _of_status(path: Path, status: os.stat_result) -> str | None:
 def _of_others(path: Path, status: os.stat_result) -> str | None:
     if status.st_uid not in (0, os.geteuid()):
         return f"{str(path)!r} belongs to another user"
-    return f"{str(path)!r} may be written by everybody" if status.st_mode & stat.S_IWOTH and not _is_sticky(status) else None
+    return (
+        f"{str(path)!r} may be written by everybody"
+        if status.st_mode & stat.S_IWOTH and not _is_sticky(status)
+        else None
+    )
 
 
 def _is_sticky(status: os.stat_result) -> bool:
@@ -79,4 +93,8 @@ def _private(group: int) -> bool:
         user, of = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return group in (0, user.pw_gid) and of.gr_name in (user.pw_name, "root") and set(of.gr_mem) <= {user.pw_name}
+    return (
+        group in (0, user.pw_gid)
+        and of.gr_name in (user.pw_name, "root")
+        and set(of.gr_mem) <= {user.pw_name}
+    )

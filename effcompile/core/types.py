@@ -22,7 +22,8 @@ Forward = Callable[..., Outputs]
 Shape = Sequence[int]
 #: What a node of a graph stands for: a tensor, a size, a plain value, or a list of them.
 Value = Any
-#: A model of transformers, and its class: they have attributes that torch.nn.Module has not. Its configurations.
+#: A model of transformers, and its class: they have attributes that torch.nn.Module has not. Its
+#: configurations.
 HFModel = Any
 HFClass = Any
 HFConfig = Any
@@ -31,7 +32,9 @@ Arguments = dict[str, Any]
 
 
 class AutogradContext(Protocol):
-    """What autograd hands the two halves of an operator's derivative; attributes of their own may be set on it."""
+    """What autograd hands the two halves of an operator's derivative; attributes of their own may be set on
+    it.
+    """
 
     needs_input_grad: tuple[bool, ...]
 

@@ -27,11 +27,15 @@ def parse_bytes(value: str | int | float, *, name: str = "memory") -> int:
     """
     size = _number_of_bytes(value)
     if size is None or size != size:
-        raise UsageError(f"{name} = {clipped(repr(value))} is not a size. Write it like 6GiB, 900MB or a number of bytes.")
+        raise UsageError(
+            f"{name} = {clipped(repr(value))} is not a size. Write it like 6GiB, 900MB or a number of bytes."
+        )
     if size < 1:
         raise UsageError(f"{name} = {value!r} must be at least one byte.")
     if size >= 1 << 63:
-        raise UsageError(f"{name} must be less than 2^63 bytes, which no machine has. Leave it out for no limit.")
+        raise UsageError(
+            f"{name} must be less than 2^63 bytes, which no machine has. Leave it out for no limit."
+        )
     return int(size)
 
 

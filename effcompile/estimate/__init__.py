@@ -1,1 +1,3 @@
-"""FLOPs, bytes and seconds per node; storage-level memory timeline; sensitivity; calibration of this machine."""
+"""FLOPs, bytes and seconds per node; storage-level memory timeline; sensitivity; calibration of
+this machine.
+"""

@@ -1,9 +1,10 @@
-"""The numerics of each precision, emulated in fp32: what a backend's quantiser does to weights and activations.
+"""The numerics of each precision, emulated in fp32: what a backend's quantiser does to weights and
+activations.
 
 Rules as in ONNX Runtime, which quantises in the lowered model: symmetric s8 weights with scale max|w| / 127
-(`onnxruntime.quantization.quant_utils.compute_scale_zp`), u8 activations by the ONNX operator DynamicQuantizeLinear, and
-weight-only groups along K with scale = (the value of largest magnitude, with its sign) / −2^(bits−1)
-(`quantize_matmul_4bits` / `_8bits`). Tests compare each with the library.
+(`onnxruntime.quantization.quant_utils.compute_scale_zp`), u8 activations by the ONNX operator
+DynamicQuantizeLinear, and weight-only groups along K with scale = (the value of largest magnitude, with its
+sign) / −2^(bits−1) (`quantize_matmul_4bits` / `_8bits`). Tests compare each with the library.
 """
 
 from __future__ import annotations
@@ -37,12 +38,17 @@ def per_channel(w_nk: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The largest magnitude along a dimension, which is kept; nothing of x's size is made for it, as |x| would be."""
+    """The largest magnitude along a dimension, which is kept; nothing of x's size is made for it, as |x|
+    would be.
+    """
     return torch.maximum(x.amax(dim, keepdim=True), x.amin(dim, keepdim=True).neg_())
 
 
 def grouped(w_nk: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """Signed `bits`-bit weights in groups along K; the value of largest magnitude is exact. K must be a multiple of the group."""
+    """Signed `bits`-bit weights in groups along K; the value of largest magnitude is exact.
+
+    K must be a multiple of the group.
+    """
     groups = w_nk.reshape(w_nk.shape[0], -1, group_size)
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
     half = 2 ** (bits - 1)
@@ -52,7 +58,9 @@ def grouped(w_nk: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
 
 
 def block_int8(x: torch.Tensor, group_size: int) -> torch.Tensor:
-    """s8 activations with one scale per group along the last axis, as MatMulNBits rounds them at accuracy_level 4."""
+    """s8 activations with one scale per group along the last axis, as MatMulNBits rounds them at
+    accuracy_level 4.
+    """
     groups = x.reshape(*x.shape[:-1], -1, group_size)
     scale = _largest(groups, -1).div_(127)
     scale[scale == 0] = 1
@@ -71,7 +79,9 @@ def range_of(x: torch.Tensor) -> Range:
 
 
 def uint8(x: torch.Tensor, within: Range | None = None) -> torch.Tensor:
-    """u8 with a zero point, over the tensor's own range (dynamic) or a given one (static: values outside saturate)."""
+    """u8 with a zero point, over the tensor's own range (dynamic) or a given one (static: values outside
+    saturate).
+    """
     low, high = within or range_of(x)
     scale = (high - low) / 255
     if scale == 0:
@@ -106,4 +116,8 @@ def activation(x: torch.Tensor, held: WeightFormat, within: Range | None) -> tor
 
 def table_rows(rows: torch.Tensor, held: WeightFormat, within: Range) -> torch.Tensor:
     """Rows of a table (…, width) in this format. `within`: the range of the whole table."""
-    return per_channel(rows.reshape(-1, rows.shape[-1])).view(rows.shape) if held.scale == "channel" else uint8(rows, within)
+    return (
+        per_channel(rows.reshape(-1, rows.shape[-1])).view(rows.shape)
+        if held.scale == "channel"
+        else uint8(rows, within)
+    )

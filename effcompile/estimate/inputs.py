@@ -44,30 +44,37 @@ def describe_generated(count: int) -> str:
 def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inputs]:
     """`count` random inputs of the example's shapes and dtypes.
 
-    Integers that index an embedding are drawn uniformly from its rows; floats are normal with the example's mean and
-    deviation; everything else (masks, token types, flags, integers whose meaning is not known) is kept as in the example.
+    Integers that index an embedding are drawn uniformly from its rows; floats are normal with the example's
+    mean and deviation; everything else (masks, token types, flags, integers whose meaning is not known) is
+    kept as in the example.
     """
     generator = torch.Generator().manual_seed(seed)
     leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
     rows = [_rows_indexed(program, node) for node in program.graph.nodes if node.op == "placeholder"]
     rows += [None] * (len(leaves) - len(rows))
     return [
-        pytree.tree_unflatten([_drawn(leaf, limit, generator) for leaf, limit in zip(leaves, rows, strict=False)], structure)
+        pytree.tree_unflatten(
+            [_drawn(leaf, limit, generator) for leaf, limit in zip(leaves, rows, strict=False)], structure
+        )
         for _ in range(count)
     ]
 
 
 def stress_inputs(program: Program) -> list[tuple[str, Args, Kwargs]]:
-    """Inputs unlike the example on purpose, as (what they are, args, kwargs): numbers a hundred times as large, one outlier channel, zeros.
+    """Inputs unlike the example on purpose, as (what they are, args, kwargs): numbers a hundred times as
+    large, one outlier channel, zeros.
 
-    Of integers that index an embedding only zeros are made, one token everywhere: they cannot be scaled. Masks are kept.
+    Of integers that index an embedding only zeros are made, one token everywhere: they cannot be scaled.
+    Masks are kept.
     """
     leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
     rows = [_rows_indexed(program, node) for node in program.graph.nodes if node.op == "placeholder"]
     rows += [None] * (len(leaves) - len(rows))
     found = []
     for what, change in _STRESSES.items():
-        changed = [change(leaf) if _is_data(leaf, limit) else leaf for leaf, limit in zip(leaves, rows, strict=False)]
+        changed = [
+            change(leaf) if _is_data(leaf, limit) else leaf for leaf, limit in zip(leaves, rows, strict=False)
+        ]
         if any(new is not old for new, old in zip(changed, leaves, strict=True)):
             found.append((what, *pytree.tree_unflatten(changed, structure)))
     return found
@@ -76,7 +83,11 @@ def stress_inputs(program: Program) -> list[tuple[str, Args, Kwargs]]:
 def _is_data(leaf: object, rows: int | None) -> bool:
     if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool or leaf.numel() == 0:
         return False
-    return not bool(((leaf == 0) | (leaf == 1)).all()) if leaf.is_floating_point() else rows is not None and rows > 2
+    return (
+        not bool(((leaf == 0) | (leaf == 1)).all())
+        if leaf.is_floating_point()
+        else rows is not None and rows > 2
+    )
 
 
 def _scaled(leaf: torch.Tensor) -> torch.Tensor:

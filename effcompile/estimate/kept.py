@@ -1,7 +1,9 @@
-"""Sensitivities kept between plans: the same weights, inputs and options are measured once, however many budgets are asked for.
+"""Sensitivities kept between plans: the same weights, inputs and options are measured once, however many
+budgets are asked for.
 
-A measurement is known by the hash of everything it follows from: the graph, the bytes of every weight and input, the options, what is
-drawn, torch's version and the code that measures. What a pass replaces weights by is made by that pass: its options are measured each time.
+A measurement is known by the hash of everything it follows from: the graph, the bytes of every weight and
+input, the options, what is drawn, torch's version and the code that measures. What a pass replaces weights by
+is made by that pass: its options are measured each time.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class KeptErrors(msgspec.Struct, kw_only=True, frozen=True):
     seconds: _Seconds
 
     def sensitivity(self) -> Sensitivity:
-        """What was measured: of the same weights and inputs, so that a plan's text is the same whether it was read or measured."""
+        """What was measured: of the same weights and inputs, so that a plan's text is the same whether it was
+        read or measured.
+        """
         errors = {(site, option): error for site, option, error in self.errors}
         return Sensitivity(errors=errors, method=self.method, draws=self.draws, seconds=self.seconds)
 
@@ -54,13 +58,16 @@ def measured(
     budget_seconds: float,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """As `sensitivity.measure`, read from the cache where it was measured before, and kept there for the next plan.
+    """As `sensitivity.measure`, read from the cache where it was measured before, and kept there for the next
+    plan.
 
     A cache that cannot be read or written costs the time of measuring, nothing else.
     """
     key = None if weights else _key(program, inputs, options, budget_seconds)
     if key is None:
-        return measure(program, inputs, options, weights=weights, budget_seconds=budget_seconds, progress=progress)
+        return measure(
+            program, inputs, options, weights=weights, budget_seconds=budget_seconds, progress=progress
+        )
     path = cache_folder() / "sensitivity" / f"{key}.json"
     if (kept := _read(path)) is not None:
         return kept.sensitivity()
@@ -69,8 +76,12 @@ def measured(
     return found
 
 
-def _key(program: Program, inputs: Sequence[Inputs], options: Mapping[str, tuple[Form, ...]], budget: float) -> str | None:
-    """The hash; None where a tensor has no bytes to read (it is on the meta device, or packed by another library)."""
+def _key(
+    program: Program, inputs: Sequence[Inputs], options: Mapping[str, tuple[Form, ...]], budget: float
+) -> str | None:
+    """The hash; None where a tensor has no bytes to read (it is on the meta device, or packed by another
+    library).
+    """
     digest = hashlib.sha256(f"{torch.__version__}\0{_code()}\0{budget}".encode())
     for kind, forms in sorted(options.items()):
         digest.update(f"{kind}:{[repr(form) for form in forms]};".encode())
@@ -85,7 +96,11 @@ def _key(program: Program, inputs: Sequence[Inputs], options: Mapping[str, tuple
 def _graph(program: Program) -> Iterator[str | torch.Tensor | None]:
     """Every node with its arguments, and the tensors behind it."""
     for node in program.graph.nodes:
-        target = node.target if isinstance(node.target, str) else f"{getattr(node.target, '__module__', '')}.{node.target}"
+        target = (
+            node.target
+            if isinstance(node.target, str)
+            else f"{getattr(node.target, '__module__', '')}.{node.target}"
+        )
         arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.name)
         yield f"{node.op}:{node.name}:{target}:{arguments};"
         if node.op == "get_attr":
@@ -106,7 +121,9 @@ def _add(digest: hashlib._Hash, part: object) -> None:
 def _code() -> str:
     """The code that measures: what another release measured is not read."""
     here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / f"{name}.py").read_bytes() for name in ("sensitivity", "perturb", "fake_quant"))).hexdigest()
+    return hashlib.sha256(
+        b"".join((here / f"{name}.py").read_bytes() for name in ("sensitivity", "perturb", "fake_quant"))
+    ).hexdigest()
 
 
 def _read(path: Path) -> KeptErrors | None:
@@ -117,7 +134,10 @@ def _read(path: Path) -> KeptErrors | None:
 
 
 def _write(path: Path, found: Sensitivity) -> None:
-    """Keep it, and no more files than there may be: the oldest go. An error that is not finite is null in JSON: the file is not read."""
+    """Keep it, and no more files than there may be: the oldest go.
+
+    An error that is not finite is null in JSON: the file is not read.
+    """
     errors = [(site, option, error) for (site, option), error in found.errors.items()]
     kept = KeptErrors(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds)
     with contextlib.suppress(EffcompileError, OSError):

@@ -1,8 +1,9 @@
-"""What operators do with memory, remembered by the layouts of their arguments: the blocks of a model are alike, and so are its forms.
+"""What operators do with memory, remembered by the layouts of their arguments: the blocks of a model are
+alike, and so are its forms.
 
-An operator's fake result (shapes, strides, which storage is whose, what is allocated meanwhile) follows from its plain arguments and the
-layouts of its tensors. So each combination is run on fake tensors once in a process; where it comes again, in the next layer or in
-another form of the step, it is looked up.
+An operator's fake result (shapes, strides, which storage is whose, what is allocated meanwhile) follows from
+its plain arguments and the layouts of its tensors. So each combination is run on fake tensors once in a
+process; where it comes again, in the next layer or in another form of the step, it is looked up.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class StorageLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What an operator returned, its storages numbered from its arguments on; bytes of the new ones; most bytes alive at once inside."""
+    """What an operator returned, its storages numbered from its arguments on; bytes of the new ones; most
+    bytes alive at once inside.
+    """
 
     result: object
     nbytes: tuple[int, ...]
@@ -58,7 +61,12 @@ def remember(key: object, known: Known) -> None:
 
 def layout(tensor: torch.Tensor, storage: int) -> StorageLayout:
     """Of a plain tensor. Raises Unlike."""
-    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or type(tensor).__name__ != "FakeTensor":
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or type(tensor).__name__ != "FakeTensor"
+    ):
         raise Unlike
     shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
     if any(type(size) is not int for size in (*shape, *stride, offset)):
@@ -67,7 +75,9 @@ def layout(tensor: torch.Tensor, storage: int) -> StorageLayout:
 
 
 def mapped(value: object, change: Callable[[object], object]) -> object:
-    """The value with each part of its tuples, lists and dicts changed; named tuples become tuples, which getitem reads alike."""
+    """The value with each part of its tuples, lists and dicts changed; named tuples become tuples, which
+    getitem reads alike.
+    """
     if isinstance(value, StorageLayout):
         return change(value)
     if isinstance(value, tuple):
@@ -98,7 +108,9 @@ def settings() -> tuple[object, ...]:
 def key_of(
     node: fx.Node, values: Mapping[fx.Node, Value], nbytes: Mapping[int, int], settings: tuple[object, ...]
 ) -> tuple[object, list[int]]:
-    """What a node's result follows from, and the storages of its arguments in the order in which the key numbers them. Raises Unlike."""
+    """What a node's result follows from, and the storages of its arguments in the order in which the key
+    numbers them. Raises Unlike.
+    """
     numbers: dict[int, int] = {}
 
     def part(value: object) -> object:

@@ -1,8 +1,9 @@
 """FLOPs, bytes and seconds of every node, from the kernels it stands for. Nothing is run.
 
-Each call_function node of the flat aten graph maps to kernels of `effcompile.machine.target.KERNELS`; a node that only
-looks at memory that is already there (a view, a getitem, a check) maps to none. The estimate is of the graph as it
-stands, one kernel after another: fusion is an option that a pass prices, not something assumed here.
+Each call_function node of the flat aten graph maps to kernels of `effcompile.machine.target.KERNELS`; a node
+that only looks at memory that is already there (a view, a getitem, a check) maps to none. The estimate is of
+the graph as it stands, one kernel after another: fusion is an option that a pass prices, not something
+assumed here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Predicted figures of a program on one backend of one target. `nodes` holds the nodes that cost something."""
+    """Predicted figures of a program on one backend of one target.
+
+    `nodes` holds the nodes that cost something.
+    """
 
     target: str
     backend: str
@@ -67,14 +71,17 @@ class Estimate:
         return self.total.seconds
 
 
-def estimate(program: Program, target: Target, backend: str, overrides: Mapping[fx.Node, float] | None = None) -> Estimate:
+def estimate(
+    program: Program, target: Target, backend: str, overrides: Mapping[fx.Node, float] | None = None
+) -> Estimate:
     """Predict every node of a program.
 
     Args:
         program: at its example inputs.
         target: prices kernels; what it cannot price on this backend is modelled from bandwidth and fp32 peak.
         backend: a key of `target.laws`, any name for targets that have none.
-        overrides: node → seconds known better (a decided option's price, a fused neighbour at 0), used as measured.
+        overrides: node → seconds known better (a decided option's price, a fused neighbour at 0), used as
+            measured.
     """
     calls = kernel_calls(program)
     prices: dict[KernelCall, tuple[float, Provenance]] = {}
@@ -88,7 +95,9 @@ def estimate(program: Program, target: Target, backend: str, overrides: Mapping[
         elif kernels:
             priced = [prices[call] for call in kernels]
             modelled = any(p is not Provenance.MEASURED for _, p in priced)
-            nodes[node] = _figures(kernels, sum(s for s, _ in priced), Provenance.MODELLED if modelled else Provenance.MEASURED)
+            nodes[node] = _figures(
+                kernels, sum(s for s, _ in priced), Provenance.MODELLED if modelled else Provenance.MEASURED
+            )
     return Estimate(target=target.name, backend=backend, nodes=nodes, calls=calls)
 
 
@@ -152,12 +161,18 @@ def _matmul(program: Program, node: fx.Node) -> Calls | None:
     m, k, n = left[-2], left[-1], right[-1]
     if len(right) == 2:
         rows = math.prod(left[:-1])
-        return _dense(node, rows, k, n) if _constant(program, b) else (KernelCall("matmul/fp32", (1, rows, k, n)),)
+        return (
+            _dense(node, rows, k, n)
+            if _constant(program, b)
+            else (KernelCall("matmul/fp32", (1, rows, k, n)),)
+        )
     return (KernelCall("matmul/fp32", (math.prod(torch.broadcast_shapes(left[:-2], right[:-2])), m, k, n)),)
 
 
 def _einsum(program: Program, node: fx.Node) -> Calls | None:
-    """Two operands as a batched product: labels in both and the result are batch, in both but not the result K."""
+    """Two operands as a batched product: labels in both and the result are batch, in both but not the result
+    K.
+    """
     equation, operands = str(node.args[0]).replace(" ", ""), _tensors(node)
     labels, _, result = equation.partition("->")
     if len(operands) != 2 or not result or "..." in equation:
@@ -169,11 +184,17 @@ def _einsum(program: Program, node: fx.Node) -> Calls | None:
         return math.prod(size[label] for label in chosen)
 
     a, b, kept = set(left), set(right), set(result)
-    return (KernelCall("matmul/fp32", (product(a & b & kept), product(a - b), product((a & b) - kept), product(b - a))),)
+    return (
+        KernelCall(
+            "matmul/fp32", (product(a & b & kept), product(a - b), product((a & b) - kept), product(b - a))
+        ),
+    )
 
 
 def _convolution(program: Program, node: fx.Node) -> Calls | None:
-    """As the matrix product that im2col makes of it: (positions, inputs · window) × (inputs · window, outputs)."""
+    """As the matrix product that im2col makes of it: (positions, inputs · window) × (inputs · window,
+    outputs).
+    """
     out, weight = shape_of(node), shape_of(_tensors(node)[1])
     if len(out) < 3 or len(out) != len(weight):
         return None
@@ -196,7 +217,11 @@ def _norm(kernel: str) -> Callable[[Program, fx.Node], Calls | None]:
     def rule(program: Program, node: fx.Node) -> Calls | None:
         shape, normalized = shape_of(node), node.args[1]
         axes = len(normalized) if isinstance(normalized, (list, tuple)) else 1
-        return (KernelCall(kernel, (math.prod(shape[: len(shape) - axes]), math.prod(shape[len(shape) - axes :]))),)
+        return (
+            KernelCall(
+                kernel, (math.prod(shape[: len(shape) - axes]), math.prod(shape[len(shape) - axes :]))
+            ),
+        )
 
     return rule
 
@@ -226,7 +251,9 @@ def _lookup(program: Program, node: fx.Node) -> Calls | None:
 
 
 def _pointwise(held: Storages, node: fx.Node) -> Calls:
-    """Any other op: reads its operands and writes its result once, counted in fp32 elements of one read and one write."""
+    """Any other op: reads its operands and writes its result once, counted in fp32 elements of one read and
+    one write.
+    """
     read = sum(min(_bytes(t), sum(held.nbytes[s] for s in held.of[t])) for t in _tensors(node))
     written = sum(held.nbytes[s] for s in held.made[node]) or _bytes(node)
     return (KernelCall("pointwise/fp32", (_elements(read + written),)),)
@@ -239,17 +266,39 @@ _RULES: dict[object, _Rule] = {
     aten.linear.default: _linear,
     torch.ops.effcompile.block_sparse_linear.default: _block_sparse,
     **dict.fromkeys(
-        (aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.baddbmm.default, aten.mv.default), _matmul
+        (
+            aten.addmm.default,
+            aten.mm.default,
+            aten.bmm.default,
+            aten.matmul.default,
+            aten.baddbmm.default,
+            aten.mv.default,
+        ),
+        _matmul,
     ),
     aten.einsum.default: _einsum,
     **dict.fromkeys(
-        (aten.conv1d.default, aten.conv2d.default, aten.conv2d.padding, aten.conv1d.padding, aten.convolution.default), _convolution
+        (
+            aten.conv1d.default,
+            aten.conv2d.default,
+            aten.conv2d.padding,
+            aten.conv1d.padding,
+            aten.convolution.default,
+        ),
+        _convolution,
     ),
     **dict.fromkeys((aten.scaled_dot_product_attention.default, *OUR_ATTENTIONS), _attention),
     **dict.fromkeys((aten.layer_norm.default, aten.native_layer_norm.default), _norm("norm/layer")),
     **dict.fromkeys((aten.rms_norm.default, aten._fused_rms_norm.default), _norm("norm/rms")),
     **dict.fromkeys(
-        (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int, aten._log_softmax.default), _softmax
+        (
+            aten.softmax.int,
+            aten._softmax.default,
+            aten._safe_softmax.default,
+            aten.log_softmax.int,
+            aten._log_softmax.default,
+        ),
+        _softmax,
     ),
     aten.gelu.default: _gelu,
     aten.embedding.default: _embedding,
@@ -280,7 +329,12 @@ def _flat(argument: object) -> Iterator[fx.Node]:
 
 def _constant(program: Program, node: fx.Node) -> bool:
     """True for a weight, also behind a transpose or another view of it."""
-    while node.op == "call_function" and node.target in (aten.t.default, aten.transpose.int, aten.permute.default, aten.detach.default):
+    while node.op == "call_function" and node.target in (
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.detach.default,
+    ):
         node = node.all_input_nodes[0]
     return program.tensor(node) is not None
 

@@ -1,8 +1,10 @@
-"""Seconds and workspace of single operators of a graph, run alone on this machine at the shapes that the graph has.
+"""Seconds and workspace of single operators of a graph, run alone on this machine at the shapes that the
+graph has.
 
-Operators with equal targets, operand shapes, dtypes, strides and constants are run once. Operands are made up: normal
-values, and zeros for integers, which are valid as indices and labels. Workspace is the most bytes that the allocator had given out at
-an instant inside the operator beyond what it returned: what kernels allocate for themselves, which no shape tells.
+Operators with equal targets, operand shapes, dtypes, strides and constants are run once. Operands are made
+up: normal values, and zeros for integers, which are valid as indices and labels. Workspace is the most bytes
+that the allocator had given out at an instant inside the operator beyond what it returned: what kernels
+allocate for themselves, which no shape tells.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ _SETTLED = 0.02
 #: Multiplications of a slow product that are timed, and its rows at the least.
 _TIMED, _LEAST_ROWS = 1 << 25, 2
 #: Backward kernels that read their random state on the host, and its operands' names.
-_SEEDED = (torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, torch.ops.aten._efficient_attention_backward.default)
+_SEEDED = (
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._efficient_attention_backward.default,
+)
 _SEEDS = ("philox_seed", "philox_offset")
 
 
@@ -43,7 +48,8 @@ class Measured:
 
     Attributes:
         seconds: the median of warm calls. workspace: bytes beyond operands and results.
-        results: bytes of the storages that it made, in the order of its results: a kernel may make them larger than their shapes.
+        results: bytes of the storages that it made, in the order of its results: a kernel may make them
+            larger than their shapes.
     """
 
     seconds: float
@@ -52,12 +58,18 @@ class Measured:
 
     def with_bytes_of(self, other: Measured) -> Measured:
         """The same with the more of both measurements' bytes."""
-        results = tuple(map(max, self.results, other.results)) if len(self.results) == len(other.results) else self.results
+        results = (
+            tuple(map(max, self.results, other.results))
+            if len(self.results) == len(other.results)
+            else self.results
+        )
         return replace(self, workspace=max(self.workspace, other.workspace), results=results)
 
 
 def key(node: fx.Node) -> str:
-    """Equal for operators that take the same time: target, operands' shapes, dtypes, strides and devices, constants."""
+    """Equal for operators that take the same time: target, operands' shapes, dtypes, strides and devices,
+    constants.
+    """
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _described)
     return f"{node.target}{args}{kwargs or ''}"
 
@@ -69,7 +81,9 @@ def measure(
     seconds_each: float = 0.05,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
-    """Run every operator that is not yet in `known`, and put it there. Operators that cannot run alone are left out.
+    """Run every operator that is not yet in `known`, and put it there.
+
+    Operators that cannot run alone are left out.
 
     Random generators are left as they were.
     """
@@ -88,7 +102,9 @@ def measure(
 
 
 def _fits(node: fx.Node) -> bool:
-    """Whether operands and results, made up beside the model, fit what is free; large ones are looked at only."""
+    """Whether operands and results, made up beside the model, fit what is free; large ones are looked at
+    only.
+    """
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     nbytes = sum(t.numel() * t.element_size() for t in _tensors(values))
     if nbytes < _LARGE:
@@ -99,7 +115,9 @@ def _fits(node: fx.Node) -> bool:
 
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = _operands(node)
-    args = _with_spread_rows(node.target, _with_seeds_on_host(node.target, _with_full_bags(node.target, args)))
+    args = _with_spread_rows(
+        node.target, _with_seeds_on_host(node.target, _with_full_bags(node.target, args))
+    )
     args = tuple(grouped.with_offsets(node.target, block_sparse.with_indices(node.target, args)))
     args, times = _of_fewer_rows(node.target, args)
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
@@ -108,7 +126,8 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     with torch.no_grad():
-        if on_gpu:  # kernels are compiled, their tiles chosen, and what libraries keep is taken, at the first call
+        if on_gpu:
+            # kernels are compiled, their tiles chosen, and what libraries keep is taken, at the first call
             call()
         with torch_compat_memory.watched_memory("cuda" if on_gpu else "cpu") as peak:
             result = call()
@@ -116,18 +135,25 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
         workspace = peak() - sum(map(gpu.rounded, results) if on_gpu else results)
         del result
         seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each)
-        return Measured(seconds=times * seconds, workspace=max(0, workspace), results=results if times == 1 else ())
+        return Measured(
+            seconds=times * seconds, workspace=max(0, workspace), results=results if times == 1 else ()
+        )
 
 
 def _of_fewer_rows(target: object, args: Args) -> tuple[Args, float]:
     """The operands of a product with as many rows as are enough to time it, and how many times those it has.
 
-    Where torch multiplies 16-bit matrices in plain loops (ops/wide.py), whose time is in proportion to the rows and which allocate nothing,
-    one product of a large model takes minutes.
+    Where torch multiplies 16-bit matrices in plain loops (ops/wide.py), whose time is in proportion to the
+    rows and which allocate nothing, one product of a large model takes minutes.
     """
     where = OPERANDS.get(target, 0)
     a, b = args[where : where + 2] if target in OPERANDS else (None, None)
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dim() == 2 and pays(a.dtype, a.device.type)):
+    if not (
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and a.dim() == 2
+        and pays(a.dtype, a.device.type)
+    ):
         return args, 1
     rows = max(_LEAST_ROWS, _TIMED // (a.shape[1] * b.shape[1]))
     if rows >= len(a):
@@ -141,11 +167,18 @@ def _operands(node: fx.Node) -> tuple[Args, dict[str, Value]]:
 
 
 def _operand(node: fx.Node) -> Value:
-    """Made-up values. Bytes beside another operator's results are in a form of its own (an RNN's workspace): that operator makes them."""
+    """Made-up values.
+
+    Bytes beside another operator's results are in a form of its own (an RNN's workspace): that operator makes
+    them.
+    """
     value = node.meta["val"]
     source = node.args[0] if node.target is operator.getitem else None
     if not (
-        isinstance(source, fx.Node) and source.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype == torch.uint8
+        isinstance(source, fx.Node)
+        and source.op == "call_function"
+        and isinstance(value, torch.Tensor)
+        and value.dtype == torch.uint8
     ):
         return pytree.tree_map(made_up, value)
     args, kwargs = _operands(source)
@@ -170,15 +203,20 @@ def made_up(value: object) -> Value:
     if not isinstance(value, torch.Tensor):
         return value
     shape, strides = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
-    extent = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    flat = torch.zeros(extent, dtype=value.dtype, device=value.device)  # strides may be 0: what is written has none
+    extent = (
+        0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    )
+    # strides may be 0: what is written has none
+    flat = torch.zeros(extent, dtype=value.dtype, device=value.device)
     if value.dtype.is_floating_point:
         flat = flat.normal_() if extent < 1 << 20 else flat.fill_(0.5)
     return flat.as_strided(shape, strides)
 
 
 def _with_full_bags(target: object, args: Args) -> Args:
-    """The operands of an embedding bag's backward with one index in every bag: empty ones would be skipped."""
+    """The operands of an embedding bag's backward with one index in every bag: empty ones would
+    be skipped.
+    """
     if target is not torch.ops.aten._embedding_bag_backward.default:
         return args
     return (*args[:4], torch.ones_like(args[4]), *args[5:])
@@ -187,8 +225,9 @@ def _with_full_bags(target: object, args: Args) -> Args:
 def _with_seeds_on_host(target: object, args: Args) -> Args:
     """The operands of an attention kernel's backward with its random state where the kernel reads it.
 
-    Outside of a stream capture the memory-efficient kernel of CUDA dereferences the seed and the offset on the host
-    (ATen/native/transformers/cuda/attention_backward.cu), though their fake values lie on the device: made up there, they end the process.
+    Outside of a stream capture the memory-efficient kernel of CUDA dereferences the seed and the offset on
+    the host (ATen/native/transformers/cuda/attention_backward.cu), though their fake values lie on the
+    device: made up there, they end the process.
     """
     found = next((each for each in _SEEDED if each is target), None)
     if found is None:
@@ -198,12 +237,19 @@ def _with_seeds_on_host(target: object, args: Args) -> Args:
 
 
 def _with_spread_rows(target: object, args: Args) -> Args:
-    """The operands of a lookup on a GPU, or of its backward, with rows all over the table: thousands of sums into one row queue up."""
-    rows = {torch.ops.aten.embedding.default: lambda: len(args[0]), torch.ops.aten.embedding_dense_backward.default: lambda: args[2]}
+    """The operands of a lookup on a GPU, or of its backward, with rows all over the table: thousands of sums
+    into one row queue up.
+    """
+    rows = {
+        torch.ops.aten.embedding.default: lambda: len(args[0]),
+        torch.ops.aten.embedding_dense_backward.default: lambda: args[2],
+    }
     if target not in rows or not args[1].is_cuda:
         return args
     indices = args[1]
-    spread = (torch.arange(indices.numel(), device=indices.device) * _STRIDE % max(1, rows[target]())).to(indices.dtype)
+    spread = (torch.arange(indices.numel(), device=indices.device) * _STRIDE % max(1, rows[target]())).to(
+        indices.dtype
+    )
     return (args[0], spread.view(indices.shape), *args[2:])
 
 

@@ -1,4 +1,6 @@
-"""What an option changes at one site: δ(x) = f_q(x) − f(x) on recorded inputs, with the backend's rounding emulated."""
+"""What an option changes at one site: δ(x) = f_q(x) − f(x) on recorded inputs, with the backend's rounding
+emulated.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges, weight_of
 
-#: Kinds of sites whose result follows from what enters them alone: under an option theirs takes its place (`result_of`).
+#: Kinds of sites whose result follows from what enters them alone: under an option theirs takes its place
+#: (`result_of`).
 REPLACED = ("linear", "gelu")
 
 #: int8_dynamic with the weight scale that a merge with its neighbours would impose.
@@ -30,7 +33,10 @@ Weights = Mapping[tuple[str, str], Weight]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Site:
-    """A place and what is needed to compute δ there. `weight`: (N, K) for linears, the table for embeddings."""
+    """A place and what is needed to compute δ there.
+
+    `weight`: (N, K) for linears, the table for embeddings.
+    """
 
     name: str
     kind: str
@@ -40,13 +46,16 @@ class Site:
     bias: fx.Node | None = None
     options: tuple[Form, ...] = ()
     shared_peak: float | None = None  # the largest |w| over a merge that this linear belongs to
-    replaced: Mapping[Form, Weight] = field(default_factory=dict)  # options that are another weight (N, K) in the place of this
+    # options that are another weight (N, K) in the place of this
+    replaced: Mapping[Form, Weight] = field(default_factory=dict)
     cache: dict[Form, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class ErrorRecord:
-    """One input's forward pass: tensors at the sites, and the gradients drawn there (one list per output group)."""
+    """One input's forward pass: tensors at the sites, and the gradients drawn there (one list per output
+    group).
+    """
 
     inputs: list[Any]
     outputs: list[torch.Tensor]
@@ -54,36 +63,57 @@ class ErrorRecord:
     entering: dict[fx.Node, Any]
     biases: dict[fx.Node, Any]
     batch: int
-    separate: set[fx.Node] = field(default_factory=set)  # sites where samples of the batch do not influence each other
+    # sites where samples of the batch do not influence each other
+    separate: set[fx.Node] = field(default_factory=set)
     gradients: list[dict[fx.Node, list[torch.Tensor]]] = field(default_factory=list)
 
 
-def find_sites(program: Program, options: Mapping[str, tuple[Form, ...]], weights: Weights | None = None) -> list[Site]:
+def find_sites(
+    program: Program, options: Mapping[str, tuple[Form, ...]], weights: Weights | None = None
+) -> list[Site]:
     """The sites with the options that fit them, and those that are another weight."""
     found = []
     found_linears = linears(program)
-    peaks = _shared_peaks(program, found_linears) if Form(weights=INT8_DYNAMIC) in options.get("linear", ()) else {}
+    peaks = (
+        _shared_peaks(program, found_linears)
+        if Form(weights=INT8_DYNAMIC) in options.get("linear", ())
+        else {}
+    )
     for s in found_linears:
-        forms = tuple(f for f in options.get("linear", ()) if f.weights is not None and not s.k % (f.weights.group or 1))
+        forms = tuple(
+            f for f in options.get("linear", ()) if f.weights is not None and not s.k % (f.weights.group or 1)
+        )
         if s.site in peaks:
             forms = (*forms, MERGED)
-        replaced = {Form(word=option): weight for (site, option), weight in (weights or {}).items() if site == s.site}
+        replaced = {
+            Form(word=option): weight for (site, option), weight in (weights or {}).items() if site == s.site
+        }
         found.append(Site(
-            name=s.site, kind="linear", node=s.node, x=s.x, weight=weight_of(program, s), bias=s.bias, options=(*forms, *replaced),
-            shared_peak=peaks.get(s.site), replaced=replaced,
+            name=s.site, kind="linear", node=s.node, x=s.x, weight=weight_of(program, s), bias=s.bias,
+            options=(*forms, *replaced), shared_peak=peaks.get(s.site), replaced=replaced,
         ))  # fmt: skip
     taken = {site.name for site in found}
     tables, tanh, heads = (tuple(options.get(kind, ())) for kind in ("embedding", "gelu", "attention"))
     found += [
-        Site(name=e.site, kind="embedding", node=e.node, x=None, weight=program.tensor(e.weight), options=tables)
+        Site(
+            name=e.site,
+            kind="embedding",
+            node=e.node,
+            x=None,
+            weight=program.tensor(e.weight),
+            options=tables,
+        )
         for e in embeddings(program)
         if e.site not in taken
     ]
     for g in gelus(program):
         x = g.node.args[0]
-        found.append(Site(name=g.site, kind="gelu", node=g.node, x=x if isinstance(x, fx.Node) else None, options=tanh))
+        found.append(
+            Site(name=g.site, kind="gelu", node=g.node, x=x if isinstance(x, fx.Node) else None, options=tanh)
+        )
     for a in attentions(program):
-        values = [value for value in a.node.args[:2] if isinstance(value, fx.Node)]  # q and k: two places of one site, whose errors add
+        # q and k: two places of one site, whose errors add
+        values = [value for value in a.node.args[:2] if isinstance(value, fx.Node)]
         found += [Site(name=a.site, kind="attention", node=value, x=None, options=heads) for value in values]
     return [site for site in found if site.options]
 
@@ -112,18 +142,23 @@ def delta_of(site: Site, option: Form, record: ErrorRecord, limits: fake_quant.R
     if site.kind == "embedding":
         assert site.weight is not None
         assert option.weights is not None
-        return fake_quant.table_rows(result, option.weights, fake_quant.range_of(site.weight.detach())) - result
+        return (
+            fake_quant.table_rows(result, option.weights, fake_quant.range_of(site.weight.detach())) - result
+        )
     return fake_quant.uint8(result) - result
 
 
 @torch.no_grad()
-def result_of(site: Site, option: Form, x: torch.Tensor, bias: torch.Tensor | None, limits: fake_quant.Range | None) -> torch.Tensor:
+def result_of(
+    site: Site, option: Form, x: torch.Tensor, bias: torch.Tensor | None, limits: fake_quant.Range | None
+) -> torch.Tensor:
     """What a linear or a GELU gives under the option, of what enters it."""
     if site.kind == "gelu":
         return F.gelu(x, approximate="tanh")
     held = option.weights
     moved = F.linear(x if held is None else fake_quant.activation(x, held, limits), _stored(site, option))
-    if held is not None and held.activation == "bf16":  # the product is rounded before the bias is added, in fp32
+    if held is not None and held.activation == "bf16":
+        # the product is rounded before the bias is added, in fp32
         moved = fake_quant.bf16(moved)
     return moved if bias is None else moved.add_(bias)
 
@@ -139,7 +174,9 @@ def _stored(site: Site, option: Form) -> torch.Tensor:
             site.cache[key] = site.replaced[key]()
         else:
             assert key.weights is not None
-            site.cache[key] = fake_quant.weight(site.weight, key.weights, site.shared_peak if key == MERGED else None)
+            site.cache[key] = fake_quant.weight(
+                site.weight, key.weights, site.shared_peak if key == MERGED else None
+            )
     return site.cache[key]
 
 

@@ -1,8 +1,10 @@
-"""What predicted tiles do to a model: how many are visited, how much of the softmax they hold, and the error at the model's output.
+"""What predicted tiles do to a model: how many are visited, how much of the softmax they hold, and the error
+at the model's output.
 
-Measured, not modelled: the captured model runs on its calibration inputs; at each attention the predictor chooses its tiles, and
-the change of that attention's result is then put into a run of the whole model. A row's recall, the share of its true softmax that
-the tiles hold, is exp(lse over the tiles − lse over all keys).
+Measured, not modelled: the captured model runs on its calibration inputs; at each attention the predictor
+chooses its tiles, and the change of that attention's result is then put into a run of the whole model. A
+row's recall, the share of its true softmax that the tiles hold, is exp(lse over the tiles − lse over all
+keys).
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class PredictorFigure:
 
 
 def told(program: Program, sites: Iterable[str]) -> tuple[Program, dict[str, fx.Node]]:
-    """A copy in which these attentions are calls of `effcompile::attention` with their masks in closed form; site → call.
+    """A copy in which these attentions are calls of `effcompile::attention` with their masks in closed form;
+    site → call.
 
     Raises:
         NotThisFormError: an attention is not what it was matched as.
@@ -113,7 +116,9 @@ class _Watcher(fx.Interpreter):
 class _Gatherer(_Watcher):
     """Sums up the true mass of tiles, and keeps samples of queries and keys."""
 
-    def __init__(self, program: Program, nodes: Mapping[str, fx.Node], predictors: Sequence[Predictor]) -> None:
+    def __init__(
+        self, program: Program, nodes: Mapping[str, fx.Node], predictors: Sequence[Predictor]
+    ) -> None:
         super().__init__(program, nodes)
         self.predictors = predictors
         self.mass: dict[str, Tensor] = {}
@@ -146,7 +151,9 @@ def _by_head(x: Tensor) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """Predictors tried on a model's attentions. `figures` are there at once; errors are measured when they are asked for.
+    """Predictors tried on a model's attentions.
+
+    `figures` are there at once; errors are measured when they are asked for.
 
     Attributes:
         seconds: after so many, measured since the start, no further error is measured.
@@ -156,14 +163,17 @@ class Trial:
     nodes: Mapping[str, fx.Node]
     seconds: float
     figures: dict[Key, PredictorFigure] = field(default_factory=dict)
-    changes: list[dict[Key, Tensor]] = field(default_factory=list)  # by input: what a predictor adds to the attention's result
+    # by input: what a predictor adds to the attention's result
+    changes: list[dict[Key, Tensor]] = field(default_factory=list)
     outputs: list[list[Tensor]] = field(default_factory=list)  # by input, of the model as it is
     started: float = field(default_factory=time.perf_counter)
     errors: dict[Key, float] = field(default_factory=dict)
 
     @classmethod
     @torch.no_grad()
-    def of(cls, program: Program, sites: Sequence[str], predictors: Sequence[Predictor], seconds: float) -> Trial:
+    def of(
+        cls, program: Program, sites: Sequence[str], predictors: Sequence[Predictor], seconds: float
+    ) -> Trial:
         """Run the model on its calibration inputs with every predictor looking on.
 
         Raises:
@@ -174,7 +184,9 @@ class Trial:
         constants = calibrate(edited, nodes, predictors)
         for inputs in inputs_of(edited):
             observer = _Observer(edited, nodes, predictors, constants)
-            trial.outputs.append(floating(observer.run(*leaves_of(edited, inputs), enable_io_processing=False)))
+            trial.outputs.append(
+                floating(observer.run(*leaves_of(edited, inputs), enable_io_processing=False))
+            )
             trial.changes.append(observer.changes)
             for key, figure in observer.figures.items():
                 trial.figures[key] = _joined(trial.figures.get(key), figure, len(trial.changes))
@@ -182,7 +194,8 @@ class Trial:
 
     @torch.no_grad()
     def error_squared(self, site: str, method: str) -> float | None:
-        """‖y − y₀‖² / ‖y₀‖² at the model's output with this predictor there alone, the largest over floating outputs.
+        """‖y − y₀‖² / ‖y₀‖² at the model's output with this predictor there alone, the largest over floating
+        outputs.
 
         None: there is no time left. Over all inputs, each run once more with the attention's result changed.
         """
@@ -200,13 +213,22 @@ class Trial:
             after = floating(shifted.run(*leaves_of(self.program, inputs), enable_io_processing=False))
             for total, new, old in zip(moved, after, before, strict=True):
                 total += torch.stack([(new - old).double().square().sum(), old.double().square().sum()]).cpu()
-        return max((float(changed / whole) if whole > 0 else float(changed > 0) for changed, whole in moved), default=0.0)
+        return max(
+            (float(changed / whole) if whole > 0 else float(changed > 0) for changed, whole in moved),
+            default=0.0,
+        )
 
 
 class _Observer(_Watcher):
     """Tries every predictor at every attention; the model goes on with the exact result."""
 
-    def __init__(self, program: Program, nodes: Mapping[str, fx.Node], predictors: Sequence[Predictor], constants: Constants) -> None:
+    def __init__(
+        self,
+        program: Program,
+        nodes: Mapping[str, fx.Node],
+        predictors: Sequence[Predictor],
+        constants: Constants,
+    ) -> None:
         super().__init__(program, nodes)
         self.predictors, self.constants = predictors, constants
         self.figures: dict[Key, PredictorFigure] = {}
@@ -232,14 +254,18 @@ class _Shifted(_Watcher):
         return result[0] + self.change, result[1]
 
 
-def figure_of(given: Arguments, block: int, lse: Tensor, found: Tensor, tiles: Sequence[Tensor]) -> PredictorFigure:
+def figure_of(
+    given: Arguments, block: int, lse: Tensor, found: Tensor, tiles: Sequence[Tensor]
+) -> PredictorFigure:
     """The figures of one call, whose arguments are `given`, from the lse over all keys and over the tiles."""
     b, h, nq = *lse.shape[:2], tiles[0].shape[2]
     visited = int(tiles[0].sum() + tiles[2].sum()) * b * h // (tiles[0].shape[0] * tiles[0].shape[1])
     seeing = lse > -torch.inf
     recall = torch.exp(found - lse)[seeing].mean() if bool(seeing.any()) else torch.ones(())
     keys = min(visited * block / max(1, b * h * nq), float(given["k"].shape[2]))
-    return PredictorFigure(visited=visited, visible=visible_tiles(given, block), keys=keys, recall=float(recall))
+    return PredictorFigure(
+        visited=visited, visible=visible_tiles(given, block), keys=keys, recall=float(recall)
+    )
 
 
 def _joined(first: PredictorFigure | None, second: PredictorFigure, count: int) -> PredictorFigure:
@@ -249,5 +275,6 @@ def _joined(first: PredictorFigure | None, second: PredictorFigure, count: int) 
     share = 1 / count
     return PredictorFigure(
         visited=first.visited + second.visited, visible=first.visible + second.visible,
-        keys=first.keys + (second.keys - first.keys) * share, recall=first.recall + (second.recall - first.recall) * share,
+        keys=first.keys + (second.keys - first.keys) * share,
+        recall=first.recall + (second.recall - first.recall) * share,
     )  # fmt: skip

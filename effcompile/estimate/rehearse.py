@@ -1,8 +1,10 @@
-"""A plan's error before anything is lowered: the captured graph run with what every reduced site adds, all of them at once.
+"""A plan's error before anything is lowered: the captured graph run with what every reduced site adds, all of
+them at once.
 
-Sensitivity takes one option at a time, to first order, and adds squares as if errors were uncorrelated; here they meet, pass through
-what is not linear, and come to the inputs that the result will be verified with. The arithmetic is the same emulation of what backends
-compute (estimate/perturb.py), and so is no proof: that remains to the comparison of the artifact.
+Sensitivity takes one option at a time, to first order, and adds squares as if errors were uncorrelated; here
+they meet, pass through what is not linear, and come to the inputs that the result will be verified with. The
+arithmetic is the same emulation of what backends compute (estimate/perturb.py), and so is no proof: that
+remains to the comparison of the artifact.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Args, Arguments, Outputs, Value
 from effcompile.estimate import fake_quant
-from effcompile.estimate.perturb import MERGED, REPLACED, ErrorRecord, Site, Weights, delta_of, find_sites, is_static, result_of
+from effcompile.estimate.perturb import (
+    MERGED,
+    REPLACED,
+    ErrorRecord,
+    Site,
+    Weights,
+    delta_of,
+    find_sites,
+    is_static,
+    result_of,
+)
 from effcompile.ir.export import LENIENT
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.plan import Plan
@@ -40,7 +52,11 @@ class Rehearsal:
     """
 
     def __init__(
-        self, program: Program, options: Mapping[str, tuple[Form, ...]], weights: Weights, calibration: Sequence[Sequence[torch.Tensor]]
+        self,
+        program: Program,
+        options: Mapping[str, tuple[Form, ...]],
+        weights: Weights,
+        calibration: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         self._program, self._calibration = program, calibration
         self._options, self._weights = options, weights
@@ -50,7 +66,9 @@ class Rehearsal:
         """How the model runs under this plan; None for one that reduces nothing, or what is not emulated."""
         chosen = self._chosen(plan)
         known = {site.name for site, _ in chosen} | {group.site for group in merges(self._program)}
-        if not chosen or any(decision.cost.error_squared > 0 and decision.site not in known for decision in plan.decisions):
+        if not chosen or any(
+            decision.cost.error_squared > 0 and decision.site not in known for decision in plan.decisions
+        ):
             return None
         self._watch([site for site, form in chosen if is_static(form)])
         activations = (plan.predicted.peak_bytes or 0) - (plan.predicted.weight_bytes or 0)
@@ -69,7 +87,12 @@ class Rehearsal:
         """The sites that the plan reduces, each with what it does there."""
         options = {decision.site: decision.option for decision in plan.decisions}
         forms = {decision.site: decision.form for decision in plan.decisions if decision.form is not None}
-        merged = {m.site for g in merges(self._program) if (f := forms.get(g.site)) and f.word == MERGED.word for m in g.members}
+        merged = {
+            m.site
+            for g in merges(self._program)
+            if (f := forms.get(g.site)) and f.word == MERGED.word
+            for m in g.members
+        }
         chosen = []
         for site in find_sites(self._program, self._options, self._weights):
             known = {form.name: form for form in site.options}
@@ -83,7 +106,8 @@ class Rehearsal:
     def _watch(self, static: Sequence[Site]) -> None:
         """Know the range of what enters each of these sites over the calibration inputs.
 
-        Where one is not known yet, those of all linears are found: the next plan may make others static, and a call takes as long.
+        Where one is not known yet, those of all linears are found: the next plan may make others static, and
+        a call takes as long.
         """
         if all(site.x in self._ranges for site in static):
             return
@@ -102,7 +126,9 @@ class _Interpreter(fx.Interpreter):
 class _Watcher(_Interpreter):
     """Keeps the range of chosen values."""
 
-    def __init__(self, module: fx.GraphModule, wanted: frozenset[fx.Node], ranges: dict[fx.Node, fake_quant.Range]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, wanted: frozenset[fx.Node], ranges: dict[fx.Node, fake_quant.Range]
+    ) -> None:
         super().__init__(module)
         self._wanted, self._ranges = wanted, ranges
 
@@ -118,7 +144,12 @@ class _Watcher(_Interpreter):
 class _Actor(_Interpreter):
     """Puts what each chosen option gives in the place of a site's result."""
 
-    def __init__(self, module: fx.GraphModule, chosen: Sequence[tuple[Site, Form]], ranges: Mapping[fx.Node, fake_quant.Range]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        chosen: Sequence[tuple[Site, Form]],
+        ranges: Mapping[fx.Node, fake_quant.Range],
+    ) -> None:
         super().__init__(module)
         self._ranges = ranges
         self.chosen: dict[fx.Node, list[tuple[Site, Form]]] = {}
@@ -130,19 +161,25 @@ class _Actor(_Interpreter):
         value = super().run_node(n) if replaced is None else self._result(*replaced)
         for site, form in self.chosen.get(n, ()):
             if site.kind not in REPLACED:
-                record = ErrorRecord(inputs=[], outputs=[], results={n: value}, entering={}, biases={}, batch=1)
+                record = ErrorRecord(
+                    inputs=[], outputs=[], results={n: value}, entering={}, biases={}, batch=1
+                )
                 value = value + delta_of(site, form, record, None)
         return value
 
     def _result(self, site: Site, form: Form) -> torch.Tensor:
         assert site.x is not None, "what replaces a result follows from what enters"
         bias = None if site.bias is None else self.env[site.bias]
-        return result_of(site, form, self.env[site.x], bias, self._ranges.get(site.x) if is_static(form) else None)
+        return result_of(
+            site, form, self.env[site.x], bias, self._ranges.get(site.x) if is_static(form) else None
+        )
 
 
 @torch.no_grad()
 def _in_step(actors: Sequence[_Actor], inputs: Sequence[Sequence[Value]]) -> list[Outputs]:
-    """Run each with its inputs, node by node together, so that a weight is rounded once for all; what each returns."""
+    """Run each with its inputs, node by node together, so that a weight is rounded once for all; what each
+    returns.
+    """
     for actor, given in zip(actors, inputs, strict=True):
         actor.args_iter = iter(given)
     graph = actors[0].graph

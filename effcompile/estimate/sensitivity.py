@@ -1,12 +1,13 @@
-"""How much each low-precision option at each site changes the model's output, without running the model once per option.
+"""How much each low-precision option at each site changes the model's output, without running the model once
+per option.
 
-An option replaces a site's result f(x) by f(x) + δ(x). To first order the output moves by J·δ, J being the Jacobian of the
-outputs with respect to the site's result, and for v of independent random signs
+An option replaces a site's result f(x) by f(x) + δ(x). To first order the output moves by J·δ, J being the
+    Jacobian of the outputs with respect to the site's result, and for v of independent random signs
     E (vᵀ J δ)² = ‖J δ‖²    (Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix")
-where vᵀJ is one backward pass from v, the same for every site and option. So one forward pass and a few backward passes per
-input price all of them; each then costs only its own δ (computed with the backend's rounding) and dot products.
-Samples of a batch that do not influence each other are draws of their own. Squares of different sites add because
-their errors are nearly uncorrelated (HAWQ-V2, Dong et al. 2020, §3).
+where vᵀJ is one backward pass from v, the same for every site and option. So one forward pass and a few
+backward passes per input price all of them; each then costs only its own δ (computed with the backend's
+rounding) and dot products. Samples of a batch that do not influence each other are draws of their own.
+Squares of different sites add because their errors are nearly uncorrelated (HAWQ-V2, Dong et al. 2020, §3).
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Args, Arguments, Outputs, Value
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
-from effcompile.estimate.perturb import MERGED, ErrorRecord, Site, Weights, delta_of, find_sites, is_static, static_range
+from effcompile.estimate.perturb import (
+    MERGED,
+    ErrorRecord,
+    Site,
+    Weights,
+    delta_of,
+    find_sites,
+    is_static,
+    static_range,
+)
 from effcompile.ir.export import LENIENT
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
@@ -40,8 +50,9 @@ MAX_GRADIENT_BYTES = 768 * 2**20
 #: Share of the time budget after which no further probe is started (the rest is for the options).
 _PROBE_SHARE = 0.5
 
-#: Squared error of an option that rounds and of which the inputs show nothing (their outputs are zeros, say): one unit of fp32 in the last
-#: place. Were it 0, no correction by what verification measures at other inputs could ever rule the option out.
+#: Squared error of an option that rounds and of which the inputs show nothing (their outputs are zeros, say):
+#: one unit of fp32 in the last place. Were it 0, no correction by what verification measures at other inputs
+#: could ever rule the option out.
 _UNSEEN = 2.0**-48
 
 #: (what is being done, share done in [0, 1])
@@ -50,9 +61,11 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """`errors`: (site, option) → squared relative L2 error at the output, the largest over the floating outputs.
+    """`errors`: (site, option) → squared relative L2 error at the output, the largest over the floating
+    outputs.
 
-    Entries (merge site, "merged@int8_dynamic") hold what the members' common weight scale adds to their own errors.
+    Entries (merge site, "merged@int8_dynamic") hold what the members' common weight scale adds to their own
+    errors.
     """
 
     errors: Mapping[tuple[str, str], float]
@@ -76,20 +89,24 @@ def measure(
 
     Args:
         program: the captured model, in fp32.
-        inputs: calibration inputs as (args, kwargs); cut along the batch, then in number, to about MAX_ROWS rows.
-        options: kind ("linear", "embedding", "gelu", "attention") → options to price there, without the baseline. Linears whose K is
-            no multiple of a format's group are not priced for that.
+        inputs: calibration inputs as (args, kwargs); cut along the batch, then in number, to about MAX_ROWS
+            rows.
+        options: kind ("linear", "embedding", "gelu", "attention") → options to price there, without the
+            baseline. Linears whose K is no multiple of a format's group are not priced for that.
         weights: options of single linears that are another weight in the place of theirs.
-        probes: backward passes per input and output group (three quarters of it where there are several outputs).
-        budget_seconds: half of it bounds the probing, of which one round is always done. Sites whose turn comes late
-            are priced on one input instead of all; the method says so.
+        probes: backward passes per input and output group (three quarters of it where there are several
+            outputs).
+        budget_seconds: half of it bounds the probing, of which one round is always done. Sites whose turn
+            comes late are priced on one input instead of all; the method says so.
         seed: of the random signs.
         progress: told what is done and the share done.
     """
     clock = _Clock(budget=budget_seconds, tell=progress or (lambda what, share: None))
     sites = find_sites(program, options, weights)
     if not sites or not inputs:
-        return Sensitivity(errors={}, method="nothing to measure: no site with an option that makes an error, or no inputs")
+        return Sensitivity(
+            errors={}, method="nothing to measure: no site with an option that makes an error, or no inputs"
+        )
     clock.tell("forward passes", 0.0)
     records = [_forward(program, sites, given) for given in _capped(program, inputs)]
     task = _Task(program=program, records=records, scales=_output_scales(records))
@@ -97,12 +114,14 @@ def measure(
     errors, late = _price(task, sites, clock)
     _fold_merged(program, errors)
     method = (
-        f"‖Jδ‖² at the output by {rounds} random-sign backward passes on each of {len(records)} calibration inputs "
-        "(Hutchinson 1990), δ from the emulated quantisers"
+        f"‖Jδ‖² at the output by {rounds} random-sign backward passes on each of {len(records)} calibration "
+        "inputs (Hutchinson 1990), δ from the emulated quantisers"
     )
     if late:
         method += f"; {late} of {len(sites)} sites on one input only, as the time was up"
-    return Sensitivity(errors=errors, method=method, draws=rounds * sum(r.batch for r in records), seconds=clock.elapsed)
+    return Sensitivity(
+        errors=errors, method=method, draws=rounds * sum(r.batch for r in records), seconds=clock.elapsed
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,9 +155,16 @@ _Watched = Mapping[fx.Node, tuple[fx.Node | None, fx.Node | None]]
 
 
 class _Recorder(fx.Interpreter):
-    """Runs the flat graph; keeps the inputs and results of sites, the latter as points to differentiate at."""
+    """Runs the flat graph; keeps the inputs and results of sites, the latter as points to
+    differentiate at.
+    """
 
-    def __init__(self, program: Program, watched: _Watched | None = None, shift: Mapping[fx.Node, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        watched: _Watched | None = None,
+        shift: Mapping[fx.Node, torch.Tensor] | None = None,
+    ) -> None:
         super().__init__(program.module)
         self.watched, self.shift = watched or {}, shift or {}
         self.results: dict[fx.Node, Any] = {}
@@ -146,7 +172,8 @@ class _Recorder(fx.Interpreter):
         self.biases: dict[fx.Node, Any] = {}
 
     def call_function(self, target: fx.node.Target, args: Args, kwargs: Arguments) -> Value:
-        return super().call_function(LENIENT.get(target, target), args, kwargs)  # with gradients attention is another kernel
+        # with gradients attention is another kernel
+        return super().call_function(LENIENT.get(target, target), args, kwargs)
 
     def run_node(self, n: fx.Node) -> Outputs:
         result = super().run_node(n)
@@ -172,7 +199,12 @@ def _forward(program: Program, sites: list[Site], inputs: Inputs) -> ErrorRecord
     sizes = [t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()]
     batch = sizes[0] if sizes and outputs and all(o.dim() and o.shape[0] == sizes[0] for o in outputs) else 1
     return ErrorRecord(
-        inputs=flat, outputs=outputs, results=recorder.results, entering=recorder.entering, biases=recorder.biases, batch=batch
+        inputs=flat,
+        outputs=outputs,
+        results=recorder.results,
+        entering=recorder.entering,
+        biases=recorder.biases,
+        batch=batch,
     )
 
 
@@ -196,21 +228,31 @@ def _capped(program: Program, inputs: Sequence[Inputs]) -> list[Inputs]:
     if isinstance(first, str) and axes == {first} and len(leading) == 1:
         batch = leading.pop()
         keep = max(1, min(batch, MAX_ROWS * batch // (2 * rows)))
-        inputs = [pytree.tree_map_only(torch.Tensor, lambda t: t[:keep] if t.dim() else t, tuple(given)) for given in inputs]
+        inputs = [
+            pytree.tree_map_only(torch.Tensor, lambda t: t[:keep] if t.dim() else t, tuple(given))
+            for given in inputs
+        ]
         rows = max(1, rows * keep // batch)
     return list(inputs[: max(2, MAX_ROWS // rows)])
 
 
 def _output_scales(records: list[ErrorRecord]) -> list[list[float]]:
-    """Groups of outputs probed together, each as one weight per output: the first output, then all others (an upper bound).
+    """Groups of outputs probed together, each as one weight per output: the first output, then all others (an
+    upper bound).
 
     Weights are 1 / ‖y‖ over all inputs, 0 for an output outside the group, so that ‖Jδ‖² comes out relative.
     """
     if not records or not records[0].outputs:
         return []
-    norms = [math.sqrt(sum(float(r.outputs[o].detach().double().square().sum()) for r in records)) for o in range(len(records[0].outputs))]
+    norms = [
+        math.sqrt(sum(float(r.outputs[o].detach().double().square().sum()) for r in records))
+        for o in range(len(records[0].outputs))
+    ]
     weights = [1 / n if 0 < n < math.inf else 0.0 for n in norms]
-    groups = [[w if o == 0 else 0.0 for o, w in enumerate(weights)], [w if o else 0.0 for o, w in enumerate(weights)]]
+    groups = [
+        [w if o == 0 else 0.0 for o, w in enumerate(weights)],
+        [w if o else 0.0 for o, w in enumerate(weights)],
+    ]
     return [group for group in groups if any(group)]
 
 
@@ -252,12 +294,16 @@ def _backward(record: ErrorRecord, v: list[torch.Tensor]) -> dict[fx.Node, torch
         return {}
     nodes = list(record.results)
     points = [record.results[n] for n in nodes]
-    found = torch.autograd.grad([o for o, _ in pairs], points, [w for _, w in pairs], retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(
+        [o for o, _ in pairs], points, [w for _, w in pairs], retain_graph=True, allow_unused=True
+    )
     return {n: g for n, g in zip(nodes, found, strict=True) if g is not None}
 
 
 def _separate(record: ErrorRecord, generator: torch.Generator) -> set[fx.Node]:
-    """Sites whose result is cut by sample: the gradient of the first sample's outputs is zero in all other samples' rows."""
+    """Sites whose result is cut by sample: the gradient of the first sample's outputs is zero in all other
+    samples' rows.
+    """
     signs = _signs(record, [1.0] * len(record.outputs), generator)
     for v in signs:
         v[1:] = 0
@@ -287,7 +333,9 @@ def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[st
     return errors, late
 
 
-def _deltas(task: _Task, site: Site, option: Form, used: list[ErrorRecord]) -> Iterator[tuple[ErrorRecord, torch.Tensor]]:
+def _deltas(
+    task: _Task, site: Site, option: Form, used: list[ErrorRecord]
+) -> Iterator[tuple[ErrorRecord, torch.Tensor]]:
     """δ on each input, one at a time."""
     limits = static_range(site, task.records) if is_static(option) else None
     for record in used:
@@ -305,7 +353,8 @@ def _from_gradients(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord,
             drawn = gradients.get(site.node, [])
             squares = [float((g.reshape(samples, -1) * flat).sum(dim=1).square().sum()) for g in drawn]
             totals[group] += sum(squares) / max(len(squares), 1)
-    return max(totals, default=0.0) * len(task.records) / max(seen, 1)  # scales are relative to the norm over all inputs
+    # scales are relative to the norm over all inputs
+    return max(totals, default=0.0) * len(task.records) / max(seen, 1)
 
 
 def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, torch.Tensor]]) -> float:
@@ -314,7 +363,11 @@ def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, tor
     norms: dict[int, float] = defaultdict(float)
     for record, delta in deltas:
         with torch.no_grad():
-            outputs = floating(_Recorder(task.program, shift={site.node: delta}).run(*record.inputs, enable_io_processing=False))
+            outputs = floating(
+                _Recorder(task.program, shift={site.node: delta}).run(
+                    *record.inputs, enable_io_processing=False
+                )
+            )
         for o, (y, z) in enumerate(zip(record.outputs, outputs, strict=True)):
             moved[o] += float((z - y.detach()).square().sum())
             norms[o] += float(y.detach().square().sum())

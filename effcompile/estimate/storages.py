@@ -1,12 +1,14 @@
-"""Which storages a graph makes, and which nodes share one: each operator is run once on fake tensors (layouts.py).
+"""Which storages a graph makes, and which nodes share one: each operator is run once on fake tensors
+(layouts.py).
 
-Fake tensors have shapes, strides and storages but no data, so views, in-place ops and `reshape` or `contiguous`
-calls that turn out not to copy share a storage here exactly as they do in a real run. Nothing is computed.
+Fake tensors have shapes, strides and storages but no data, so views, in-place ops and `reshape` or
+`contiguous` calls that turn out not to copy share a storage here exactly as they do in a real run. Nothing is
+computed.
 
-An aten op may be made of others (`scaled_dot_product_attention` turns a boolean mask into floats, `matmul` copies
-expanded operands): what those allocate and free again is counted as the node's workspace, and so are the block
-buffers of CPU's flash attention. What other kernels allocate for themselves (oneDNN's scratchpads and packed
-convolution weights) is not visible here.
+An aten op may be made of others (`scaled_dot_product_attention` turns a boolean mask into floats, `matmul`
+copies expanded operands): what those allocate and free again is counted as the node's workspace, and so are
+the block buffers of CPU's flash attention. What other kernels allocate for themselves (oneDNN's scratchpads
+and packed convolution weights) is not visible here.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from effcompile.core import gpu, torch_compat
 from effcompile.core.torch_compat_aot import writes
 from effcompile.core.types import Value
-from effcompile.estimate.layouts import REMEMBERED, Known, StorageLayout, Unlike, key_of, layout, mapped, remember, settings
+from effcompile.estimate.layouts import (
+    REMEMBERED,
+    Known,
+    StorageLayout,
+    Unlike,
+    key_of,
+    layout,
+    mapped,
+    remember,
+    settings,
+)
 from effcompile.ir.program import Program, shape_of
 
 Storage = int  # an index, equal for nodes that share memory
@@ -60,16 +72,23 @@ class Storages:
 def storages(program: Program) -> Storages:
     """The storages of a program's graph at its example inputs."""
     leaves = iter(pytree.tree_leaves((program.args, dict(program.kwargs))))
-    return graph_storages(program.graph, lambda node: next(leaves, None) if node.op == "placeholder" else program.tensor(node))
+    return graph_storages(
+        program.graph, lambda node: next(leaves, None) if node.op == "placeholder" else program.tensor(node)
+    )
 
 
 def graph_storages(graph: fx.Graph, given: Callable[[fx.Node], object]) -> Storages:
-    """The storages of a graph. `given`: placeholder or get_attr node, asked for in graph order → its (real or fake) value."""
+    """The storages of a graph.
+
+    `given`: placeholder or get_attr node, asked for in graph order → its (real or fake) value.
+    """
     return _Tracer(graph, given).run()
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the storages that the ops of one node allocate and free. `peak` is the most bytes alive at once.
+    """Follows the storages that the ops of one node allocate and free.
+
+    `peak` is the most bytes alive at once.
 
     `on_gpu`: as torch's CUDA allocator counts them.
     """
@@ -81,7 +100,11 @@ class Allocations(TorchDispatchMode):
         self.readers: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Value:
-        there = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        there = {
+            t.untyped_storage()._cdata
+            for t in pytree.tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -110,18 +133,22 @@ _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defau
 
 
 def _flash_buffers(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor) -> int:  # noqa: N803
-    """Bytes that CPU's flash attention allocates for its blocks of scores, maxima, sums and outputs, per thread.
+    """Bytes that CPU's flash attention allocates for its blocks of scores, maxima, sums and outputs, per
+    thread.
 
-    Source: pytorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention (block sizes by length).
+    Source: pytorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention (block sizes by
+    length).
     """
     length, width = int(q_BHSD.shape[-2]), int(q_BHSD.shape[-1])
     rows = min(256 if length >= 768 else 64 if length >= 192 else 32, length)
     cols = min(512, int(k_BHSD.shape[-2]))
-    half = 2 * rows * cols if q_BHSD.dtype in (torch.bfloat16, torch.float16) else 0  # scores once more, narrow
+    # scores once more, narrow
+    half = 2 * rows * cols if q_BHSD.dtype in (torch.bfloat16, torch.float16) else 0
     return torch.get_num_threads() * (4 * (rows * cols + 2 * rows + rows * width) + half)
 
 
-#: Functional forms of writing through a view: they copy the whole storage behind it, whose bytes their fakes do not have.
+#: Functional forms of writing through a view: they copy the whole storage behind it, whose bytes their fakes
+#: do not have.
 _COPY_WHOLE_STORAGE = (
     torch.ops.aten.copy.default,
     torch.ops.aten.slice_scatter.default,
@@ -132,14 +159,17 @@ _COPY_WHOLE_STORAGE = (
 
 
 class _Tracer:
-    """Follows the graph node by node and numbers the storages as they appear; what is not known yet is run under one FakeTensorMode."""
+    """Follows the graph node by node and numbers the storages as they appear; what is not known yet is run
+    under one FakeTensorMode.
+    """
 
     def __init__(self, graph: fx.Graph, given: Callable[[fx.Node], object]) -> None:
         self.graph, self.given = graph, given
         self.mode = torch_compat.fake_mode()
         self.values: dict[fx.Node, Value] = {}
         self.numbers: dict[int, Storage] = {}
-        self.storages: dict[Storage, torch.UntypedStorage] = {}  # kept alive, so that no address is given out twice
+        # kept alive, so that no address is given out twice
+        self.storages: dict[Storage, torch.UntypedStorage] = {}
         self.allocated: dict[Storage, int] = {}
         self.nbytes: dict[Storage, int] = {}
         self.fakes: dict[StorageLayout, torch.Tensor] = {}
@@ -162,18 +192,24 @@ class _Tracer:
             if node.op in ("get_attr", "placeholder"):
                 fixed.update(of[node])
         written = frozenset(node for node in self.graph.nodes if _writes(node))
-        return Storages(of=of, nbytes=self.nbytes, made=made, workspace=workspace, fixed=frozenset(fixed), written=written)
+        return Storages(
+            of=of, nbytes=self.nbytes, made=made, workspace=workspace, fixed=frozenset(fixed), written=written
+        )
 
     def _value(self, node: fx.Node) -> tuple[Value, int]:
-        """A node's value, its tensors as layouts where they have one; and the most bytes that were allocated at once while it ran."""
+        """A node's value, its tensors as layouts where they have one; and the most bytes that were allocated
+        at once while it ran.
+        """
         if node.op in ("placeholder", "get_attr"):
             return self._described(self._fake(self.given(node))), 0
         if node.op == "output":
             return fx.map_arg(node.args, self.values.__getitem__), 0
         if node.op != "call_function":
             return None, 0  # torch.export's guard module: checks the inputs and returns nothing
-        if node.target is operator.getitem and not isinstance(value := self.values[node.args[0]], StorageLayout | torch.Tensor):  # type: ignore[index]
-            return value[node.args[1]], 0
+        if node.target is operator.getitem:
+            value = self.values[node.args[0]]  # type: ignore[index]
+            if not isinstance(value, StorageLayout | torch.Tensor):
+                return value[node.args[1]], 0
         try:
             key, seen = key_of(node, self.values, self.allocated, self.settings)
         except Unlike:
@@ -183,7 +219,9 @@ class _Tracer:
             before = len(self.nbytes)
             given = [self.values[arg] for arg in node.all_input_nodes]
             value, peak, follows = self._run(node)
-            if follows and all(self.values[arg] is old for arg, old in zip(node.all_input_nodes, given, strict=True)):
+            if follows and all(
+                self.values[arg] is old for arg, old in zip(node.all_input_nodes, given, strict=True)
+            ):
                 self._remember(key, seen, before, value, peak)
             return value, peak
         places = [*seen, *map(self._new, known.nbytes)]
@@ -201,22 +239,30 @@ class _Tracer:
         try:
             with self.mode, torch.no_grad(), inside:
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:  # an op without a fake kernel, or a shape that depends on data: what capture saw stands in
+        except Exception:
+            # an op without a fake kernel, or a shape that depends on data: what capture saw stands in
             value, follows = self._captured(node), False
         if _writes(node):
             self._follow_changes(node)
         return self._described(value), inside.peak, follows
 
     def _follow_changes(self, node: fx.Node) -> None:
-        """An operator in place may have changed an argument's own layout (`transpose_`): it has that from now on."""
+        """An operator in place may have changed an argument's own layout (`transpose_`): it has that from now
+        on.
+        """
         for arg in node.all_input_nodes:
             before = self.values[arg]
-            if isinstance(before, StorageLayout) and layout(fake := self.fakes[before], before.storage) != before:
+            if (
+                isinstance(before, StorageLayout)
+                and layout(fake := self.fakes[before], before.storage) != before
+            ):
                 del self.fakes[before]
                 self.values[arg] = self._described(fake)
 
     def _remember(self, key: object, seen: Sequence[Storage], before: int, value: Value, peak: int) -> None:
-        """Keep what a node did with layouts of its arguments, which are still theirs, and storages of its own."""
+        """Keep what a node did with layouts of its arguments, which are still theirs, and storages of its
+        own.
+        """
         fresh = range(before, len(self.nbytes))
         places = {storage: at for at, storage in enumerate((*seen, *fresh))}
 
@@ -239,7 +285,9 @@ class _Tracer:
         known = getattr(value, "fake_mode", None)
         if known is not None:  # planned on fake tensors: made anew in our mode, as modes do not mix
             with self.mode:
-                return torch.empty_strided(tuple(map(int, value.shape)), value.stride(), dtype=value.dtype, device=value.device)
+                return torch.empty_strided(
+                    tuple(map(int, value.shape)), value.stride(), dtype=value.dtype, device=value.device
+                )
         return self.mode.from_tensor(value, static_shapes=True)
 
     def _captured(self, node: fx.Node) -> Value:
@@ -278,10 +326,14 @@ class _Tracer:
         if value not in self.fakes:
             with self.mode, torch.no_grad():
                 if value.storage not in self.storages:
-                    whole = torch.empty(self.allocated[value.storage], dtype=torch.uint8, device=value.device).untyped_storage()
+                    whole = torch.empty(
+                        self.allocated[value.storage], dtype=torch.uint8, device=value.device
+                    ).untyped_storage()
                     self.storages[value.storage], self.numbers[whole._cdata] = whole, value.storage
                 piece = torch.empty(0, dtype=value.dtype, device=value.device)
-                self.fakes[value] = piece.set_(self.storages[value.storage], value.offset, value.shape, value.stride)
+                self.fakes[value] = piece.set_(
+                    self.storages[value.storage], value.offset, value.shape, value.stride
+                )
         return self.fakes[value]
 
     def _held(self, value: object) -> tuple[Storage, ...]:

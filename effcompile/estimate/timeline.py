@@ -1,10 +1,11 @@
 """Bytes live at every step of a graph, storage by storage, when each value is freed after its last reader.
 
-That is what torch.fx's generated code does (it sets a name to None after the last use), and what an interpreter
-with garbage collection does. Counted: weights, buffers and constants throughout; inputs throughout, as the caller
-holds them; every storage the graph makes, from the step that makes it to the last step that reads any view of it;
-outputs to the end; and while an op runs, what the ops it is made of allocate and free again (see `storages`). Not
-counted: what a single kernel allocates for itself, oneDNN's convolutions above all.
+That is what torch.fx's generated code does (it sets a name to None after the last use), and what an
+interpreter with garbage collection does. Counted: weights, buffers and constants throughout; inputs
+throughout, as the caller holds them; every storage the graph makes, from the step that makes it to the last
+step that reads any view of it; outputs to the end; and while an op runs, what the ops it is made of allocate
+and free again (see `storages`). Not counted: what a single kernel allocates for itself, oneDNN's convolutions
+above all.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ class Timeline:
     """Live bytes over one call.
 
     Attributes:
-        peak_bytes: the largest of `steps`; peak_node: the first node where it is reached ("" in an empty graph).
-        steps: (node name, bytes live while it runs: its operands, its result and all that is still to be read).
+        peak_bytes: the largest of `steps`; peak_node: the first node where it is reached ("" in an empty
+            graph).
+        steps: (node name, bytes live while it runs: its operands, its result and all that is still to be
+            read).
         weight_bytes: parameters, buffers and constants; input_bytes: example inputs. Both are in every step.
     """
 
@@ -53,7 +56,13 @@ def timeline(program: Program) -> Timeline:
             steps.append((node.name, live + held.workspace[node]))
         live -= sum(held.nbytes[s] for s in freed_after.get(step, ()))
     peak_node, peak = max(steps, key=lambda s: s[1], default=("", live))
-    return Timeline(peak_bytes=peak, peak_node=peak_node, steps=tuple(steps), weight_bytes=weight_bytes, input_bytes=input_bytes)
+    return Timeline(
+        peak_bytes=peak,
+        peak_node=peak_node,
+        steps=tuple(steps),
+        weight_bytes=weight_bytes,
+        input_bytes=input_bytes,
+    )
 
 
 def _last_reads(nodes: list[fx.Node], held: Storages) -> dict[int, list[Storage]]:
@@ -73,7 +82,9 @@ def _last_reads(nodes: list[fx.Node], held: Storages) -> dict[int, list[Storage]
 
 
 def _constant_bytes(program: Program) -> int:
-    """Bytes of tensors that the graph reads and that are neither parameters nor buffers, each storage once."""
+    """Bytes of tensors that the graph reads and that are neither parameters nor buffers, each
+    storage once.
+    """
     known = {t.untyped_storage()._cdata for t in [*program.module.parameters(), *program.module.buffers()]}
     constants = [program.tensor(node) for node in program.graph.nodes if node.op == "get_attr"]
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in constants if t is not None}

@@ -1,7 +1,10 @@
-"""The configuration of a stock engine that a plan for many devices stands for, as text. Knows no torch: strategies in, files out.
+"""The configuration of a stock engine that a plan for many devices stands for, as text.
 
-A plan says what an engine's ranks hold only if it was made for that engine (`--strategy engine=fsdp2`), so that the peak in the file is the
-engine's own, with its interval. What an engine cannot say is refused with the reason.
+Knows no torch: strategies in, files out.
+
+A plan says what an engine's ranks hold only if it was made for that engine (`--strategy engine=fsdp2`), so
+that the peak in the file is the engine's own, with its interval. What an engine cannot say is refused with
+the reason.
 """
 
 from __future__ import annotations
@@ -39,12 +42,14 @@ def exported(plan: Plan, engine: str) -> str:
     found = plan.distributed
     if found is None:
         raise UsageError(
-            "The plan is for one device, or for our own lowering, which is its own script. Plan for an engine: effcompile plan MODEL "
+            "The plan is for one device, or for our own lowering, which is its own script. Plan for an "
+            "engine: effcompile plan MODEL "
             f'--mode training --devices 8 --strategy "engine={chosen.judged}" -o DIR.'
         )
     if found.strategy.engine != chosen.judged:
         raise UsageError(
-            f"The plan counts the buffers of the engine {found.strategy.engine!r}, and {engine} has those of {chosen.judged!r}: its peak "
+            f"The plan counts the buffers of the engine {found.strategy.engine!r}, and {engine} has those "
+            f"of {chosen.judged!r}: its peak "
             f'would be another one. Plan again with --strategy "engine={chosen.judged}".'
         )
     subject = Subject(model=plan.model, found=found)

@@ -33,12 +33,22 @@ class Subject:
     def header(self) -> tuple[str, ...]:
         """What every file says of itself."""
         f, s = self.found, self.strategy
-        axes = ", ".join(f"{axis}={size}" for axis, size in (("dp", s.dp), ("tp", s.tp), ("pp", s.pp), ("cp", s.cp)) if size > 1) or "dp=1"
+        axes = (
+            ", ".join(
+                f"{axis}={size}"
+                for axis, size in (("dp", s.dp), ("tp", s.tp), ("pp", s.pp), ("cp", s.cp))
+                if size > 1
+            )
+            or "dp=1"
+        )
         low, high = format_bytes(f.low_bytes), format_bytes(f.high_bytes)
         return (
-            f"{self.model} on {f.devices} devices: {axes}, zero={s.zero}, recompute={s.recompute}, {s.precision}; written by effcompile.",
-            f"Predicted peak of the fullest rank under this engine: {format_bytes(f.peak_bytes)} ({low} to {high}).",
-            f"{f.global_batch} sequences of {f.sequence} tokens a step: {f.micro_batches} micro-batches of {s.micro_batch} on each rank.",
+            f"{self.model} on {f.devices} devices: {axes}, zero={s.zero}, recompute={s.recompute}, "
+            f"{s.precision}; written by effcompile.",
+            f"Predicted peak of the fullest rank under this engine: {format_bytes(f.peak_bytes)} ({low} "
+            f"to {high}).",
+            f"{f.global_batch} sequences of {f.sequence} tokens a step: {f.micro_batches} micro-batches "
+            f"of {s.micro_batch} on each rank.",
         )
 
 
@@ -66,7 +76,10 @@ class Exporter:
                 yield part, reason
         if s.recompute not in self.recompute:
             known = ", ".join(self.recompute)
-            yield f"recompute={s.recompute}", PLANNED if s.recompute == "planned" else f"it knows {known}. Plan with one of these"
+            yield (
+                f"recompute={s.recompute}",
+                PLANNED if s.recompute == "planned" else f"it knows {known}. Plan with one of these",
+            )
 
 
 def no_axis(axis: str, reason: str) -> dict[str, tuple[Callable[[Strategy], bool], str]]:

@@ -34,7 +34,10 @@ def _flags(subject: Subject) -> Iterator[str]:
     if s.vpp > 1:
         yield f"--num-layers-per-virtual-pipeline-stage {s.cuts[0]}"
     elif len(set(s.cuts)) > 1:
-        yield f"--decoder-first-pipeline-num-layers {s.cuts[0]}\n--decoder-last-pipeline-num-layers {s.cuts[-1]}"
+        yield (
+            f"--decoder-first-pipeline-num-layers {s.cuts[0]}\n--decoder-last-pipeline-num-layers "
+            f"{s.cuts[-1]}"
+        )
 
 
 def _uneven(s: Strategy) -> bool:
@@ -44,12 +47,23 @@ def _uneven(s: Strategy) -> bool:
 
 
 MEGATRON = Exporter(
-    judged="megatron", write=_write, recompute=("none", "op", "full"),
+    judged="megatron",
+    write=_write,
+    recompute=("none", "op", "full"),
     cannot={
-        "zero > 1": (lambda s: s.zero > 1, "its distributed optimizer shards states (zero=1). Plan with zero=0 or zero=1"),
+        "zero > 1": (
+            lambda s: s.zero > 1,
+            "its distributed optimizer shards states (zero=1). Plan with zero=0 or zero=1",
+        ),
         "sp without tp": (lambda s: s.sp and s.tp == 1, "sequence parallelism divides over tp"),
-        "offload=all": (lambda s: s.offload == "all", "it offloads states. Plan with offload=optimizer or none"),
-        "schedule": (lambda s: s.pp > 1 and s.schedule not in ("1f1b", "interleaved"), "it has 1f1b and interleaved"),
+        "offload=all": (
+            lambda s: s.offload == "all",
+            "it offloads states. Plan with offload=optimizer or none",
+        ),
+        "schedule": (
+            lambda s: s.pp > 1 and s.schedule not in ("1f1b", "interleaved"),
+            "it has 1f1b and interleaved",
+        ),
         "cuts": (_uneven, "only the first and the last stage may have another number of layers"),
     },
-)  # fmt: skip
+)

@@ -29,7 +29,10 @@ def _write(subject: Subject) -> str:
             "module_fqns_per_model_part": _parts(s.cuts),
         }
     mode = {"none": "none", "op": "selective", "layer": "selective", "full": "full"}[s.recompute]
-    training = {"local_batch_size": s.micro_batch * subject.found.micro_batches, "global_batch_size": subject.found.global_batch}
+    training = {
+        "local_batch_size": s.micro_batch * subject.found.micro_batches,
+        "global_batch_size": subject.found.global_batch,
+    }
     return (
         f"{header}\nfrom torchtitan.config import ParallelismConfig\n\n"
         f"PARALLELISM = ParallelismConfig(**{pformat(fields, sort_dicts=False)})\n"
@@ -49,11 +52,22 @@ def _parts(cuts: tuple[int, ...]) -> list[list[str]]:
 
 
 TORCHTITAN = Exporter(
-    judged="fsdp2", write=_write, recompute=("none", "op", "full"),
+    judged="fsdp2",
+    write=_write,
+    recompute=("none", "op", "full"),
     cannot={
         "zero=1": (lambda s: s.zero == 1, "it replicates, or shards gradients too. Plan with zero=0, 2 or 3"),
-        "schedule=zero-bubble": (lambda s: s.pp > 1 and s.schedule == "zero-bubble", "stages that keep what they remade have another peak"),
-        "offload": (lambda s: s.offload != "none", "a training option of its own, which takes states and parameters together"),
-        "sp": (lambda s: s.tp > 1 and not s.sp, "its tensor parallelism divides the sequence, too. Plan with sp=1"),
+        "schedule=zero-bubble": (
+            lambda s: s.pp > 1 and s.schedule == "zero-bubble",
+            "stages that keep what they remade have another peak",
+        ),
+        "offload": (
+            lambda s: s.offload != "none",
+            "a training option of its own, which takes states and parameters together",
+        ),
+        "sp": (
+            lambda s: s.tp > 1 and not s.sp,
+            "its tensor parallelism divides the sequence, too. Plan with sp=1",
+        ),
     },
-)  # fmt: skip
+)

@@ -1,7 +1,8 @@
 """What a generation step keeps between its calls, as data. Loads without torch.
 
-A step is a graph of inference whose cache enters and leaves by flat tensors: the state that a call finds and the state that it
-leaves. A leaf is one such tensor; a layout is all of them, in the order in which they stand among the step's inputs.
+A step is a graph of inference whose cache enters and leaves by flat tensors: the state that a call finds and
+the state that it leaves. A leaf is one such tensor; a layout is all of them, in the order in which they stand
+among the step's inputs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class CacheLeaf:
     held: str = ""
 
     def narrowed(self, dtype: str) -> CacheLeaf:
-        """In "bfloat16", or in "int8" with a scale for each row; where it is held in 32 bits and written token by token."""
+        """In "bfloat16", or in "int8" with a scale for each row; where it is held in 32 bits and written
+        token by token.
+        """
         narrow = self.growth in (Growth.FULL, Growth.WINDOW) and self.item_bytes == 4
         item, scale = _NARROW[dtype]
         return replace(self, item_bytes=item, row_bytes=scale, held=dtype) if narrow else self
@@ -74,7 +77,9 @@ class CacheLeaf:
                 return 1
 
     def capacity(self, context: int, source: int = 0) -> int:
-        """Rows of a buffer that never has to be replaced: of a window a few more than are kept, so that few appends move it."""
+        """Rows of a buffer that never has to be replaced: of a window a few more than are kept, so that few
+        appends move it.
+        """
         rows = self.rows(context, source)
         return min(context, rows + 1 + rows // _SLACK) if self.growth is Growth.WINDOW else rows
 

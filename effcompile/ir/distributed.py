@@ -1,4 +1,6 @@
-"""What a plan says of many devices: the strategy, whether it fits, who holds what, where the step's seconds go, and what else there was."""
+"""What a plan says of many devices: the strategy, whether it fits, who holds what, where the step's seconds
+go, and what else there was.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ MOST_COLUMNS = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """What some layers of a stage do: how many they are, what each computes again, whether its gathered weights are kept."""
+    """What some layers of a stage do: how many they are, what each computes again, whether its gathered
+    weights are kept.
+    """
 
     layers: int
     option: str
@@ -28,13 +32,15 @@ class StagePlan:
     """What each rank of one place in the pipeline has and does. The ranks along tp, cp and dp are alike.
 
     Attributes:
-        stage: its place in the pipeline. layers: (first, behind the last) of its runs. embedding, head: whether it has them.
+        stage: its place in the pipeline. layers: (first, behind the last) of its runs. embedding, head:
+            whether it has them.
         in_flight: micro-batches whose kept values stand at once.
         peak_bytes: at its highest instant; instant: which one; parts: what is there, by kind.
         host_bytes: in its node's memory.
         forward_seconds, backward_seconds: of one micro-batch, what is computed again included.
         held: what its layers do.
-        line: what it does over the step, one letter for each column: "F", "B", "W" (the weights' part of a backward) or a space.
+        line: what it does over the step, one letter for each column: "F", "B", "W" (the weights' part of a
+            backward) or a space.
     """
 
     stage: int
@@ -80,16 +86,21 @@ class Distributed:
 
     Attributes:
         verdict: "fits" (the whole interval does), "marginal", "no".
-        peak_bytes: of the fullest rank; low_bytes, high_bytes: less and plus the error of the engine's model; limit_bytes: of a device.
-        seconds: of one step; low_seconds, high_seconds: the same; bound_seconds: no other division takes less.
+        peak_bytes: of the fullest rank; low_bytes, high_bytes: less and plus the error of the engine's model;
+            limit_bytes: of a device.
+        seconds: of one step; low_seconds, high_seconds: the same; bound_seconds: no other division takes
+            less.
         strategy: with the layers of every stage. nodes, per_node: how the devices stand.
-        global_batch: sequences of one step, each of `sequence` tokens; micro_batches: of each data-parallel rank.
-        tokens_per_second: of one device. mfu: the model's own operations of all its pairs of tokens, against the devices' peak.
+        global_batch: sequences of one step, each of `sequence` tokens; micro_batches: of each data-parallel
+            rank.
+        tokens_per_second: of one device. mfu: the model's own operations of all its pairs of tokens, against
+            the devices' peak.
         spent: what the slowest rank's seconds go to; they add up to `seconds`.
         rank, instant: which rank is the fullest, and when.
         stages: in the pipeline's order. ranks: every one.
         memory: bytes over the step of the fullest rank, in columns of equal numbers of instants.
-        runners_up: the next best, each of another mesh. dropped: why strategies were not looked at → how many. considered: had a bound.
+        runners_up: the next best, each of another mesh. dropped: why strategies were not looked at → how
+            many. considered: had a bound.
         fewest: devices that are enough; None where that was not asked for, or none are.
         nearest: what would make it fit, in the user's words; empty where it does.
         search_seconds: time taken.

@@ -1,9 +1,11 @@
-"""What a little more, or less, of a limit would change: read off a saved plan, without the model and without solving.
+"""What a little more, or less, of a limit would change: read off a saved plan, without the model and without
+solving.
 
-A plan holds the cost of each option it took and of those that it declined. Taking another option at one site changes time and bytes (or
-squared error) by the difference of two costs, and differences of different sites add. From the plan's options the walk takes, one after
-the other, the change that gains most time for each byte (or costs least for each byte given back): the greedy solution of a knapsack
-whose items are the sites' options, as good as the best of them but for what one item more would take. What it says is an estimate: sites
+A plan holds the cost of each option it took and of those that it declined. Taking another option at one site
+changes time and bytes (or squared error) by the difference of two costs, and differences of different sites
+add. From the plan's options the walk takes, one after the other, the change that gains most time for each
+byte (or costs least for each byte given back): the greedy solution of a knapsack whose items are the sites'
+options, as good as the best of them but for what one item more would take. What it says is an estimate: sites
 that are decided together, and peaks that lie elsewhere when bytes move, are known to the solver alone.
 """
 
@@ -32,7 +34,9 @@ def error_squared(cost: Cost) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Another option at one site, and what it changes: `used` of the limit's resource, seconds, squared error."""
+    """Another option at one site, and what it changes: `used` of the limit's resource, seconds, squared
+    error.
+    """
 
     site: str
     was: str
@@ -48,20 +52,26 @@ class Exchange:
 
 
 def more(plan: Plan, room: float, resource: Resource) -> list[Exchange]:
-    """The exchanges that use at most `room` more of a resource, most time for each unit first; none adds error beyond the goal's."""
+    """The exchanges that use at most `room` more of a resource, most time for each unit first; none adds
+    error beyond the goal's.
+    """
     walk = _Walk(plan, resource)
     walk.gain(room)
     return walk.steps
 
 
 def less(plan: Plan, needed: float, resource: Resource) -> list[Exchange] | None:
-    """The exchanges that give back at least `needed` of a resource, least time for each unit first; None where there are not enough."""
+    """The exchanges that give back at least `needed` of a resource, least time for each unit first; None
+    where there are not enough.
+    """
     walk = _Walk(plan, resource)
     return walk.steps if walk.free(needed) else None
 
 
 def settled(plan: Plan, room: float, resource: Resource) -> list[Exchange] | None:
-    """What changes, one exchange a site, where there is `room` more of a resource, or less: what is freed too much is used again."""
+    """What changes, one exchange a site, where there is `room` more of a resource, or less: what is freed too
+    much is used again.
+    """
     walk = _Walk(plan, resource)
     if room < 0 and not walk.free(-room):
         return None
@@ -95,7 +105,9 @@ class _Walk:
             self._take(best)
 
     def free(self, needed: float) -> bool:
-        """Take what costs least time for each unit that it gives back, until there is enough; whether there is."""
+        """Take what costs least time for each unit that it gives back, until there is enough; whether there
+        is.
+        """
         while needed > 0:
             freeing = [e for e in self._candidates() if e.used < 0]
             if not freeing:
@@ -108,12 +120,17 @@ class _Walk:
     def changed(self) -> list[Exchange]:
         """What differs from the plan in the end, in the order in which sites were first changed."""
         sites = dict.fromkeys(step.site for step in self.steps)
-        return [self._between(s, self._first[s], self._now[s]) for s in sites if self._first[s] != self._now[s]]
+        return [
+            self._between(s, self._first[s], self._now[s]) for s in sites if self._first[s] != self._now[s]
+        ]
 
     def _candidates(self) -> Iterator[Exchange]:
         for site, options in self._options.items():
             for option in options:
-                if option != self._now[site] and (found := self._between(site, self._now[site], option)).error_squared <= self._slack:
+                if (
+                    option != self._now[site]
+                    and (found := self._between(site, self._now[site], option)).error_squared <= self._slack
+                ):
                     yield found
 
     def _take(self, exchange: Exchange) -> None:
@@ -137,4 +154,8 @@ class _Walk:
 def _error_left(plan: Plan) -> float:
     """Squared error that the goal grants beyond the plan's; 0 where it grants none."""
     granted = (plan.goal.max_error or 0.0) ** 2
-    return max(granted - sum(decision.cost.error_squared for decision in plan.decisions), 0.0) if granted else 0.0
+    return (
+        max(granted - sum(decision.cost.error_squared for decision in plan.decisions), 0.0)
+        if granted
+        else 0.0
+    )

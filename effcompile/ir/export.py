@@ -1,7 +1,8 @@
 """torch.export of a program again: inputs at other sizes, concrete shapes for edited graphs, dynamic axes.
 
 torch.export makes an axis of size 0 or 1 constant. Wherever a dynamic axis of the example has size 1, tracing
-therefore uses a copy of the inputs with that axis repeated (`grow`); the program's own inputs stay the user's.
+therefore uses a copy of the inputs with that axis repeated (`grow`); the program's own inputs stay the
+user's.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from effcompile.ir.program import Dim, Output, Program, evaluated
 aten = torch.ops.aten
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-#: Views as reshapes, which copy where no view is possible. A view in a captured graph is one for the strides of the kernels that ran
-#: then; but attention and norms lay their results out by what they are given (a mask that requires a gradient, a transposed
-#: input), and tracing assumes another layout than some kernels have.
+#: Views as reshapes, which copy where no view is possible. A view in a captured graph is one for the strides
+#: of the kernels that ran then; but attention and norms lay their results out by what they are given (a mask
+#: that requires a gradient, a transposed input), and tracing assumes another layout than some kernels have.
 LENIENT: Mapping[Any, Any] = {aten.view.default: aten.reshape.default}
 #: axis → what torch.export is told about it, for each tensor leaf in the order of `Program.inputs`
 Axes = Sequence[Mapping[int, Any]]
@@ -52,23 +53,30 @@ def domain_of(program: Program) -> Domain:
 def reexport(program: Program) -> torch.export.ExportedProgram:
     """Export `program.module`, edited or not, with its dynamic axes; works for examples of batch 1.
 
-    Nodes keep the module names (`nn_module_stack`) of the program's nodes wherever the two graphs agree. Of a model that returns
-    other things beside tensors, or a class of its own (who opens the file may not have it), the tensors are returned, as a tuple.
+    Nodes keep the module names (`nn_module_stack`) of the program's nodes wherever the two graphs agree. Of a
+    model that returns other things beside tensors, or a class of its own (who opens the file may not have
+    it), the tensors are returned, as a tuple.
     """
     args, kwargs = trace_inputs(program)
     module = _exportable(program)
     with torch.no_grad():
-        exported = torch.export.export(module, args, kwargs, dynamic_shapes=program.dynamic_shapes, strict=False)
+        exported = torch.export.export(
+            module, args, kwargs, dynamic_shapes=program.dynamic_shapes, strict=False
+        )
     _copy_module_names(program.graph, exported.graph)
     return exported
 
 
 def _exportable(program: Program) -> fx.GraphModule:
-    """A copy of the module that runs where kernels lay their results out otherwise, and returns tensors only."""
+    """A copy of the module that runs where kernels lay their results out otherwise, and returns
+    tensors only.
+    """
     module = program.editable("export again").module
     lenient_views(module.graph)
     codegen: Any = module.graph._codegen
-    if any(kind is not Output.TENSOR for kind in program.returned) or not _known_everywhere(codegen.pytree_info.out_spec):
+    if any(kind is not Output.TENSOR for kind in program.returned) or not _known_everywhere(
+        codegen.pytree_info.out_spec
+    ):
         tensors = tuple(replace(program, module=module).tensor_results())
         module.graph.output_node().args = (tensors,)
         codegen.pytree_info = codegen.pytree_info._replace(out_spec=pytree.tree_structure(tensors))
@@ -79,7 +87,9 @@ def _exportable(program: Program) -> fx.GraphModule:
 
 def _known_everywhere(spec: pytree.TreeSpec) -> bool:
     """Whether a structure is made of Python's own containers."""
-    return spec.is_leaf() or (spec.type in (list, tuple, dict) and all(_known_everywhere(part) for part in spec.children()))
+    return spec.is_leaf() or (
+        spec.type in (list, tuple, dict) and all(_known_everywhere(part) for part in spec.children())
+    )
 
 
 def lenient_views(graph: fx.Graph) -> None:
@@ -90,7 +100,9 @@ def lenient_views(graph: fx.Graph) -> None:
 
 
 def mend_views(module: fx.GraphModule, args: Args, kwargs: Kwargs) -> bool:
-    """Make those views reshapes that are none at these inputs, as the kernels lay out their results; whether there were any."""
+    """Make those views reshapes that are none at these inputs, as the kernels lay out their results; whether
+    there were any.
+    """
     views = _Views(module)
     with torch.no_grad():
         views.run(*pytree.tree_leaves((args, dict(kwargs))), enable_io_processing=False)
@@ -117,7 +129,9 @@ class _Views(fx.Interpreter):
 
 def trace_inputs(program: Program) -> Inputs:
     """The example inputs with every dynamic axis at least 2 long, as tracing needs them."""
-    axes = [{axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in program.inputs]
+    axes = [
+        {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in program.inputs
+    ]
     return grow(program.args, program.kwargs, axes)
 
 
@@ -179,7 +193,8 @@ def allowed(program: Program, sizes: Mapping[str, int]) -> bool:
     domain = domain_of(program)
     for name, size in sizes.items():
         low, high = domain.bounds.get(name, (0, None))
-        low = low if low > 2 else 1  # tracing assumes every dynamic size to be at least 2; that is torch's, not the model's
+        # tracing assumes every dynamic size to be at least 2; that is torch's, not the model's
+        low = low if low > 2 else 1
         if size < low or (high is not None and size > high):
             return False
     if any(all(sizes.get(name) == 1 for name in axes) for axes in domain.not_one):
@@ -209,8 +224,9 @@ def shapes_for(module: torch.nn.Module, args: Args, kwargs: Kwargs, axes: Axes) 
 def refresh_shapes(module: fx.GraphModule, args: Args, kwargs: Kwargs) -> None:
     """Give every node of `module` a concrete fake tensor in `meta["val"]`, at the sizes of these inputs.
 
-    Call it after editing a graph. Nothing is computed and no weight is copied. From the first operator on whose result is
-    known only with data (`item`, `nonzero`), nodes keep torch.export's symbolic values: their sizes at the traced example.
+    Call it after editing a graph. Nothing is computed and no weight is copied. From the first operator on
+    whose result is known only with data (`item`, `nonzero`), nodes keep torch.export's symbolic values: their
+    sizes at the traced example.
     """
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     with torch_compat.fake_mode() as mode, torch.no_grad():
@@ -254,7 +270,9 @@ def _copy_module_names(source: fx.Graph, target: fx.Graph) -> None:
         match = next(ahead, None)
         if match is not None:
             stack = calls[match].meta.get("nn_module_stack", {})
-            node.meta["nn_module_stack"] = {key: (path, _type_name(kind)) for key, (path, kind) in stack.items()}
+            node.meta["nn_module_stack"] = {
+                key: (path, _type_name(kind)) for key, (path, kind) in stack.items()
+            }
             position = match + 1
 
 

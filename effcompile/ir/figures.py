@@ -1,4 +1,6 @@
-"""Whole-model figures of a plan: predicted and measured totals, the solver's proof, what was compared, which backends were considered."""
+"""Whole-model figures of a plan: predicted and measured totals, the solver's proof, what was compared, which
+backends were considered.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ def check_reasons(place: str, *reasons: Reason | None) -> None:
     for reason in reasons:
         if reason is not None and type(reason) not in _REASONS:
             raise UsageError(
-                f"The reason of {place} is {clipped(repr(reason), 120)}, a {type(reason).__name__}. Give one of effcompile.core.reasons, "
-                "for a sentence Because(text) or Unsupported(text)."
+                f"The reason of {place} is {clipped(repr(reason), 120)}, a {type(reason).__name__}. Give one "
+                "of effcompile.core.reasons, for a sentence Because(text) or Unsupported(text)."
             )
 
 
@@ -29,9 +31,10 @@ def check_reasons(place: str, *reasons: Reason | None) -> None:
 class Totals:
     """Whole-model figures. None where not predicted or not measured in this run.
 
-    `seconds` is per call (measured: the median); `error` relative L2 of the outputs. In training `seconds` is one step
-    (forward and backward), `peak_bytes` its highest instant, and `error` 0 when loss and gradients are bit-identical.
-    `roof_seconds`: of `seconds`, what the arithmetic of the products takes at the machine's peak rates.
+    `seconds` is per call (measured: the median); `error` relative L2 of the outputs. In training `seconds` is
+    one step (forward and backward), `peak_bytes` its highest instant, and `error` 0 when loss and gradients
+    are bit-identical. `roof_seconds`: of `seconds`, what the arithmetic of the products takes at the
+    machine's peak rates.
     """
 
     seconds: float | None = None

@@ -1,12 +1,12 @@
 """The bytes of a training step, and the one place where its peak is composed of them.
 
-What stands side by side adds up: the schedule of forward and backward, the optimizer's states, the gradients that
-micro-batches sum. Their sum is the footprint of the step, with
+What stands side by side adds up: the schedule of forward and backward, the optimizer's states, the gradients
+that micro-batches sum. Their sum is the footprint of the step, with
 
     peak = resident + max(step, end + working)
 
-where `resident` is there at every instant, `step` at the highest instant of forward and backward, `end` is what these
-two leave, and `working` is what the optimizer's step allocates on top of that.
+where `resident` is there at every instant, `step` at the highest instant of forward and backward, `end` is
+what these two leave, and `working` is what the optimizer's step allocates on top of that.
 """
 
 from __future__ import annotations

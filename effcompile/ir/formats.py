@@ -1,7 +1,9 @@
-"""What an option means, as data: how a weight is held and multiplied, and what else is done at a site. Loads without torch.
+"""What an option means, as data: how a weight is held and multiplied, and what else is done at a site.
 
-A pass proposes a `Form`, the plan keeps it, the backend acts on it and reads one back from what it built. Nobody takes a name apart:
-a form knows how it is printed, and a name is unique among the options of one site.
+Loads without torch.
+
+A pass proposes a `Form`, the plan keeps it, the backend acts on it and reads one back from what it built.
+Nobody takes a name apart: a form knows how it is printed, and a name is unique among the options of one site.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from effcompile.core.errors import UsageError
 from effcompile.core.mask import MaskForm
 
 Scale = Literal["none", "tensor", "channel", "group"]
-Activation = Literal["as given", "bf16", "dynamic int8", "static int8", "int8 rows", "int8 blocks", "int8 groups"]
+Activation = Literal[
+    "as given", "bf16", "dynamic int8", "static int8", "int8 rows", "int8 blocks", "int8 groups"
+]
 
 #: The sizes that a group of weights with one scale may have, and the one that needs no mention.
 GROUPS = (16, 32, 64, 128, 256)
@@ -33,7 +37,8 @@ class WeightFormat:
         group: weights in such a group; 0 for none.
         scale_bytes: of one scale, with its zero point where it has one.
         symmetric: whether codes are centred on 0.
-        activation: what activations are rounded to before the product; of "int8 blocks" at the coarsest: a backend may keep them finer.
+        activation: what activations are rounded to before the product; of "int8 blocks" at the coarsest: a
+            backend may keep them finer.
         block: side of the blocks that are kept or left out; 0 for a dense weight.
         density: share of the blocks that is kept, in steps of 0.0001.
 
@@ -56,10 +61,13 @@ class WeightFormat:
             raise UsageError(f"A weight of {self.bits} bits is not known; there are 4, 8, 16 and 32.")
         if (self.scale == "group") != bool(self.group) or (self.group and self.group not in GROUPS):
             raise UsageError(
-                f"{self.family}: groups of {self.group} with a scale per {self.scale}; sizes are {', '.join(map(str, GROUPS))}."
+                f"{self.family}: groups of {self.group} with a scale per {self.scale}; sizes are "
+                f"{', '.join(map(str, GROUPS))}."
             )
         if self.block < 0 or not 0 <= self.density <= 1:
-            raise UsageError(f"{self.family}: density {self.density} in blocks of {self.block} is no pattern.")
+            raise UsageError(
+                f"{self.family}: density {self.density} in blocks of {self.block} is no pattern."
+            )
 
     @property
     def name(self) -> str:
@@ -71,8 +79,12 @@ class WeightFormat:
         return f"{self.family}g{self.group}" if self.group not in (0, USUAL_GROUP) else self.family
 
     def stored_bytes(self, n: int, k: int) -> int:
-        """Bytes of a dense weight (N, K) with its scales; those of a pattern depend on its indices (sparse/forms.py)."""
-        scales = {"none": 0, "tensor": 1, "channel": n, "group": n * math.ceil(k / (self.group or 1))}[self.scale]
+        """Bytes of a dense weight (N, K) with its scales; those of a pattern depend on its indices
+        (sparse/forms.py).
+        """
+        scales = {"none": 0, "tensor": 1, "channel": n, "group": n * math.ceil(k / (self.group or 1))}[
+            self.scale
+        ]
         ranges = 5 if self.activation == "static int8" else 0  # scale and zero point of the input
         return n * k * self.bits // 8 + scales * self.scale_bytes + ranges
 
@@ -85,19 +97,35 @@ FP32 = WeightFormat(family="fp32")
 FP16 = WeightFormat(family="fp16", bits=16)
 BF16 = WeightFormat(family="bf16", bits=16, activation="bf16")
 #: u8 activations with one scale taken at run time, times s8 weights with one scale for all.
-INT8_DYNAMIC = WeightFormat(family="int8_dynamic", bits=8, scale="tensor", scale_bytes=5, activation="dynamic int8")
-INT8_CHANNEL = WeightFormat(family="int8_channel", bits=8, scale="channel", scale_bytes=5, activation="dynamic int8")
-#: s8 activations with a scale for each row (token), taken at run time, times s8 weights with a scale per output channel.
+INT8_DYNAMIC = WeightFormat(
+    family="int8_dynamic", bits=8, scale="tensor", scale_bytes=5, activation="dynamic int8"
+)
+INT8_CHANNEL = WeightFormat(
+    family="int8_channel", bits=8, scale="channel", scale_bytes=5, activation="dynamic int8"
+)
+#: s8 activations with a scale for each row (token), taken at run time, times s8 weights with a scale per
+#: output channel.
 INT8_TOKEN = WeightFormat(family="int8_token", bits=8, scale="channel", scale_bytes=4, activation="int8 rows")
 #: The range of the activations is fixed from calibration inputs.
-INT8_STATIC = WeightFormat(family="int8_static", bits=8, scale="channel", scale_bytes=5, activation="static int8")
-W8 = WeightFormat(family="w8", bits=8, scale="group", group=USUAL_GROUP, scale_bytes=4, activation="int8 blocks")
+INT8_STATIC = WeightFormat(
+    family="int8_static", bits=8, scale="channel", scale_bytes=5, activation="static int8"
+)
+W8 = WeightFormat(
+    family="w8", bits=8, scale="group", group=USUAL_GROUP, scale_bytes=4, activation="int8 blocks"
+)
 #: torch's weight-only product: a bf16 scale per output channel, x and the result in bf16.
 W8_CHANNEL = WeightFormat(family="w8_channel", bits=8, scale="channel", scale_bytes=2, activation="bf16")
-W4 = WeightFormat(family="w4", bits=4, scale="group", group=USUAL_GROUP, scale_bytes=4, activation="int8 blocks")
-#: Ours: s8 activations with a scale for each group, too, taken at run time; sums of a group are whole numbers. Scales of weights are bf16.
-INT8_GROUPS = WeightFormat(family="int8_groups", bits=8, scale="group", group=USUAL_GROUP, scale_bytes=2, activation="int8 groups")
-INT4_GROUPS = WeightFormat(family="int4_groups", bits=4, scale="group", group=USUAL_GROUP, scale_bytes=2, activation="int8 groups")
+W4 = WeightFormat(
+    family="w4", bits=4, scale="group", group=USUAL_GROUP, scale_bytes=4, activation="int8 blocks"
+)
+#: Ours: s8 activations with a scale for each group, too, taken at run time; sums of a group are whole
+#: numbers. Scales of weights are bf16.
+INT8_GROUPS = WeightFormat(
+    family="int8_groups", bits=8, scale="group", group=USUAL_GROUP, scale_bytes=2, activation="int8 groups"
+)
+INT4_GROUPS = WeightFormat(
+    family="int4_groups", bits=4, scale="group", group=USUAL_GROUP, scale_bytes=2, activation="int8 groups"
+)
 TWO_OF_FOUR = WeightFormat(family="2:4", block=1, density=0.5)
 #: A table with one scale and zero point, and one with a scale per row.
 TABLE_INT8 = WeightFormat(family="int8", bits=8, scale="tensor", scale_bytes=5, symmetric=False)
@@ -109,7 +137,21 @@ def _table(formats: Iterable[WeightFormat]) -> dict[str, WeightFormat]:
 
 
 #: Every format of a dense linear, by its family; the baseline first.
-LINEAR_FORMATS = _table((FP32, BF16, INT8_DYNAMIC, INT8_CHANNEL, INT8_TOKEN, INT8_STATIC, W8, W8_CHANNEL, W4, INT8_GROUPS, INT4_GROUPS))
+LINEAR_FORMATS = _table(
+    (
+        FP32,
+        BF16,
+        INT8_DYNAMIC,
+        INT8_CHANNEL,
+        INT8_TOKEN,
+        INT8_STATIC,
+        W8,
+        W8_CHANNEL,
+        W4,
+        INT8_GROUPS,
+        INT4_GROUPS,
+    )
+)
 #: Every format of an embedding's table; the baseline first.
 TABLE_FORMATS = _table((FP32, TABLE_INT8, TABLE_INT8_ROWS))
 
@@ -138,14 +180,18 @@ class Form:
     mask: MaskForm | None = None
 
     def agrees(self, found: Form) -> bool:
-        """Whether what was found is this, as far as it can be found: a built thing does not show all of its parameters."""
+        """Whether what was found is this, as far as it can be found: a built thing does not show all of its
+        parameters.
+        """
         same = (self.word, self.weights, self.pruned) == (found.word, found.weights, found.pruned)
         same = same and (self.mask is None or found.mask is None or self.mask.same_terms(found.mask))
         return same and set(found.figures) <= set(self.figures)
 
     @property
     def name(self) -> str:
-        """How it is printed: `w4`, `merged@w4`, `-25% merged@w4`; fp32 goes without saying beside something else."""
+        """How it is printed: `w4`, `merged@w4`, `-25% merged@w4`; fp32 goes without saying beside something
+        else.
+        """
         weights = self.weights.name if self.weights is not None else ""
         plain = weights if weights != "fp32" or not (self.word or self.pruned) else ""
         done = f"{self.word}@{plain}" if self.word and plain else self.word or plain

@@ -1,7 +1,7 @@
 """What a capture took for granted, as data: a plan lists it, and every call of an Executable checks it.
 
-TorchDynamo's guards are the model. A guard is never read back from a plan: its text says what was true, for people and for diffs;
-what checks it is recorded anew wherever a model is captured.
+TorchDynamo's guards are the model. A guard is never read back from a plan: its text says what was true, for
+people and for diffs; what checks it is recorded anew wherever a model is captured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from effcompile.core.reasons import Reason
 from effcompile.core.types import Kwargs, Value
 
 #: What a guard is about, in the order in which a report counts them.
-Kind = Literal["input", "attribute", "tensor", "weight", "module", "hook", "mode", "global", "class", "setting"]
+Kind = Literal[
+    "input", "attribute", "tensor", "weight", "module", "hook", "mode", "global", "class", "setting"
+]
 _PLURALS = {"class": "classes", "mode": "modes of modules"}
 _LONGEST = 60
 
@@ -75,10 +77,14 @@ class StateGuards(Protocol):
         """Look at every byte of the weights. Raises GuardError naming the first that changed."""
 
     def settle(self) -> tuple[Reason, ...]:
-        """Leave out what the forward itself has changed since the capture; returns a note about it, or nothing."""
+        """Leave out what the forward itself has changed since the capture; returns a note about it, or
+        nothing.
+        """
 
     def bound_to(self, *models: Any) -> StateGuards:
-        """The same for another instance of the model: a copy; a second one is the same model as its executable."""
+        """The same for another instance of the model: a copy; a second one is the same model as its
+        executable.
+        """
 
     def listed(self) -> Iterable[Guard]:
         """What is checked."""
@@ -92,7 +98,9 @@ def same(a: object, b: object) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float) and isinstance(b, float):
-        return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (math.isnan(a) and math.isnan(b))
+        return (a == b and math.copysign(1.0, a) == math.copysign(1.0, b)) or (
+            math.isnan(a) and math.isnan(b)
+        )
     if isinstance(a, complex) and isinstance(b, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
     return bool(a == b)
@@ -108,4 +116,8 @@ def counted(guards: Iterable[Guard]) -> str:
     """How many there are of which kind: `3 inputs, 12 attributes, 199 weights`."""
     counts = Counter(guard.kind for guard in guards)
     order = Kind.__args__  # type: ignore[attr-defined]
-    return ", ".join(f"{counts[kind]} {kind if counts[kind] == 1 else _PLURALS.get(kind, f'{kind}s')}" for kind in order if counts[kind])
+    return ", ".join(
+        f"{counts[kind]} {kind if counts[kind] == 1 else _PLURALS.get(kind, f'{kind}s')}"
+        for kind in order
+        if counts[kind]
+    )

@@ -1,7 +1,8 @@
 """The Plan: what was decided, what was declined, at what predicted and measured cost, with which proof.
 
-Stable, versioned JSON; saved atomically; validated on load (never unpickled); knows no torch. msgspec is imported where a plan is written
-or read, so that the kernels alone run on machines without it (benchmarks/gpu.py).
+Stable, versioned JSON; saved atomically; validated on load (never unpickled); knows no torch. msgspec is
+imported where a plan is written or read, so that the kernels alone run on machines without it
+(benchmarks/gpu.py).
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Decision:
 
     Attributes:
         site: unique name of the place, the module's qualified name where there is one.
-        kind: what is decided there: "linear", "embedding", "attention", "merge", "norm", "gelu", "logits"; in training
-            "checkpoint" (what a block keeps from forward to backward), "loss head", "gradient" (where it is accumulated).
+        kind: what is decided there: "linear", "embedding", "attention", "merge", "norm", "gelu", "logits"; in
+            training "checkpoint" (what a block keeps from forward to backward), "loss head", "gradient"
+            (where it is accumulated).
         option: the option taken, as it is printed. `baseline`: the option the unplanned model has.
         form: what the option means; None where the site is decided by other means (a training step's).
         by: the pass that proposed it.
@@ -80,11 +82,15 @@ class Decision:
     def known(self) -> Reason | None:
         """What is known of the place: the note, with the mask of the form."""
         mask = self.form.mask if self.form is not None else None
-        return replace(self.note, form=mask) if isinstance(self.note, Sees) and mask is not None else self.note
+        return (
+            replace(self.note, form=mask) if isinstance(self.note, Sees) and mask is not None else self.note
+        )
 
     def __post_init__(self) -> None:
         if self.form is not None and self.form.name != self.option:
-            raise UsageError(f"the option {self.option!r} at {self.site!r} has the form of {self.form.name!r}")
+            raise UsageError(
+                f"the option {self.option!r} at {self.site!r} has the form of {self.form.name!r}"
+            )
         check_reasons(f"the option {self.option!r} at {self.site!r}", self.why, self.note)
 
 
@@ -117,11 +123,14 @@ def _reason(wanted: type, data: object) -> Reason:
         return Because(data)
     kind = data.get("kind") if isinstance(data, dict) else data
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"a reason of the kind {clipped(repr(kind), 120)} is not known; there are {', '.join(KINDS)}")
+        raise ValueError(
+            f"a reason of the kind {clipped(repr(kind), 120)} is not known; there are {', '.join(KINDS)}"
+        )
     return msgspec.convert(data, KINDS[kind], dec_hook=_reason)
 
 
-#: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a call itself takes in Python.
+#: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a
+#: call itself takes in Python.
 FAR_APART, _CALL_SECONDS = 1.5, 5e-3
 
 
@@ -153,9 +162,11 @@ class Plan:
     guards: tuple[Guard, ...] = ()  # what the capture took for granted; checked at each call
     signature: Signature | None = None  # the calls that the artifact holds for
     versions: Mapping[str, str] = field(default_factory=dict)
-    artifact: Mapping[str, str] = field(default_factory=dict)  # file name beside plan.json → SHA-256 of what was written with it
+    # file name beside plan.json → SHA-256 of what was written with it
+    artifact: Mapping[str, str] = field(default_factory=dict)
     memory_timeline: MemoryTimeline | None = None  # of a training step
-    levers: tuple[LeverRow, ...] = ()  # of a training step with a budget: none, each lever alone, the best pair, all
+    # of a training step with a budget: none, each lever alone, the best pair, all
+    levers: tuple[LeverRow, ...] = ()
     fit: Fit | None = None  # of a training step on a machine that is not here
     distributed: Distributed | None = None  # of a training step on many devices
 
@@ -166,7 +177,14 @@ class Plan:
     @property
     def batch(self) -> int | None:
         """The examples of a step, where that was decided."""
-        found = next((decision.settings.get("examples") for decision in self.decisions if decision.kind == "batch size"), None)
+        found = next(
+            (
+                decision.settings.get("examples")
+                for decision in self.decisions
+                if decision.kind == "batch size"
+            ),
+            None,
+        )
         return found if isinstance(found, int) else None
 
     @property
@@ -177,12 +195,16 @@ class Plan:
 
     @property
     def met(self) -> bool:
-        """True when every check passed and the memory limit holds; in training for the predicted and the measured peak."""
+        """True when every check passed and the memory limit holds; in training for the predicted and the
+        measured peak.
+        """
         return self.over_memory is None and all(check.passed for check in self.checks)
 
     @property
     def misjudged(self) -> float | None:
-        """Predicted over measured seconds where the two are further apart than models of time are; None where they agree."""
+        """Predicted over measured seconds where the two are further apart than models of time are; None where
+        they agree.
+        """
         predicted, measured = self.predicted.seconds, self.measured.seconds if self.measured else None
         if not predicted or not measured or abs(predicted - measured) < _CALL_SECONDS:
             return None
@@ -192,10 +214,13 @@ class Plan:
     def over_memory(self) -> tuple[str, int] | None:
         """("measured" or "predicted", bytes) of a peak over the limit; None when the limit holds.
 
-        A measured peak replaces the predicted one; in training, where the predicted peak is simulated and must hold
-        on any machine, both count.
+        A measured peak replaces the predicted one; in training, where the predicted peak is simulated and
+        must hold on any machine, both count.
         """
-        peaks = {"measured": self.measured.peak_bytes if self.measured else None, "predicted": self.predicted.peak_bytes}
+        peaks = {
+            "measured": self.measured.peak_bytes if self.measured else None,
+            "predicted": self.predicted.peak_bytes,
+        }
         known = {how: peak for how, peak in peaks.items() if peak is not None}
         if self.goal.mode != "training":
             known = dict(list(known.items())[:1])
@@ -250,25 +275,43 @@ class Plan:
         import msgspec
 
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise FormatError(f"{source} is not an effcompile plan: it has no 'format': {FORMAT!r}. Make one with `effcompile plan`.")
+            raise FormatError(
+                f"{source} is not an effcompile plan: it has no 'format': {FORMAT!r}. Make one with "
+                "`effcompile plan`."
+            )
         if data.get("version") != VERSION:
             version = data.get("version")
-            mend = "Update effcompile, or plan again" if isinstance(version, int) and version > VERSION else "Plan again"
-            raise FormatError(f"{source} has plan version {str(version)[:20]}; this effcompile reads version {VERSION}. {mend}.")
+            mend = (
+                "Update effcompile, or plan again"
+                if isinstance(version, int) and version > VERSION
+                else "Plan again"
+            )
+            raise FormatError(
+                f"{source} has plan version {str(version)[:20]}; this effcompile reads version {VERSION}. "
+                f"{mend}."
+            )
         try:
-            plan = msgspec.convert({k: v for k, v in data.items() if k not in ("format", "version")}, cls, dec_hook=_reason)
+            plan = msgspec.convert(
+                {k: v for k, v in data.items() if k not in ("format", "version")}, cls, dec_hook=_reason
+            )
             wrong = objection(plan)
         except (msgspec.ValidationError, UsageError, RecursionError) as error:
-            raise FormatError(f"{source} is not a valid plan: {clipped(error)}. Plan again, or restore the file.") from error
+            raise FormatError(
+                f"{source} is not a valid plan: {clipped(error)}. Plan again, or restore the file."
+            ) from error
         if wrong is not None:
-            raise FormatError(f"{source} is not a valid plan: {clipped(wrong)}. Plan again, or restore the file.")
+            raise FormatError(
+                f"{source} is not a valid plan: {clipped(wrong)}. Plan again, or restore the file."
+            )
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON: to a temporary file first, then renamed over `path`."""
         import msgspec
 
-        return write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(self.to_dict()), indent=1))
+        return write_atomically(
+            Path(path), msgspec.json.format(msgspec.json.encode(self.to_dict()), indent=1)
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -280,12 +323,17 @@ class Plan:
         import msgspec
 
         if not isinstance(path, (str, os.PathLike)):
-            raise UsageError(f"A {type(path).__name__} is no plan. Give a Plan, or the path of a plan.json or of its folder.")
+            raise UsageError(
+                f"A {type(path).__name__} is no plan. Give a Plan, or the path of a plan.json or of its "
+                "folder."
+            )
         file = Path(path) / "plan.json" if os.path.isdir(path) else Path(path)
         try:
             data = msgspec.json.decode(read_bounded(file, MOST_BYTES, "the plan"))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FormatError(f"{str(file)!r} is not valid JSON ({error}). It may be cut off; plan again or restore it.") from error
+            raise FormatError(
+                f"{str(file)!r} is not valid JSON ({error}). It may be cut off; plan again or restore it."
+            ) from error
         return cls.from_dict(data, source=repr(str(file)))
 
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
@@ -298,4 +346,6 @@ class Plan:
 
         shown = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
         self.report(shown)
-        return shown.export_html(inline_styles=True, code_format='<pre style="line-height:1.2;overflow-x:auto">{code}</pre>')
+        return shown.export_html(
+            inline_styles=True, code_format='<pre style="line-height:1.2;overflow-x:auto">{code}</pre>'
+        )

@@ -1,4 +1,7 @@
-"""The IR: a captured torch.fx graph with what the passes need to know about it. The graph stays plain torch.fx."""
+"""The IR: a captured torch.fx graph with what the passes need to know about it.
+
+The graph stays plain torch.fx.
+"""
 
 from __future__ import annotations
 
@@ -82,11 +85,13 @@ class Program(Traced):
     Its parameters are get_attr nodes with their original qualified names; no operator is decomposed.
 
     Attributes:
-        calibration: further inputs, (args, kwargs) each, that the user gave to measure errors and find constants with.
-        recovered: what was found out of values of the graph and is shared by its copies, whose nodes keep their names.
+        calibration: further inputs, (args, kwargs) each, that the user gave to measure errors and find
+            constants with.
+        recovered: what was found out of values of the graph and is shared by its copies, whose nodes keep
+            their names.
         inputs, outputs: the flat tensors at the boundary, in order.
-        returned: what the model's flat outputs are: `Output.TENSOR` for the next one of `outputs`, a `Size`, or the plain value
-            itself (None, a number, a text). Empty where all are tensors.
+        returned: what the model's flat outputs are: `Output.TENSOR` for the next one of `outputs`, a `Size`,
+            or the plain value itself (None, a number, a text). Empty where all are tensors.
         dynamic_shapes: what torch.export needs to capture `module` again.
         fixed: axes that were asked to be dynamic and that the model's code made constant.
         left: attention → why it stands as the model writes it.
@@ -94,7 +99,8 @@ class Program(Traced):
         history: names of the passes applied so far.
         made: parameters of `module` that a pass made anew, whose memory nothing else has.
         call: what must be so of the arguments at each call.
-        carried: input → output, for state that enters and is updated (keys and values): the output is its next value.
+        carried: input → output, for state that enters and is updated (keys and values): the output is its
+            next value.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -115,9 +121,14 @@ class Program(Traced):
     def roles(self) -> Roles:
         """What each placeholder and each of the tensors returned is."""
         named = zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True)
-        entering = {n: Enters(Entering.STATE if spec.name in self.carried else Entering.INPUT, spec.name) for n, spec in named}
+        entering = {
+            n: Enters(Entering.STATE if spec.name in self.carried else Entering.INPUT, spec.name)
+            for n, spec in named
+        }
         state = {after: Leaves(Leaving.UPDATED, before) for before, after in self.carried.items()}
-        return Roles(entering, tuple(state.get(spec.name, Leaves(Leaving.OUTPUT, spec.name)) for spec in self.outputs))
+        return Roles(
+            entering, tuple(state.get(spec.name, Leaves(Leaving.OUTPUT, spec.name)) for spec in self.outputs)
+        )
 
     def at_boundary(self, dtype: str) -> str | None:
         """The first input or output that has this dtype."""
@@ -127,14 +138,25 @@ class Program(Traced):
         """The nodes of `outputs`; what else the model returns is left out."""
         leaves = pytree.tree_leaves(self.graph.output_node().args[0])
         kinds = self.returned or [Output.TENSOR] * len(leaves)
-        return [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is Output.TENSOR and isinstance(leaf, fx.Node)]
+        return [
+            leaf
+            for leaf, kind in zip(leaves, kinds, strict=True)
+            if kind is Output.TENSOR and isinstance(leaf, fx.Node)
+        ]
 
     def with_plain_results(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[Value]:
-        """The flat outputs of the model: the tensors, and what it returns beside them at these sizes of the inputs' axes."""
+        """The flat outputs of the model: the tensors, and what it returns beside them at these sizes of the
+        inputs' axes.
+        """
         made = iter(tensors)
         kinds = self.returned or [Output.TENSOR] * len(tensors)
         return [
-            next(made) if kind is Output.TENSOR else evaluated(kind.formula, sizes) if isinstance(kind, Size) else kind for kind in kinds
+            next(made)
+            if kind is Output.TENSOR
+            else evaluated(kind.formula, sizes)
+            if isinstance(kind, Size)
+            else kind
+            for kind in kinds
         ]
 
     def tensor(self, node: fx.Node | None) -> torch.Tensor | None:
@@ -182,14 +204,21 @@ class Program(Traced):
         return [leaf for leaf in pytree.tree_leaves((given_args, ordered)) if isinstance(leaf, torch.Tensor)]
 
     def leaves_with(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
-        """The leaves of the example's arguments with its tensors replaced by these, as the graph's placeholders take them."""
+        """The leaves of the example's arguments with its tensors replaced by these, as the graph's
+        placeholders take them.
+        """
         given = iter(tensors)
-        return [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs)))]
+        return [
+            next(given) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in pytree.tree_leaves((self.args, dict(self.kwargs)))
+        ]
 
     @property
     def on_gpu(self) -> bool:
         """Whether a weight or an input of it lies on a GPU."""
-        return any(t.is_cuda for t in (*self.module.parameters(), *self.module.buffers(), *self.flat_inputs()))
+        return any(
+            t.is_cuda for t in (*self.module.parameters(), *self.module.buffers(), *self.flat_inputs())
+        )
 
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers, each storage once."""

@@ -1,6 +1,8 @@
-"""What a call returns, as data in its plan: whoever opens an artifact without the model gives the same structure back.
+"""What a call returns, as data in its plan: whoever opens an artifact without the model gives the same
+structure back.
 
-A class of outputs that only the model's package has (ModelOutput, a dataclass) comes back as a `ReturnedRecord` with these names.
+A class of outputs that only the model's package has (ModelOutput, a dataclass) comes back as a
+`ReturnedRecord` with these names.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ class Returned:
     """One place of what a call returns.
 
     Attributes:
-        kind: the next tensor, a number that follows from the inputs' sizes, a plain value, or what holds `parts`.
+        kind: the next tensor, a number that follows from the inputs' sizes, a plain value, or what holds
+            `parts`.
         formula: of a size, in the names of the inputs' free axes.
         value: of a plain one.
-        keys: of the parts of a dict, named tuple or record. absent: further fields of a record, which are None.
+        keys: of the parts of a dict, named tuple or record. absent: further fields of a record, which are
+            None.
         parts: what it holds, in order.
     """
 
@@ -112,7 +116,9 @@ def value_of(formula: str, sizes: Mapping[str, int]) -> int | float:
     try:
         found = _evaluated(ast.parse(formula, mode="eval").body, sizes)
     except (SyntaxError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
-        raise FormatError(f"The plan's formula {clipped(formula, 120)!r} is no arithmetic of sizes. Plan again.") from error
+        raise FormatError(
+            f"The plan's formula {clipped(formula, 120)!r} is no arithmetic of sizes. Plan again."
+        ) from error
     return int(found) if found == int(found) else float(found)
 
 

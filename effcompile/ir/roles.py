@@ -1,7 +1,9 @@
-"""What enters a captured graph and what leaves it: a role for each placeholder, and one for each of the flat results.
+"""What enters a captured graph and what leaves it: a role for each placeholder, and one for each of the flat
+results.
 
-Inference, training and generation are told apart by nothing else: a training step has a loss and gradients among its results, a
-generation step state (keys and values) that enters and is updated. torch.export's signature (InputKind, OutputKind) is the model.
+Inference, training and generation are told apart by nothing else: a training step has a loss and gradients
+among its results, a generation step state (keys and values) that enters and is updated. torch.export's
+signature (InputKind, OutputKind) is the model.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class Roles:
 
     def results(self, role: Leaving, flat: Iterable[fx.Node | None]) -> dict[str, fx.Node | None]:
         """Name → node, of the flat results that have this role."""
-        return {result.name: node for result, node in zip(self.leaving, flat, strict=True) if result.role is role}
+        return {
+            result.name: node for result, node in zip(self.leaving, flat, strict=True) if result.role is role
+        }
 
     @property
     def carried(self) -> dict[fx.Node, int]:

@@ -1,4 +1,6 @@
-"""What the types of a plan do not say: its figures are finite, below what any machine has, and not negative where that has no meaning."""
+"""What the types of a plan do not say: its figures are finite, below what any machine has, and not negative
+where that has no meaning.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from dataclasses import fields, is_dataclass
 _MOST = 1 << 63
 #: Plans nest as deep as their dataclasses do, and a setting is a word or a number.
 _DEEPEST = 12
-#: Figures of a certificate, whose objective may be a difference; costs of an option that takes away, a fusion or a merge, and what
-#: reasons say of them; limits of a mask.
+#: Figures of a certificate, whose objective may be a difference; costs of an option that takes away, a fusion
+#: or a merge, and what reasons say of them; limits of a mask.
 _SIGNED = (
-    "objective", "bound", "gap", "cost.seconds", "cost.weight_bytes", "cost.bytes_kept", "cost.bytes_transient", "cost.bytes_link",
-    "cost.roof_seconds", "reason.seconds", "reason.against", "why.seconds", "why.against", "note.change", "note.cosine",
-    "lo.offset", "hi.offset", "ahead",
+    "objective", "bound", "gap", "cost.seconds", "cost.weight_bytes", "cost.bytes_kept",
+    "cost.bytes_transient", "cost.bytes_link", "cost.roof_seconds", "reason.seconds", "reason.against",
+    "why.seconds", "why.against", "note.change", "note.cosine", "lo.offset", "hi.offset", "ahead",
 )  # fmt: skip
 #: What stands in the text of a reason is of either sign.
 _IN_TEXT = re.compile(r"\.figures\[\d+\]$")

@@ -1,4 +1,7 @@
-"""The folder that `-o` writes: plan.json, the artifact whose digests it holds, report.html, and nothing else. It is replaced whole."""
+"""The folder that `-o` writes: plan.json, the artifact whose digests it holds, report.html, and nothing else.
+
+It is replaced whole.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,14 @@ class _Head(msgspec.Struct):
 
 
 def save(
-    plan: Plan, folder: Path, *, artifact: Callable[[Path], Iterable[Path]] | None = None, beside: Mapping[str, str] | None = None
+    plan: Plan,
+    folder: Path,
+    *,
+    artifact: Callable[[Path], Iterable[Path]] | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Write a plan with its artifact into a folder, which holds nothing else afterwards; who reads it sees all of the old or of the new.
+    """Write a plan with its artifact into a folder, which holds nothing else afterwards; who reads it sees
+    all of the old or of the new.
 
     Args:
         plan: what is written as plan.json, with the digests of the artifact.
@@ -39,7 +47,8 @@ def save(
         The plan as it was written, with the SHA-256 of each file of the artifact.
 
     Raises:
-        UsageError: the folder cannot be written, or holds files of others. LoweringError: the backend cannot save the model.
+        UsageError: the folder cannot be written, or holds files of others. LoweringError: the backend cannot
+            save the model.
     """
     with replacing(folder, files_of) as new:
         files = () if artifact is None else artifact(new)
@@ -76,7 +85,9 @@ def check_folder(folder: Path) -> None:
 
 
 def files_of(folder: Path) -> set[str]:
-    """Names of the files in a folder that effcompile wrote: a plan of ours, the artifact that it names, a report of ours."""
+    """Names of the files in a folder that effcompile wrote: a plan of ours, the artifact that it names, a
+    report of ours.
+    """
     found = set()
     try:
         head = msgspec.json.decode(read_bounded(folder / PLAN, MOST_BYTES, "the plan"), type=_Head)
@@ -97,18 +108,24 @@ def check_artifact(plan: Plan, folder: Path) -> None:
     """Make sure that `folder` holds the very files that `plan` was written with.
 
     Raises:
-        UsageError: a file is missing, or the plan was written without an artifact. FormatError: a file is another one.
+        UsageError: a file is missing, or the plan was written without an artifact. FormatError: a file is
+            another one.
     """
     if not plan.artifact:
-        raise UsageError(f"{str(folder / PLAN)!r} was written without an artifact. Make one with `effcompile optimize -o`.")
+        raise UsageError(
+            f"{str(folder / PLAN)!r} was written without an artifact. Make one with `effcompile optimize -o`."
+        )
     for name, wanted in plan.artifact.items():
         file = folder / Path(name).name  # a foreign plan may not point elsewhere
         if not file.is_file():
-            raise UsageError(f"There is no {str(file)!r}, which {PLAN} describes. Write it again with `effcompile optimize -o`.")
+            raise UsageError(
+                f"There is no {str(file)!r}, which {PLAN} describes. Write it again with `effcompile "
+                "optimize -o`."
+            )
         if _digest(file) != wanted:
             raise FormatError(
-                f"{str(file)!r} is not the artifact that {PLAN} beside it describes (SHA-256 differs): one of the two was changed. "
-                f"Write both again with `effcompile optimize -o {folder}`."
+                f"{str(file)!r} is not the artifact that {PLAN} beside it describes (SHA-256 differs): one "
+                f"of the two was changed. Write both again with `effcompile optimize -o {folder}`."
             )
 
 

@@ -1,4 +1,6 @@
-"""What an artifact takes, as data in its plan: whoever opens it without the model refuses the calls that an Executable would."""
+"""What an artifact takes, as data in its plan: whoever opens it without the model refuses the calls that an
+Executable would.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class TensorInput:
     """One tensor of a call.
 
     Attributes:
-        name: of the graph's input. `place`: where it stands in a call, as its guard names it: `inputs['batch']['mask']`.
+        name: of the graph's input. `place`: where it stands in a call, as its guard names it:
+            `inputs['batch']['mask']`.
         sizes: of its axes, a name where the size is free; equal names are equal sizes.
         rows: its values are at least 0 and below this; 0: they are not looked up.
     """
@@ -37,12 +40,15 @@ class Signature:
     Attributes:
         parameters: names of the arguments that can be given by position.
         inputs: the tensors, in the order of the graph.
-        fixed: place → value, as text, of what else was given when the plan was made. `left_out`: the same of what was not: defaults.
+        fixed: place → value, as text, of what else was given when the plan was made. `left_out`: the same of
+            what was not: defaults.
         bounds: name of an axis → its least and greatest size (None: any).
         not_one: sets of axes that may not all be 1.
         example: sizes of the axes when the plan was made.
-        related: the sizes hang together in ways that are not told here, so that only those of the example are known to be right.
-        returns: the structure of what a call returns; None: it is not told, and the tensors are returned as they come.
+        related: the sizes hang together in ways that are not told here, so that only those of the example are
+            known to be right.
+        returns: the structure of what a call returns; None: it is not told, and the tensors are returned as
+            they come.
     """
 
     parameters: tuple[str, ...]
@@ -70,9 +76,14 @@ class Signature:
         for given, shape in zip(self.inputs, shapes, strict=True):
             fits = len(shape) == len(given.sizes)
             for wanted, size in zip(given.sizes, shape, strict=False):
-                fits = fits and size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
+                fits = fits and size == (
+                    sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted
+                )
             if not fits:
-                return f"{given.name} is {list(shape)}; the artifact takes [{' × '.join(map(str, given.sizes))}]{_at(sizes)}"
+                return (
+                    f"{given.name} is {list(shape)}; the artifact takes "
+                    f"[{' × '.join(map(str, given.sizes))}]{_at(sizes)}"
+                )
         for name, size in sizes.items():
             low, high = self.bounds.get(name, (1, None))
             if size < max(low, 1) or (high is not None and size > high):
@@ -80,7 +91,10 @@ class Signature:
         if any(names and all(sizes.get(name) == 1 for name in names) for names in self.not_one):
             return f"the artifact was seen not to be the model at {_at(sizes).removeprefix(' at ')}"
         if self.related and any(sizes[name] != self.example.get(name) for name in sizes):
-            return f"sizes of this model hang together, so that its artifact takes those of its example alone:{_at(self.example)}"
+            return (
+                "sizes of this model hang together, so that its artifact takes those of its example "
+                f"alone:{_at(self.example)}"
+            )
         return None
 
 
@@ -88,10 +102,14 @@ def _at(sizes: Mapping[str, int]) -> str:
     return f" at {', '.join(f'{name}={size}' for name, size in sizes.items())}" if sizes else ""
 
 
-def told(guard: str, sizes: Mapping[str, Sequence[int | str]], bounds: Mapping[str, tuple[int, int | None]]) -> bool:
-    """Whether a guard of torch.export follows from fixed sizes, equal names and bounds: a comparison of a size with another or a number.
+def told(
+    guard: str, sizes: Mapping[str, Sequence[int | str]], bounds: Mapping[str, tuple[int, int | None]]
+) -> bool:
+    """Whether a guard of torch.export follows from fixed sizes, equal names and bounds: a comparison of a
+    size with another or a number.
 
-    `sizes`: of the tensor at a place (`['batch']['mask']`). Guards of plain values follow, for these are fixed.
+    `sizes`: of the tensor at a place (`['batch']['mask']`). Guards of plain values follow, for these are
+    fixed.
     """
     if ".size()" not in guard:
         return True

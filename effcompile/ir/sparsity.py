@@ -1,4 +1,7 @@
-"""The figures of a sparse training run, as plain data: what the controller measures and the report prints. Loads without torch."""
+"""The figures of a sparse training run, as plain data: what the controller measures and the report prints.
+
+Loads without torch.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,15 @@ from effcompile.core.units import format_count
 
 __all__ = ["Efficiency", "LayerFigures", "SparsityFigures", "StepFlops"]
 
-#: Block → F_dense / F_sparse at equal loss: what eps must stay below for sparse training to win on BERT-Base at s = 0.9, and whether that
-#: is published (Dietrich et al. 2021, 2108.06277, A.3) or read off the losses in their Table 1 by linear interpolation, by us.
-MATCHED_BREAK_EVEN: Mapping[int, tuple[float, bool]] = {1: (2.0, True), 4: (1.4, False), 8: (1.3, False), 16: (1.2, True)}
+#: Block → F_dense / F_sparse at equal loss: what eps must stay below for sparse training to win on BERT-Base
+#: at s = 0.9, and whether that is published (Dietrich et al. 2021, 2108.06277, A.3) or read off the losses in
+#: their Table 1 by linear interpolation, by us.
+MATCHED_BREAK_EVEN: Mapping[int, tuple[float, bool]] = {
+    1: (2.0, True),
+    4: (1.4, False),
+    8: (1.3, False),
+    16: (1.2, True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,29 +72,37 @@ class StepFlops:
     def matched_note(self) -> Reason:
         """The dense model of equal FLOPs, for plans."""
         depth = self.matched_depth()
-        ways = f"width × {self.matched_width():.2f}" + (f" or depth × {depth:.2f}" if depth is not None else "")
+        ways = f"width × {self.matched_width():.2f}" + (
+            f" or depth × {depth:.2f}" if depth is not None else ""
+        )
         text = (
-            "block-sparse layers: {name} FLOPs per {name} of the linear layers against {name} dense; the dense model of equal FLOPs has "
-            "{name}: its loss is the one to beat"
+            "block-sparse layers: {name} FLOPs per {name} of the linear layers against {name} dense; the "
+            "dense model of equal FLOPs has {name}: its loss is the one to beat"
         )
         return Because(text, (format_count(self.sparse), self.of, format_count(self.dense), ways))
 
     def matched_width(self) -> float:
-        """The r at which the dense model costs what the sparse one does: inside·r² + (outside + rest)·r = sparse."""
+        """The r at which the dense model costs what the sparse one does: inside·r² + (outside + rest)·r =
+        sparse.
+        """
         linear = self.outside + self.rest
         if self.inside == 0:
             return self.sparse / linear if linear else 1.0
         return float((-linear + (linear**2 + 4 * self.inside * self.sparse) ** 0.5) / (2 * self.inside))
 
     def matched_depth(self) -> float | None:
-        """The d at which it does: (inside + rest)·d + outside = sparse; None when the parts outside the blocks alone cost more."""
+        """The d at which it does: (inside + rest)·d + outside = sparse; None when the parts outside the
+        blocks alone cost more.
+        """
         left = self.sparse - self.outside
         return left / (self.inside + self.rest) if left > 0 and self.inside + self.rest > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Seconds of the sparse layers' forward and backward in one step, against dense ones of the same shapes, measured in turn."""
+    """Seconds of the sparse layers' forward and backward in one step, against dense ones of the same shapes,
+    measured in turn.
+    """
 
     sparse_seconds: float
     dense_seconds: float
@@ -134,7 +151,9 @@ class SparsityFigures:
 
     @property
     def matched_break_even(self) -> tuple[float, bool] | None:
-        """What eps must stay below to win over the dense model of equal FLOPs on BERT-Base at s = 0.9, and whether it is published."""
+        """What eps must stay below to win over the dense model of equal FLOPs on BERT-Base at s = 0.9, and
+        whether it is published.
+        """
         return MATCHED_BREAK_EVEN.get(self.block) if abs(self.sparsity - 0.9) < 0.01 else None
 
     def print(self, console: object = None) -> None:

@@ -1,4 +1,6 @@
-"""What a plan of a training step holds beside its decisions: memory over the step, whether it fits elsewhere, what each lever reaches."""
+"""What a plan of a training step holds beside its decisions: memory over the step, whether it fits elsewhere,
+what each lever reaches.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ MOST_POINTS = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTimeline:
-    """Bytes live on the device over one training step, as predicted by simulating what was emitted, and its highest instant.
+    """Bytes live on the device over one training step, as predicted by simulating what was emitted, and its
+    highest instant.
 
     Attributes:
         points: bytes live, in the order of the step; at most MOST_POINTS, each the maximum of its bucket.
         forward_points: how many of them belong to the forward; the others are the backward.
         parameter_bytes: what is live at every instant: parameters, buffers, inputs.
         peak_phase: "forward" or "backward". peak_site: the block. peak_node: the operator.
-        parts: what is alive at the peak → bytes: "parameters, buffers, inputs", "gradients", "kept activations",
-            "working memory".
+        parts: what is alive at the peak → bytes: "parameters, buffers, inputs", "gradients", "kept
+            activations", "working memory".
 
     Raises:
         UsageError: no points, too many, or a division that is not among them.
@@ -37,9 +40,14 @@ class MemoryTimeline:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.points) <= MOST_POINTS:
-            raise UsageError(f"a memory timeline of {len(self.points)} points; 1 to {MOST_POINTS} are allowed")
+            raise UsageError(
+                f"a memory timeline of {len(self.points)} points; 1 to {MOST_POINTS} are allowed"
+            )
         if not 0 <= self.forward_points <= len(self.points):
-            raise UsageError(f"forward_points = {self.forward_points} must be 0 to {len(self.points)}, the number of points")
+            raise UsageError(
+                f"forward_points = {self.forward_points} must be 0 to {len(self.points)}, the number of "
+                "points"
+            )
 
     @property
     def peak_bytes(self) -> int:

@@ -1,7 +1,9 @@
-"""`Strategy`: how one training step is divided among devices. What was decided, as data; knows neither a model nor a machine.
+"""`Strategy`: how one training step is divided among devices.
 
-The axes multiply to the world: dp × tp × pp × cp devices. Ranks are numbered with tp innermost, then cp, dp and pp outermost
-(Megatron-LM's order, Narayanan et al. 2021 §3: what talks most stands closest together).
+What was decided, as data; knows neither a model nor a machine.
+
+The axes multiply to the world: dp × tp × pp × cp devices. Ranks are numbered with tp innermost, then cp, dp
+and pp outermost (Megatron-LM's order, Narayanan et al. 2021 §3: what talks most stands closest together).
 """
 
 from __future__ import annotations
@@ -56,16 +58,20 @@ class Strategy:
 
     Attributes:
         dp, tp, pp, cp: devices along the data, tensor, pipeline and context axis.
-        vpp: stages of the pipeline that each rank holds (interleaving); 1 unless the schedule is "interleaved".
-        zero: what is sharded over dp × cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too. With 3 each block
-            decides whether its gathered weights are kept from forward to backward or gathered again.
+        vpp: stages of the pipeline that each rank holds (interleaving); 1 unless the schedule is
+            "interleaved".
+        zero: what is sharded over dp × cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
+            With 3 each block decides whether its gathered weights are kept from forward to backward or
+            gathered again.
         micro_batch: sequences of one micro-batch on one data-parallel rank.
         schedule: the order of forwards and backwards of the stages.
-        recompute: "planned" is the exact solver's choice block by block; the others are the usual rules: "none", "op" (every second
-            product is remade), "layer" (every second layer) and "full" (every layer, from its input).
+        recompute: "planned" is the exact solver's choice block by block; the others are the usual rules:
+            "none", "op" (every second product is remade), "layer" (every second layer) and "full" (every
+            layer, from its input).
         sp: what stands between split regions is divided along the sequence over tp.
         precision: of the arithmetic; master weights and optimizer states are fp32.
-        offload: what stands in the host's memory: "optimizer" states, or "all" of states and sharded parameters.
+        offload: what stands in the host's memory: "optimizer" states, or "all" of states and sharded
+            parameters.
         engine: whose buffers and whose loss head count.
         cuts: layers of each stage in the model's order, pp × vpp of them; empty: as even as can be.
 
@@ -92,19 +98,28 @@ class Strategy:
         check_fields({name: getattr(self, name) for name in _NAMES})
         if self.vpp > 1 and (self.pp == 1 or self.schedule != "interleaved"):
             raise UsageError(
-                f"vpp = {self.vpp} needs a pipeline (pp > 1) and schedule = interleaved; here pp = {self.pp}, {self.schedule}."
+                f"vpp = {self.vpp} needs a pipeline (pp > 1) and schedule = interleaved; here pp = "
+                f"{self.pp}, {self.schedule}."
             )
         if self.schedule == "interleaved" and self.vpp == 1:
-            raise UsageError("schedule = interleaved needs vpp ≥ 2 stages on each rank. Give vpp=2, or schedule=1f1b.")
+            raise UsageError(
+                "schedule = interleaved needs vpp ≥ 2 stages on each rank. Give vpp=2, or schedule=1f1b."
+            )
         if self.sp and self.tp == 1:
-            raise UsageError("sp = 1 divides the sequence over the tensor-parallel ranks and needs tp ≥ 2. Give tp=2, or sp=0.")
+            raise UsageError(
+                "sp = 1 divides the sequence over the tensor-parallel ranks and needs tp ≥ 2. Give tp=2, "
+                "or sp=0."
+            )
         if self.schedule == "zero-bubble" and self.recompute not in ("none", "planned"):
             raise UsageError(
-                f"schedule = zero-bubble does not combine with recompute = {self.recompute}: its divided backward keeps what was remade "
-                "until the weights' turn. Give recompute=none, or schedule=1f1b."
+                f"schedule = zero-bubble does not combine with recompute = {self.recompute}: its divided "
+                "backward keeps what was remade until the weights' turn. Give recompute=none, or "
+                "schedule=1f1b."
             )
         if self.cuts and (len(self.cuts) != self.stages or min(self.cuts) < 0 or max(self.cuts) == 0):
-            raise UsageError(f"cuts = {self.cuts} must be the layers of pp × vpp = {self.stages} stages, none negative.")
+            raise UsageError(
+                f"cuts = {self.cuts} must be the layers of pp × vpp = {self.stages} stages, none negative."
+            )
 
     @classmethod
     def of(cls, base: Strategy | None = None, /, **changes: object) -> Strategy:
@@ -114,7 +129,11 @@ class Strategy:
             UnknownNameError: a keyword that is no field. UsageError: a value that is not allowed.
         """
         check_fields(changes)
-        given: dict[str, Any] = {**({name: getattr(base, name) for name in _NAMES} if base else {}), **changes}  # each is checked
+        # each is checked
+        given: dict[str, Any] = {
+            **({name: getattr(base, name) for name in _NAMES} if base else {}),
+            **changes,
+        }
         return cls(**given)
 
     @property
@@ -169,19 +188,23 @@ class Strategy:
         if global_batch < 1 or global_batch % at_once:
             near = max(1, round(global_batch / at_once)) * at_once
             raise UsageError(
-                f"global_batch = {global_batch} does not divide by dp × micro_batch = {self.dp} × {self.micro_batch} = {at_once}. "
-                f"The nearest that does is {near}."
+                f"global_batch = {global_batch} does not divide by dp × micro_batch = {self.dp} × "
+                f"{self.micro_batch} = {at_once}. The nearest that does is {near}."
             )
         return global_batch // at_once
 
     def layers(self, layers: int) -> tuple[int, ...]:
-        """Layers of each stage in the model's order: `cuts`, or as even as can be with the later stages shorter.
+        """Layers of each stage in the model's order: `cuts`, or as even as can be with the later stages
+        shorter.
 
         Raises:
             UsageError: more stages than layers, or cuts of another number of layers.
         """
         if self.stages > layers:
-            raise UsageError(f"pp × vpp = {self.pp} × {self.vpp} = {self.stages} stages are more than the model's {layers} layers.")
+            raise UsageError(
+                f"pp × vpp = {self.pp} × {self.vpp} = {self.stages} stages are more than the model's "
+                f"{layers} layers."
+            )
         if self.cuts and sum(self.cuts) != layers:
             raise UsageError(f"cuts = {self.cuts} hold {sum(self.cuts)} layers; the model has {layers}.")
         each, more = divmod(layers, self.stages)
@@ -200,13 +223,17 @@ def check_fields(given: Mapping[str, object]) -> None:
     for name, value in given.items():
         if name not in _NAMES:
             raise UnknownNameError("part of a strategy", name, _NAMES)
-        if name in _COUNTS and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 24):
+        if name in _COUNTS and (
+            not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 24
+        ):
             raise UsageError(f"{name} = {clipped(repr(value))} must be a whole number, at least 1.")
         if name == "zero" and (isinstance(value, bool) or value not in (0, 1, 2, 3)):
             raise UsageError(f"zero = {clipped(repr(value))} must be 0, 1, 2 or 3.")
         if name == "sp" and value not in (True, False):
             raise UsageError(f"sp = {clipped(repr(value))} must be 0 or 1.")
         if name in _WORDS and value not in _WORDS[name]:
-            raise UsageError(f"{name} = {clipped(repr(value))} is not allowed. Choose one of: {', '.join(_WORDS[name])}.")
+            raise UsageError(
+                f"{name} = {clipped(repr(value))} is not allowed. Choose one of: {', '.join(_WORDS[name])}."
+            )
         if name == "cuts" and not (isinstance(value, tuple) and all(type(layers) is int for layers in value)):
             raise UsageError(f"cuts = {clipped(repr(value))} must be the layers of each stage.")

@@ -17,18 +17,23 @@ from effcompile.ir.returned import Kind, Returned, value_of
 #: A plan nests no deeper; outputs of transformers have three levels.
 _DEEPEST = 4
 _CONTAINERS: dict[Any, Kind] = {
-    list: "list", tuple: "tuple", dict: "dict", collections.OrderedDict: "dict", collections.namedtuple: "namedtuple",
+    list: "list", tuple: "tuple", dict: "dict", collections.OrderedDict: "dict",
+    collections.namedtuple: "namedtuple",
 }  # fmt: skip
 
 
 def returned_of(program: Program) -> Returned | None:
-    """What `program` returns; None where a plan cannot say it: containers in containers, keys that are no texts, odd formulas."""
+    """What `program` returns; None where a plan cannot say it: containers in containers, keys that are no
+    texts, odd formulas.
+    """
     spec = program.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
     kinds = program.returned or [Output.TENSOR] * len(program.outputs)
     made = _returned(spec, (_leaf(kind) for kind in kinds))
     places, sizes = list(_places(made, 1)), sizes_of(program)
     told = all(depth <= _DEEPEST and len(place.keys) in (0, len(place.parts)) for depth, place in places)
-    keyed = all(place.keys or not place.parts for _, place in places if place.kind in ("dict", "namedtuple", "record"))
+    keyed = all(
+        place.keys or not place.parts for _, place in places if place.kind in ("dict", "namedtuple", "record")
+    )
     return made if told and keyed and all(_followed(place.formula, sizes) for _, place in places) else None
 
 

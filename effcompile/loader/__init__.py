@@ -1,1 +1,3 @@
-"""Models as people have them: a Python file, a HuggingFace or sentence-transformers folder or id, .safetensors, .pt2."""
+"""Models as people have them: a Python file, a HuggingFace or sentence-transformers folder or id,
+.safetensors, .pt2.
+"""

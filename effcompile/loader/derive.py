@@ -1,4 +1,6 @@
-"""Example inputs of a model that came without any: from its configuration, or from the layer that its inputs meet first."""
+"""Example inputs of a model that came without any: from its configuration, or from the layer that its inputs
+meet first.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ from effcompile.loader.source import Reading
 _TOKENS, _IMAGE, _SAMPLES = 128, 224, 16000
 #: Names under which configurations of different families have the same figure.
 _LENGTHS = (
-    "max_position_embeddings", "n_positions", "block_size", "max_seq_len", "max_seq_length", "context_length", "max_target_positions",
+    "max_position_embeddings", "n_positions", "block_size", "max_seq_len", "max_seq_length", "context_length",
+    "max_target_positions",
 )  # fmt: skip
 _CHANNELS = ("num_channels", "in_channels", "in_chans", "channels")
 _SIZES = ("image_size", "img_size", "sample_size", "input_size")
-_GIVE = "Define `inputs` beside `model`: a dict of keyword arguments, a tuple of positional ones, or one tensor"
+_GIVE = (
+    "Define `inputs` beside `model`: a dict of keyword arguments, a tuple of positional ones, or one tensor"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ class Derived:
 
 
 def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
-    """Random inputs of the model's own vocabulary and sizes; in training with labels, where the forward takes some.
+    """Random inputs of the model's own vocabulary and sizes; in training with labels, where the forward takes
+    some.
 
     Raises:
         InputsError: neither a configuration nor a first layer tells what the model takes.
@@ -45,10 +51,16 @@ def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
     made = maker.diffusion() or maker.by_name() or maker.by_first_layer()
     if made is None:
         raise InputsError(
-            f"{where} defines no `inputs`, and neither a configuration nor the first layer of {type(model).__name__} tells them. {_GIVE}."
+            f"{where} defines no `inputs`, and neither a configuration nor the first layer of "
+            f"{type(model).__name__} tells them. {_GIVE}."
         )
-    shapes = ", ".join(f"{name} {_described(value)}" for name, value in made.items() if isinstance(value, torch.Tensor))
-    text = "inputs were not given, and made from the model's {name}: {name}; random values, so give yours for true errors"
+    shapes = ", ".join(
+        f"{name} {_described(value)}" for name, value in made.items() if isinstance(value, torch.Tensor)
+    )
+    text = (
+        "inputs were not given, and made from the model's {name}: {name}; random values, so give yours "
+        "for true errors"
+    )
     note = Because(text, (maker.source, shapes))
     if maker.by_position:
         return Derived(tuple(made.values()), notes=(note,))
@@ -60,7 +72,9 @@ class _Maker:
 
     def __init__(self, model: nn.Module, reading: Reading) -> None:
         self.model, self.training = model, reading.training
-        self.config = _settings(getattr(model, "config", None)) or _settings(getattr(model, "pretrained_cfg", None))
+        self.config = _settings(getattr(model, "config", None)) or _settings(
+            getattr(model, "pretrained_cfg", None)
+        )
         self.parameters = inspect.signature(model.forward).parameters
         self.batch, self.length = reading.shape or (1, 0)
         self.generator = torch.Generator().manual_seed(0)
@@ -95,25 +109,45 @@ class _Maker:
             case "input_values" if "pixel_values" not in self.parameters:
                 return self._floats(self.batch, self.length or _SAMPLES)
             case "input_features" if "num_mel_bins" in self.config:
-                return self._floats(self.batch, self.config["num_mel_bins"], 2 * self.config.get("max_source_positions", 1500))
+                return self._floats(
+                    self.batch, self.config["num_mel_bins"], 2 * self.config.get("max_source_positions", 1500)
+                )
         return None
 
     def _labels(self, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the loss is computed from: token ids of a language model, classes of a classifier."""
-        ids = made.get("decoder_input_ids", next((made[name] for name in ("input_ids", "idx", "tokens") if name in made), None))
+        ids = made.get(
+            "decoder_input_ids",
+            next((made[name] for name in ("input_ids", "idx", "tokens") if name in made), None),
+        )
         name = next((name for name in ("labels", "targets", "target") if name in self.parameters), None)
         if name is None:
             return {}
-        classes = int(self.config.get("num_labels", 0) or getattr(getattr(self.model, "config", None), "num_labels", 0) or 0)
+        classes = int(
+            self.config.get("num_labels", 0)
+            or getattr(getattr(self.model, "config", None), "num_labels", 0)
+            or 0
+        )
         kind = type(self.model).__name__
-        if ids is None or "SequenceClassification" in kind or "ImageClassification" in kind or "MultipleChoice" in kind:
-            return {name: torch.randint(max(classes, 1), (self.batch,), generator=self.generator)} if classes else {}
+        if (
+            ids is None
+            or "SequenceClassification" in kind
+            or "ImageClassification" in kind
+            or "MultipleChoice" in kind
+        ):
+            return (
+                {name: torch.randint(max(classes, 1), (self.batch,), generator=self.generator)}
+                if classes
+                else {}
+            )
         return {name: ids % classes if "TokenClassification" in kind and classes else ids.clone()}
 
     # ------------------------------------------------------------ diffusers
 
     def diffusion(self) -> dict[str, torch.Tensor] | None:
-        """Of a UNet or diffusion transformer of diffusers: a noisy sample, its time step, and the text's states."""
+        """Of a UNet or diffusion transformer of diffusers: a noisy sample, its time step, and the text's
+        states.
+        """
         sample = next((name for name in ("sample", "hidden_states") if name in self.parameters), None)
         if not type(self.model).__module__.startswith("diffusers.") or sample is None:
             return None
@@ -125,7 +159,9 @@ class _Maker:
         if "encoder_hidden_states" in self.parameters and isinstance(width, int):
             made["encoder_hidden_states"] = self._floats(self.batch, 77, width)
         if "class_labels" in self.parameters and isinstance(self.config.get("num_embeds_ada_norm"), int):
-            made["class_labels"] = torch.randint(self.config["num_embeds_ada_norm"], (self.batch,), generator=self.generator)
+            made["class_labels"] = torch.randint(
+                self.config["num_embeds_ada_norm"], (self.batch,), generator=self.generator
+            )
         return made
 
     # ------------------------------------------------------------ by the layer that the inputs meet first
@@ -133,7 +169,9 @@ class _Maker:
     def by_first_layer(self) -> dict[str, torch.Tensor] | None:
         """Of any other model whose forward needs one argument: what its first layer with weights takes."""
         needed = [
-            p.name for p in self.parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            p.name
+            for p in self.parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         attention = next((m for m in self.model.modules() if isinstance(m, nn.Transformer)), None)
         if isinstance(self.model, nn.Transformer) or (attention is not None and len(needed) == 2):
@@ -142,7 +180,9 @@ class _Maker:
             return None
         self.by_position = True
         name = needed[0] if needed else next(iter(self.parameters))
-        found = next((made for layer in self.model.modules() if (made := self._met_by(layer)) is not None), None)
+        found = next(
+            (made for layer in self.model.modules() if (made := self._met_by(layer)) is not None), None
+        )
         return None if found is None else {name: found}
 
     def _of_transformer(self, needed: Sequence[str]) -> dict[str, torch.Tensor] | None:
@@ -161,7 +201,9 @@ class _Maker:
                 return self._ids(layer.num_embeddings)
             case nn.Conv2d():
                 self.source = "first layer, a convolution"
-                return self._floats(self.batch, layer.in_channels, *(self._sizes() or (self.length or _IMAGE,) * 2))
+                return self._floats(
+                    self.batch, layer.in_channels, *(self._sizes() or (self.length or _IMAGE,) * 2)
+                )
             case nn.Conv1d():
                 self.source = "first layer, a convolution"
                 return self._floats(self.batch, layer.in_channels, self.length or _SAMPLES)
@@ -219,7 +261,9 @@ class _Maker:
 
     def _floats(self, *sizes: int) -> torch.Tensor:
         if math.prod(sizes) > 1 << 31:
-            raise InputsError(f"The model's settings make an input of {' × '.join(map(str, sizes))} numbers. {_GIVE}.")
+            raise InputsError(
+                f"The model's settings make an input of {' × '.join(map(str, sizes))} numbers. {_GIVE}."
+            )
         return torch.randn(sizes, generator=self.generator).to(self.dtype)
 
 

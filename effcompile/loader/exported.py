@@ -19,7 +19,8 @@ def load_exported(source: ModelSource, reading: Reading) -> Loaded:
     """The program as a module, with its example inputs.
 
     Raises:
-        UsageError: no program of torch.export, or one with pickles in it, which were not allowed. InputsError: it has no example inputs.
+        UsageError: no program of torch.export, or one with pickles in it, which were not allowed.
+            InputsError: it has no example inputs.
     """
     if not reading.allow_pickle:
         refuse_pickles(source.path)
@@ -27,13 +28,28 @@ def load_exported(source: ModelSource, reading: Reading) -> Loaded:
         program = torch.export.load(source.path)
         module = program.module(check_guards=False)
     except Exception as error:
-        raise UsageError(f"{str(source.path)!r} is no program that torch.export.load reads: {first_line(error)}") from error
+        raise UsageError(
+            f"{str(source.path)!r} is no program that torch.export.load reads: {first_line(error)}"
+        ) from error
     if program.example_inputs is None:
-        raise InputsError(f"{str(source.path)!r} holds no example inputs. Export the model again: torch.export.save keeps them.")
+        raise InputsError(
+            f"{str(source.path)!r} holds no example inputs. Export the model again: torch.export.save "
+            "keeps them."
+        )
     args, kwargs = program.example_inputs
-    note = Because("the inputs are those that the program was exported with, whose free axes are planned as they were then")
+    note = Because(
+        "the inputs are those that the program was exported with, whose free axes are planned as they "
+        "were then"
+    )
     module.__class__.__name__ = source.path.stem.replace("-", "_")
-    return Loaded(path=source.path, name=source.path.stem, model=module, args=tuple(args), kwargs=dict(kwargs), notes=(note,))
+    return Loaded(
+        path=source.path,
+        name=source.path.stem,
+        model=module,
+        args=tuple(args),
+        kwargs=dict(kwargs),
+        notes=(note,),
+    )
 
 
 def refuse_pickles(path: Path) -> None:
@@ -45,14 +61,19 @@ def refuse_pickles(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             configs = [name for name in archive.namelist() if name.endswith("_config.json")]
-            held = [entry for name in configs for entry in json.loads(archive.read(name)).get("config", {}).values()]
+            held = [
+                entry
+                for name in configs
+                for entry in json.loads(archive.read(name)).get("config", {}).values()
+            ]
             others = [name for name in archive.namelist() if "custom_obj" in name or "opaque_obj" in name]
     except (zipfile.BadZipFile, ValueError, AttributeError, OSError) as error:
         raise UsageError(
-            f"{str(path)!r} is no program of torch.export ({first_line(error)}). It may be cut off: export it again."
+            f"{str(path)!r} is no program of torch.export ({first_line(error)}). It may be cut off: "
+            "export it again."
         ) from error
     if others or not configs or any(entry.get("use_pickle") for entry in held):
         raise UsageError(
-            f"{str(path)!r} holds pickles, which may run code when they are opened. If you trust its source, give --allow-pickle; a "
-            "program of plain tensors that this torch exports holds none."
+            f"{str(path)!r} holds pickles, which may run code when they are opened. If you trust its source, "
+            "give --allow-pickle; a program of plain tensors that this torch exports holds none."
         )

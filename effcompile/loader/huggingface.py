@@ -1,4 +1,6 @@
-"""A model of HuggingFace from its folder: the class that its config names, or that of a task, with the weights as they are stored."""
+"""A model of HuggingFace from its folder: the class that its config names, or that of a task, with the
+weights as they are stored.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def load_folder(source: ModelSource, reading: Reading) -> Loaded:
     """The model of a folder, with inputs derived from its config.
 
     Raises:
-        UsageError: no weights, damaged ones, pickles, code of its own, an architecture or task that transformers does not have.
+        UsageError: no weights, damaged ones, pickles, code of its own, an architecture or task that
+            transformers does not have.
     """
     model, notes = pretrained(source.path, reading)
     made = derive(model, reading, str(source.path))
@@ -38,9 +41,14 @@ def load_diffusers(source: ModelSource, reading: Reading) -> Loaded:
     name = str(config_of(source.path)["_class_name"])
     kind = getattr(diffusers, name, None)
     if kind is None or not hasattr(kind, "from_pretrained"):
-        raise UsageError(f"{str(source.path / 'config.json')!r} names the class {name!r}, which diffusers {diffusers.__version__} lacks.")
+        raise UsageError(
+            f"{str(source.path / 'config.json')!r} names the class {name!r}, which diffusers "
+            f"{diffusers.__version__} lacks."
+        )
     with _blaming(source.path):
-        model = kind.from_pretrained(source.path, local_files_only=True, use_safetensors=not reading.allow_pickle or None)
+        model = kind.from_pretrained(
+            source.path, local_files_only=True, use_safetensors=not reading.allow_pickle or None
+        )
     return _loaded(source, model.eval(), derive(model, reading, str(source.path)), ())
 
 
@@ -55,8 +63,11 @@ def load_safetensors(source: ModelSource, reading: Reading) -> Loaded:
     return _loaded(source, model, derive(model, reading, str(source.path)), notes)
 
 
-def pretrained(folder: Path, reading: Reading, weights: dict[str, torch.Tensor] | None = None) -> tuple[nn.Module, tuple[Reason, ...]]:
-    """The model of a folder in evaluation mode, and what is to be told of it; `weights` instead of the folder's own.
+def pretrained(
+    folder: Path, reading: Reading, weights: dict[str, torch.Tensor] | None = None
+) -> tuple[nn.Module, tuple[Reason, ...]]:
+    """The model of a folder in evaluation mode, and what is to be told of it; `weights` instead of the
+    folder's own.
 
     Raises:
         UsageError: see `load_folder`.
@@ -69,17 +80,26 @@ def pretrained(folder: Path, reading: Reading, weights: dict[str, torch.Tensor] 
         trusted = {"trust_remote_code": True} if reading.trust_remote_code else {}
         common = {"dtype": "auto", "output_loading_info": True, "local_files_only": True, **trusted}
         if weights is None:
-            model, info = kind.from_pretrained(folder, use_safetensors=None if reading.allow_pickle else True, **common)
+            model, info = kind.from_pretrained(
+                folder, use_safetensors=None if reading.allow_pickle else True, **common
+            )
         else:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **trusted)
             dtype = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
-            model, info = kind.from_pretrained(None, config=config, state_dict=weights, **{**common, "dtype": dtype})
-    notes = [Because("not in the weights, and set at random: {name}", (_some(info.get("missing_keys", ())),))] * bool(
-        info.get("missing_keys")
-    )
+            model, info = kind.from_pretrained(
+                None, config=config, state_dict=weights, **{**common, "dtype": dtype}
+            )
+    notes = [
+        Because("not in the weights, and set at random: {name}", (_some(info.get("missing_keys", ())),))
+    ] * bool(info.get("missing_keys"))
     if getattr(model.config, "use_cache", False) and model.can_generate():
         model.config.use_cache = False  # a cache is an output that nobody reads in a plain call
-        notes.append(Because("config.use_cache was set to False: a plan is of one call, which keeps no cache of keys and values"))
+        notes.append(
+            Because(
+                "config.use_cache was set to False: a plan is of one call, which keeps no cache of keys "
+                "and values"
+            )
+        )
     return model.eval(), tuple(notes)
 
 
@@ -93,24 +113,31 @@ def _class_of(transformers: Any, folder: Path, reading: Reading) -> Any:
     else:
         named = config.get("architectures")
         name = str(named[0]) if isinstance(named, list) and named else "AutoModel"
-    model_type, version, where = str(config.get("model_type")), transformers.__version__, str(folder / "config.json")
+    model_type, version, where = (
+        str(config.get("model_type")),
+        transformers.__version__,
+        str(folder / "config.json"),
+    )
     native = model_type in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
     if isinstance(remote, dict) and (not native or not hasattr(transformers, name)):
         if not reading.trust_remote_code:
             code = sorted({str(value).partition(".")[0] + ".py" for value in remote.values()})
             raise UsageError(
-                f"{str(folder)!r} needs Python code of its own ({', '.join(code)}), which would run here with your rights. Read it; if you "
-                "trust it, give --trust-remote-code."
+                f"{str(folder)!r} needs Python code of its own ({', '.join(code)}), which would run here "
+                "with your rights. Read it; if you trust it, give --trust-remote-code."
             )
-        return getattr(transformers, next((key for key in remote if key.startswith("AutoModel")), "AutoModel"))
+        return getattr(
+            transformers, next((key for key in remote if key.startswith("AutoModel")), "AutoModel")
+        )
     if not native:
         raise UsageError(
-            f"{where!r} says model_type = {model_type!r}, which transformers {version} does not know. Update transformers, or build the "
-            "model in a model.py of yours."
+            f"{where!r} says model_type = {model_type!r}, which transformers {version} does not know. Update "
+            "transformers, or build the model in a model.py of yours."
         )
     if not hasattr(transformers, name):
         raise UsageError(
-            f"transformers {version} has no architecture {name!r}, which {where!r} names. Choose one with --task: {', '.join(TASKS)}."
+            f"transformers {version} has no architecture {name!r}, which {where!r} names. Choose one with "
+            f"--task: {', '.join(TASKS)}."
         )
     return getattr(transformers, name)
 
@@ -153,4 +180,11 @@ def _some(names: Any, most: int = 3) -> str:
 
 
 def _loaded(source: ModelSource, model: nn.Module, made: Derived, notes: tuple[Reason, ...]) -> Loaded:
-    return Loaded(path=source.path, name=type(model).__name__, model=model, args=made.args, kwargs=made.kwargs, notes=(*made.notes, *notes))
+    return Loaded(
+        path=source.path,
+        name=type(model).__name__,
+        model=model,
+        args=made.args,
+        kwargs=made.kwargs,
+        notes=(*made.notes, *notes),
+    )

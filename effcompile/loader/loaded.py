@@ -21,10 +21,13 @@ class Loaded:
     """A model and what was given with it.
 
     Attributes:
-        path: the file or folder; `name`: the attribute of a Python file, or the class, that the model came from.
+        path: the file or folder; `name`: the attribute of a Python file, or the class, that the model came
+            from.
         args, kwargs: the example inputs.
-        calibration: inputs for measuring sensitivities and activation ranges, each as (args, kwargs); () when not given.
-        loss: `loss(outputs, inputs)` or None. optimizer: one of the model's parameters, `optimizer(parameters)`, or None.
+        calibration: inputs for measuring sensitivities and activation ranges, each as (args, kwargs); () when
+            not given.
+        loss: `loss(outputs, inputs)` or None. optimizer: one of the model's parameters,
+            `optimizer(parameters)`, or None.
         stages: of a run, as written in the file, () for none. inputs_at: a stage → its example inputs.
         goal: a Goal or a mapping of its fields, as written in the file, or None.
         notes: what was done that the user did not write, for the report.
@@ -56,7 +59,10 @@ def as_inputs(value: object, what: str = "inputs") -> Inputs:
         return tuple(value), {}
     if isinstance(value, torch.Tensor):
         return (value,), {}
-    raise InputsError(f"{what}: {a(value)} is not usable. Give a dict of keyword arguments, a tuple of positional ones, or one tensor.")
+    raise InputsError(
+        f"{what}: {a(value)} is not usable. Give a dict of keyword arguments, a tuple of positional ones, "
+        "or one tensor."
+    )
 
 
 def a(value: object) -> str:

@@ -1,4 +1,6 @@
-"""Reads a `model.py`: what it defines as `model`, `inputs`, `loss`, `optimizer`, `stages`, `calibration` and `goal`."""
+"""Reads a `model.py`: what it defines as `model`, `inputs`, `loss`, `optimizer`, `stages`, `calibration` and
+`goal`.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,33 @@ def load_file(source: ModelSource, reading: Reading) -> Loaded:
 
     Raises:
         UsageError: not Python, it raises, or it defines no such model (says what it does define).
-        InputsError: inputs of another kind than dict, tuple, list or tensor, or none, and none can be derived.
+        InputsError: inputs of another kind than dict, tuple, list or tensor, or none, and none can be
+            derived.
     """
     path, name = source.path, source.name
     with _importable_from(path.parent):
         module = _run(path)
         model = _called(_attribute(module, name, path), f"{name}() in {path}")
         if not isinstance(model, nn.Module):
-            raise UsageError(f"{name} in {path} is {a(model)}, not a torch.nn.Module (or a function that returns one).{_models_in(module)}")
+            raise UsageError(
+                f"{name} in {path} is {a(model)}, not a torch.nn.Module (or a function that returns "
+                f"one).{_models_in(module)}"
+            )
         given, goal, stages = vars(module).get("inputs"), vars(module).get("goal"), _stages(module, path)
         at = given
-        if stages and callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
+        if (
+            stages
+            and callable(given)
+            and not isinstance(given, torch.Tensor)
+            and inspect.signature(given).parameters
+        ):
             given = functools.partial(given, stages[0])
         if given is None:
-            made = derive(model, reading if reading.training or not _trains(goal) else replace(reading, training=True), str(path))
+            made = derive(
+                model,
+                reading if reading.training or not _trains(goal) else replace(reading, training=True),
+                str(path),
+            )
         else:
             made = Derived(*as_inputs(_called(given, f"inputs() in {path}"), f"inputs in {path}"))
         return Loaded(
@@ -84,7 +99,9 @@ def _run(path: Path) -> ModuleType:
         code = compile(importlib.util.decode_source(path.read_bytes()), str(path), "exec")
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(f"{path} is not Python{line}: {error.msg if isinstance(error, SyntaxError) else error}") from error
+        raise UsageError(
+            f"{path} is not Python{line}: {error.msg if isinstance(error, SyntaxError) else error}"
+        ) from error
     except OSError as error:
         raise UsageError(f"Cannot read {str(path)!r}: {error.strerror or error}.") from error
     sys.modules[module.__name__] = module  # dataclasses and pickles in the file look their module up
@@ -106,13 +123,17 @@ def _importable_from(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blaming(path: Path, doing: str) -> Iterator[None]:
-    """Turn what the user's code raises, sys.exit included, into a UsageError with the line of the user's file."""
+    """Turn what the user's code raises, sys.exit included, into a UsageError with the line of the user's
+    file.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}:{frames[-1].lineno}: {frames[-1].line}" if frames else str(path)
-        raise UsageError(f"{path.name} raises while {doing}.\n  {where}\n  {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"{path.name} raises while {doing}.\n  {where}\n  {type(error).__name__}: {error}"
+        ) from error
 
 
 def _attribute(module: ModuleType, name: str, path: Path) -> Any:
@@ -120,15 +141,22 @@ def _attribute(module: ModuleType, name: str, path: Path) -> Any:
         return vars(module)[name]
     close = get_close_matches(name, _defined(module), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise UsageError(f"{path} defines no `{name}`.{hint} It defines: {', '.join(_defined(module)) or 'nothing'}.{_models_in(module)}")
+    raise UsageError(
+        f"{path} defines no `{name}`.{hint} It defines: "
+        f"{', '.join(_defined(module)) or 'nothing'}.{_models_in(module)}"
+    )
 
 
 def _defined(module: ModuleType) -> list[str]:
-    """Public names that the file made itself: its functions, classes, models and data, not what it imported."""
+    """Public names that the file made itself: its functions, classes, models and data, not what
+    it imported.
+    """
 
     def own(value: object) -> bool:
         made_here = getattr(value, "__module__", module.__name__) == module.__name__
-        return isinstance(value, (nn.Module, torch.Tensor)) or (made_here and not isinstance(value, ModuleType))
+        return isinstance(value, (nn.Module, torch.Tensor)) or (
+            made_here and not isinstance(value, ModuleType)
+        )
 
     return sorted(name for name, value in vars(module).items() if not name.startswith("_") and own(value))
 
@@ -153,7 +181,9 @@ def _calibration(module: ModuleType, path: Path) -> tuple[Inputs, ...]:
         return ()
     made = _called(given, f"calibration() in {path}")
     if not isinstance(made, Iterable) or isinstance(made, (Mapping, torch.Tensor, str)):
-        raise InputsError(f"calibration in {path} is {a(made)}. Give a list (or generator) of inputs, each like `inputs`.")
+        raise InputsError(
+            f"calibration in {path} is {a(made)}. Give a list (or generator) of inputs, each like `inputs`."
+        )
     with _blaming(path, "making calibration inputs"):
         batches = list(made)
     return tuple(as_inputs(batch, f"calibration[{i}] in {path}") for i, batch in enumerate(batches))

@@ -1,4 +1,6 @@
-"""A sentence-transformers folder without that package: the transformer, its pooling, and what follows, as its modules.json says."""
+"""A sentence-transformers folder without that package: the transformer, its pooling, and what follows, as its
+modules.json says.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ def load_sentence(source: ModelSource, reading: Reading) -> Loaded:
     """The whole model of a sentence-transformers folder, with inputs derived from its config.
 
     Raises:
-        UsageError: a module of another kind than Transformer, Pooling, Dense and Normalize; weights that cannot be read.
+        UsageError: a module of another kind than Transformer, Pooling, Dense and Normalize; weights that
+            cannot be read.
     """
     modules = _modules(source.path)
     folders = [source.path / str(module.get("path", "")) for module in modules]
@@ -81,15 +84,18 @@ def load_sentence(source: ModelSource, reading: Reading) -> Loaded:
     unknown = [kind for kind in kinds if kind not in _KNOWN]
     if unknown or not kinds or kinds[0] != "Transformer" or "Pooling" not in kinds:
         raise UsageError(
-            f"{str(source.path / 'modules.json')!r} names {', '.join(unknown or kinds) or 'nothing'}; a Transformer, a Pooling, and Dense "
-            "or Normalize after it are read here. Build the model in a model.py of yours."
+            f"{str(source.path / 'modules.json')!r} names {', '.join(unknown or kinds) or 'nothing'}; a "
+            "Transformer, a Pooling, and Dense or Normalize after it are read here. Build the model in a "
+            "model.py of yours."
         )
     encoder, notes = pretrained(folders[0], replace(reading, task="feature-extraction"))
     after = [_module(kind, folder) for kind, folder in zip(kinds[1:], folders[1:], strict=True)]
     made = derive(encoder, reading, str(source.path))
     kwargs = {name: made.kwargs[name] for name in ("input_ids", "attention_mask")}
     model = Embedder(encoder, after).eval()
-    return Loaded(path=source.path, name="Embedder", model=model, args=(), kwargs=kwargs, notes=(*made.notes, *notes))
+    return Loaded(
+        path=source.path, name="Embedder", model=model, args=(), kwargs=kwargs, notes=(*made.notes, *notes)
+    )
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:
@@ -97,7 +103,10 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
         found = json.loads(read_bounded(folder / "modules.json", 1 << 20, "the list of modules"))
         return [dict(module) for module in found]
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{str(folder / 'modules.json')!r} lists no modules of sentence-transformers. Copy the folder again.") from error
+        raise UsageError(
+            f"{str(folder / 'modules.json')!r} lists no modules of sentence-transformers. Copy the folder "
+            "again."
+        ) from error
 
 
 def _module(kind: str, folder: Path) -> nn.Module:
@@ -112,12 +121,21 @@ def _module(kind: str, folder: Path) -> nn.Module:
 def _ways(folder: Path) -> tuple[str, ...]:
     config = config_of(folder)
     mode = config.get("pooling_mode")
-    named = {f"pooling_mode_{way}": way for way in Pooling.WAYS} | {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens"}
+    named = {f"pooling_mode_{way}": way for way in Pooling.WAYS} | {
+        "cls": "cls_token",
+        "max": "max_tokens",
+        "mean": "mean_tokens",
+    }
     asked = [f"pooling_mode_{way}" for way in Pooling.WAYS if config.get(f"pooling_mode_{way}")]
     asked = asked or ([mode] if isinstance(mode, str) else list(mode or ()))
-    others = [key for key, value in config.items() if key.startswith("pooling_mode_") and value and key not in named]
+    others = [
+        key for key, value in config.items() if key.startswith("pooling_mode_") and value and key not in named
+    ]
     if others or not asked or any(way not in named for way in asked):
-        raise UsageError(f"{str(folder / 'config.json')!r}: pooling by {', '.join(others or map(str, asked)) or 'nothing'} is not known.")
+        raise UsageError(
+            f"{str(folder / 'config.json')!r}: pooling by "
+            f"{', '.join(others or map(str, asked)) or 'nothing'} is not known."
+        )
     return tuple(named[way] for way in asked)
 
 
@@ -126,10 +144,17 @@ def _dense(folder: Path) -> nn.Module:
     name = str(config.get("activation_function", "torch.nn.modules.linear.Identity")).rpartition(".")[2]
     activation = {"Tanh": nn.Tanh, "Identity": nn.Identity, "ReLU": nn.ReLU, "GELU": nn.GELU}.get(name)
     if activation is None or not (folder / "model.safetensors").is_file():
-        raise UsageError(f"The dense layer in {str(folder)!r} cannot be read: activation {name!r}, weights in model.safetensors.")
+        raise UsageError(
+            f"The dense layer in {str(folder)!r} cannot be read: activation {name!r}, weights in "
+            "model.safetensors."
+        )
     check_safetensors(folder / "model.safetensors")
     from safetensors.torch import load_file
 
-    linear = nn.Linear(int(config["in_features"]), int(config["out_features"]), bias=bool(config.get("bias", True)))
-    linear.load_state_dict({key.removeprefix("linear."): value for key, value in load_file(folder / "model.safetensors").items()})
+    linear = nn.Linear(
+        int(config["in_features"]), int(config["out_features"]), bias=bool(config.get("bias", True))
+    )
+    linear.load_state_dict(
+        {key.removeprefix("linear."): value for key, value in load_file(folder / "model.safetensors").items()}
+    )
     return nn.Sequential(linear, activation())

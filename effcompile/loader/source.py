@@ -1,4 +1,7 @@
-"""Which kind of model a text on the command line names, and how it may be read. Nothing is loaded here, torch neither."""
+"""Which kind of model a text on the command line names, and how it may be read.
+
+Nothing is loaded here, torch neither.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ from effcompile.core.files import read_bounded
 
 _MOST_BYTES = 64 << 20
 _ONNX = (
-    "{path!r} is an ONNX graph, which has lost the PyTorch model that effcompile plans. Give the model that it was exported from (a folder "
-    "of HuggingFace, a model.py, or a .pt2 of torch.export.save). ONNX Runtime quantises the graph itself: "
-    "python -m onnxruntime.quantization.preprocess, then onnxruntime.quantization.quantize_dynamic."
+    "{path!r} is an ONNX graph, which has lost the PyTorch model that effcompile plans. Give the model that "
+    "it was exported from (a folder of HuggingFace, a model.py, or a .pt2 of torch.export.save). ONNX "
+    "Runtime quantises the graph itself: python -m onnxruntime.quantization.preprocess, then "
+    "onnxruntime.quantization.quantize_dynamic."
 )
 _PICKLE = (
-    "{path!r} is a pickle, which runs code when it is opened. Save the weights as safetensors beside the model's config.json "
-    "(safetensors.torch.save_file(model.state_dict(), 'model.safetensors')), or load them in a model.py of yours."
+    "{path!r} is a pickle, which runs code when it is opened. Save the weights as safetensors beside the "
+    "model's config.json (safetensors.torch.save_file(model.state_dict(), 'model.safetensors')), or load "
+    "them in a model.py of yours."
 )
 
 
@@ -42,7 +47,8 @@ class Reading:
     Attributes:
         task: of a HuggingFace model, as its pipelines name it; None: the architecture that its config names.
         trust_remote_code: the folder's own Python code may be run. allow_pickle: its weights may be pickles.
-        shape: batch and length (or image size) of inputs that are derived; None: 1, and what the model has, 128 tokens at the most.
+        shape: batch and length (or image size) of inputs that are derived; None: 1, and what the model has,
+            128 tokens at the most.
         training: the derived inputs are of a training step.
     """
 
@@ -63,7 +69,8 @@ class ModelSource:
 
 
 def find(spec: str) -> ModelSource:
-    """What a text names: `model.py`, `model.py:name`, a folder, a file, or the id of a model in HuggingFace's cache.
+    """What a text names: `model.py`, `model.py:name`, a folder, a file, or the id of a model in HuggingFace's
+    cache.
 
     Raises:
         UsageError: nothing that we can read.
@@ -91,7 +98,9 @@ def config_of(folder: Path, name: str = "config.json") -> dict[str, Any]:
     try:
         found = json.loads(read_bounded(folder / name, _MOST_BYTES, "the configuration"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{str(folder / name)!r} is not valid JSON ({clipped(error)}). It may be cut off; copy it again.") from error
+        raise UsageError(
+            f"{str(folder / name)!r} is not valid JSON ({clipped(error)}). It may be cut off; copy it again."
+        ) from error
     if not isinstance(found, dict):
         raise UsageError(f"{str(folder / name)!r} holds no object with settings. Copy it again.")
     return found
@@ -105,20 +114,36 @@ def _folder(folder: Path, spec: str) -> ModelSource:
         return ModelSource(kind=Kind.DIFFUSERS if "_class_name" in config else Kind.FOLDER, path=folder)
     scripts = sorted(path.name for path in folder.glob("*.py"))
     if (folder / "plan.json").is_file():
-        raise UsageError(f"{spec!r} is what effcompile wrote. Run it with `effcompile run {spec}`, or effcompile.load({spec!r}) in Python.")
+        raise UsageError(
+            f"{spec!r} is what effcompile wrote. Run it with `effcompile run {spec}`, or "
+            f"effcompile.load({spec!r}) in Python."
+        )
     if (folder / "model_index.json").is_file():
         parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
-        raise UsageError(f"{spec!r} is a diffusers pipeline of several models. Name one: {', '.join(f'{spec}/{part}' for part in parts)}.")
-    hint = f", or name one of its files: {', '.join(f'{spec}/{name}' for name in scripts[:3])}" if scripts else ", or a model.py"
+        raise UsageError(
+            f"{spec!r} is a diffusers pipeline of several models. Name one: "
+            f"{', '.join(f'{spec}/{part}' for part in parts)}."
+        )
+    hint = (
+        f", or name one of its files: {', '.join(f'{spec}/{name}' for name in scripts[:3])}"
+        if scripts
+        else ", or a model.py"
+    )
     raise UsageError(
-        f"{spec!r} is a folder without a config.json: no model of HuggingFace is saved there. Give the folder that "
-        f"model.save_pretrained wrote{hint}."
+        f"{spec!r} is a folder without a config.json: no model of HuggingFace is saved there. Give the "
+        f"folder that model.save_pretrained wrote{hint}."
     )
 
 
 def _may_be_an_id(spec: str) -> bool:
     parts = spec.split("/")
-    return len(parts) <= 2 and all(parts) and not spec.endswith(".py") and ":" not in spec and not Path(spec).exists()
+    return (
+        len(parts) <= 2
+        and all(parts)
+        and not spec.endswith(".py")
+        and ":" not in spec
+        and not Path(spec).exists()
+    )
 
 
 def _cached(spec: str) -> Path | None:
@@ -141,8 +166,8 @@ def _cached(spec: str) -> Path | None:
         return Path(found).parent
     if "/" in spec and not Path(spec).parent.is_dir():
         raise UsageError(
-            f"{spec!r} is neither a file nor a folder, and no model of this id is in HuggingFace's cache. effcompile downloads nothing: "
-            f"get it with `hf download {spec}`, or give a path."
+            f"{spec!r} is neither a file nor a folder, and no model of this id is in HuggingFace's cache. "
+            f"effcompile downloads nothing: get it with `hf download {spec}`, or give a path."
         )
     return None
 
@@ -159,6 +184,10 @@ def _python(spec: str) -> ModelSource:
         siblings = [str(p.name) for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
         close = get_close_matches(file.name, siblings, n=1)
         hint = f" Did you mean {str(file.parent / close[0])!r}?" if close else ""
-        unknown = "" if file.suffix else " Nor is a model of this id in HuggingFace's cache (hf download ID puts one there)."
+        unknown = (
+            ""
+            if file.suffix
+            else " Nor is a model of this id in HuggingFace's cache (hf download ID puts one there)."
+        )
         raise UsageError(f"No such file: {path!r}.{hint or unknown}")
     return ModelSource(kind=Kind.PYTHON, path=file.resolve(), name=name)

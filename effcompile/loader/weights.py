@@ -1,4 +1,6 @@
-"""What a model's folder must hold, seen before torch loads: weights that are there, whole and no pickles, and a task that exists."""
+"""What a model's folder must hold, seen before torch loads: weights that are there, whole and no pickles, and
+a task that exists.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ def check_source(source: ModelSource, reading: Reading) -> None:
     elif source.kind is Kind.SAFETENSORS:
         if not (source.path.parent / "config.json").is_file():
             raise UsageError(
-                f"{str(source.path)!r} holds weights alone: there is no config.json beside it that says whose. Put the model's config.json "
-                "there, or load the weights in a model.py of yours (model.load_state_dict(safetensors.torch.load_file(path)))."
+                f"{str(source.path)!r} holds weights alone: there is no config.json beside it that says "
+                "whose. Put the model's config.json there, or load the weights in a model.py of yours "
+                "(model.load_state_dict(safetensors.torch.load_file(path)))."
             )
         check_safetensors(source.path)
 
@@ -67,8 +70,8 @@ def check_safetensors(file: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise UsageError(
-            f"{str(file)!r} is not a whole safetensors file ({first_line(error)}; {file.stat().st_size:,} bytes). It may be cut off: "
-            "download or copy it again."
+            f"{str(file)!r} is not a whole safetensors file ({first_line(error)}; {file.stat().st_size:,} "
+            "bytes). It may be cut off: download or copy it again."
         ) from error
 
 
@@ -83,21 +86,29 @@ def check_weights(folder: Path, reading: Reading) -> None:
         found += [folder / name for name in _shards(index) if folder / name not in found]
     for file in found:
         if not file.is_file():
-            raise UsageError(f"{str(file)!r} is missing, which the index beside it names. Download the model again.")
+            raise UsageError(
+                f"{str(file)!r} is missing, which the index beside it names. Download the model again."
+            )
         check_safetensors(file)
     pickles = [name for name in _PICKLES if (folder / name).is_file()]
     if found or (pickles and reading.allow_pickle):
         return
     if pickles:
         raise UsageError(
-            f"The weights in {str(folder)!r} are a pickle ({pickles[0]}), which may run code when it is opened. If you trust where it came "
-            "from, give --allow-pickle; model.save_pretrained(folder) then writes safetensors."
+            f"The weights in {str(folder)!r} are a pickle ({pickles[0]}), which may run code when it is "
+            "opened. If you trust where it came from, give --allow-pickle; model.save_pretrained(folder) "
+            "then writes safetensors."
         )
-    raise UsageError(f"{str(folder)!r} has a config.json and no weights: there is no model.safetensors. Download the model again.")
+    raise UsageError(
+        f"{str(folder)!r} has a config.json and no weights: there is no model.safetensors. Download the "
+        "model again."
+    )
 
 
 def _shards(index: Path) -> list[str]:
     try:
-        return sorted({Path(str(name)).name for name in json.loads(index.read_bytes())["weight_map"].values()})
+        return sorted(
+            {Path(str(name)).name for name in json.loads(index.read_bytes())["weight_map"].values()}
+        )
     except (ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{str(index)!r} is no index of weights. Download the model again.") from error

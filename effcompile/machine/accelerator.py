@@ -1,4 +1,6 @@
-"""What the current GPU is and does: its name and versions, and rates by measurement (copies, products by dtype, the link, a launch)."""
+"""What the current GPU is and does: its name and versions, and rates by measurement (copies, products by
+dtype, the link, a launch).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from effcompile.core import gpu, torch_compat_memory
 from effcompile.machine import memory
 from effcompile.machine.hardware import Accelerator, DeviceRates
 
-#: Sides of the squares that are multiplied, the largest that has room: large ones reach the peak, and none takes a second on any GPU.
+#: Sides of the squares that are multiplied, the largest that has room: large ones reach the peak, and none
+#: takes a second on any GPU.
 _SIDES = (8192, 4096, 2048, 1024)
 #: Bytes that are copied on the device, and over the link.
 _COPIED, _LINKED = 1 << 30, 128 << 20
@@ -63,13 +66,18 @@ def _copy_bandwidth() -> float:
 def _link() -> tuple[float, float]:
     """(to the host, from it)."""
     size = min(_LINKED, _free_bytes() // _SHARE)
-    there, host = torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there, host = (
+        torch.empty(size, dtype=torch.uint8, device="cuda"),
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+    )
     out = gpu.seconds(lambda: host.copy_(there, non_blocking=True), cold=False)
     return size / out, size / gpu.seconds(lambda: there.copy_(host, non_blocking=True), cold=False)
 
 
 def _launch_seconds() -> float:
-    """Of one of many queued kernels: the host's time to queue it, or the GPU's to begin it, whichever is longer."""
+    """Of one of many queued kernels: the host's time to queue it, or the GPU's to begin it, whichever is
+    longer.
+    """
     number = torch.zeros(1, device="cuda")
     count = 200
 
@@ -121,8 +129,8 @@ def _products(side: int) -> dict[str, Callable[[], _Product]]:
         yield lambda: torch.ops.aten._int_mm.default(a, a.t())
 
     return {
-        "fp32": lambda: of(torch.float32), "tf32": tf32, "bf16": lambda: of(torch.bfloat16), "fp16": lambda: of(torch.float16),
-        "fp8": fp8, "int8": int8,
+        "fp32": lambda: of(torch.float32), "tf32": tf32, "bf16": lambda: of(torch.bfloat16),
+        "fp16": lambda: of(torch.float16), "fp8": fp8, "int8": int8,
     }  # fmt: skip
 
 
@@ -135,7 +143,14 @@ def _driver() -> str:
     for path, word in (("/proc/driver/nvidia/version", "Module"), ("/sys/module/amdgpu/version", "")):
         with suppress(OSError):
             said = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()[0]
-            return next((part for part in said.partition(word)[2].split() if part[:1].isdigit()), said.strip()[:80]) if word else said
+            return (
+                next(
+                    (part for part in said.partition(word)[2].split() if part[:1].isdigit()),
+                    said.strip()[:80],
+                )
+                if word
+                else said
+            )
     return platform.release() if platform.system() != "Linux" else ""
 
 

@@ -1,9 +1,10 @@
-"""The measured kernel store of this machine: a standard grid once, then any shape a plan asks for, kept on disk.
+"""The measured kernel store of this machine: a standard grid once, then any shape a plan asks for, kept on
+disk.
 
-A GPU of this machine has a store of its own, which begins with what it does at the most (machine/accelerator.py).
-The file is `calibration-<machine>.json` under $EFFCOMPILE_CACHE, else $XDG_CACHE_HOME/effcompile, else
-~/.cache/effcompile; written whole or not at all. Points of a backend hold for the package versions they were
-measured with; on another version that backend is measured again.
+A GPU of this machine has a store of its own, which begins with what it does at the most
+(machine/accelerator.py). The file is `calibration-<machine>.json` under $EFFCOMPILE_CACHE, else
+$XDG_CACHE_HOME/effcompile, else ~/.cache/effcompile; written whole or not at all. Points of a backend hold
+for the package versions they were measured with; on another version that backend is measured again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.ir.formats import W4, W8, W8_CHANNEL
 from effcompile.machine import native
 from effcompile.machine.grid import grid
-from effcompile.machine.hardware import Accelerator, DeviceRates, Hardware, matmul_peak, package_versions, read_bandwidth, this_hardware
+from effcompile.machine.hardware import (
+    Accelerator,
+    DeviceRates,
+    Hardware,
+    matmul_peak,
+    package_versions,
+    read_bandwidth,
+    this_hardware,
+)
 from effcompile.machine.load import busy
 from effcompile.machine.target import KERNELS, Dims, KernelCall, Law, merge_points
 
@@ -66,7 +75,9 @@ class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
     busy: str = ""
 
     def known(self, call: KernelCall) -> tuple[bool, float | None]:
-        """(True, seconds or None for an absent kernel) when this call was tried before, else (False, None)."""
+        """(True, seconds or None for an absent kernel) when this call was tried before, else
+        (False, None).
+        """
         for dims, seconds in self.points.get(call.kernel, ()):
             if dims == call.dims:
                 return True, seconds
@@ -104,7 +115,10 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def laws(self) -> dict[str, dict[str, Law]]:
         """backend → kernel → Law, as a Target carries them."""
-        return {b: {k: law for k in points.points if (law := points.law(k)) is not None} for b, points in self.backends.items()}
+        return {
+            b: {k: law for k in points.points if (law := points.law(k)) is not None}
+            for b, points in self.backends.items()
+        }
 
 
 # ------------------------------------------------------------------ measuring
@@ -127,8 +141,8 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine: memory bandwidth, then the grid on every backend.
 
-    A kernel that its first two shapes do not have is recorded as missing and not tried again. A measurement that
-    raises counts as absent, with the error kept in `BackendPoints.failures`.
+    A kernel that its first two shapes do not have is recorded as missing and not tried again. A measurement
+    that raises counts as absent, with the error kept in `BackendPoints.failures`.
 
     Args:
         measures: backend → how it times a kernel.
@@ -151,7 +165,9 @@ def calibrate(
     )
 
 
-def _measure_backend(name: str, measure: Measure, calls: tuple[KernelCall, ...], progress: Progress | None) -> BackendPoints:
+def _measure_backend(
+    name: str, measure: Measure, calls: tuple[KernelCall, ...], progress: Progress | None
+) -> BackendPoints:
     points = BackendPoints(versions=versions_of(name), busy=busy())
     launch = KernelCall("pointwise/fp32", (1,))
     for done, call in enumerate((launch, *calls)):
@@ -159,7 +175,9 @@ def _measure_backend(name: str, measure: Measure, calls: tuple[KernelCall, ...],
             points.record(call, measured(points, measure, call))
         if call == launch:
             points.overhead = points.known(launch)[1] or 0.0
-        elif not points.points.get(call.kernel) and len(points.absent[call.kernel]) == min(2, _count(calls, call.kernel)):
+        elif not points.points.get(call.kernel) and len(points.absent[call.kernel]) == min(
+            2, _count(calls, call.kernel)
+        ):
             points.missing.add(call.kernel)
         if progress is not None and done:
             progress(name, done, len(calls))
@@ -175,19 +193,30 @@ def measured(points: BackendPoints, measure: Measure, call: KernelCall) -> float
     """Seconds of one kernel; None where it is absent, fails (noted), or gives no usable figure."""
     try:
         seconds = measure(call)
-    except Exception as error:  # a backend's library may raise anything; the kernel is then not offered, and it says why
-        points.failures[str(call)] = str(error)[:400] if isinstance(error, EffcompileError) else f"{type(error).__name__}: {error}"[:200]
+    except Exception as error:
+        # a backend's library may raise anything; the kernel is then not offered, and it says why
+        points.failures[str(call)] = (
+            str(error)[:400]
+            if isinstance(error, EffcompileError)
+            else f"{type(error).__name__}: {error}"[:200]
+        )
         return None
     return seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None
 
 
 def peak_rates(backends: Mapping[str, BackendPoints], fp32: float) -> dict[str, float]:
-    """dtype → the best FLOP/s that any linear reached; fp32 at least that of torch's own product, which is given."""
+    """dtype → the best FLOP/s that any linear reached; fp32 at least that of torch's own product, which is
+    given.
+    """
     peaks = {"fp32": fp32}
     for points in backends.values():
         for kernel, timed in points.points.items():
             held = KERNELS[kernel].format
-            if kernel.startswith("linear/") and held is not None and held.family not in (W8.family, W8_CHANNEL.family, W4.family):
+            if (
+                kernel.startswith("linear/")
+                and held is not None
+                and held.family not in (W8.family, W8_CHANNEL.family, W4.family)
+            ):
                 best = max(KernelCall(kernel, dims).flops / seconds for dims, seconds in timed)
                 dtype = KERNELS[kernel].dtype
                 peaks[dtype] = max(best, peaks.get(dtype, 0.0))
@@ -225,7 +254,10 @@ def save(calibration: Calibration, path: Path | None = None) -> Path:
 
 
 def save_if_dirty(calibration: Calibration, path: Path | None = None) -> Reason | None:
-    """Write the calibration if it holds new points. Returns None, or a note for the report when it could not be written."""
+    """Write the calibration if it holds new points.
+
+    Returns None, or a note for the report when it could not be written.
+    """
     if not calibration.dirty:
         return None
     try:
@@ -236,7 +268,9 @@ def save_if_dirty(calibration: Calibration, path: Path | None = None) -> Reason 
 
 
 def load(path: Path | None = None, device: Accelerator | None = None) -> Calibration:
-    """Read this machine's calibration, or that of its GPU. Points of backends whose packages changed since are dropped.
+    """Read this machine's calibration, or that of its GPU.
+
+    Points of backends whose packages changed since are dropped.
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
@@ -244,11 +278,15 @@ def load(path: Path | None = None, device: Accelerator | None = None) -> Calibra
     """
     path = path or calibration_path(this_hardware(device))
     if not path.exists():
-        raise UsageError(f"This machine is not calibrated yet: there is no {str(path)!r}. Run `effcompile calibrate`.")
+        raise UsageError(
+            f"This machine is not calibrated yet: there is no {str(path)!r}. Run `effcompile calibrate`."
+        )
     return _without_stale(_parsed(read_kept(path, _MOST_BYTES, "the calibration"), path, device))
 
 
-def load_or_none(path: Path | None = None, device: Accelerator | None = None) -> tuple[Calibration | None, Reason | None]:
+def load_or_none(
+    path: Path | None = None, device: Accelerator | None = None
+) -> tuple[Calibration | None, Reason | None]:
     """(calibration or None, a note for the report or None): never raises.
 
     A file that is not there yet gives (None, None), a bad one (None, why).
@@ -259,8 +297,12 @@ def load_or_none(path: Path | None = None, device: Accelerator | None = None) ->
             return None, None
         calibration = load(path, device)
     except (UsageError, OSError) as error:
-        return None, Because("The kept kernel timings were ignored and are measured again. {name}", (str(error),))
-    changed = [name for name, points in calibration.backends.items() if not points.points and not points.missing]
+        return None, Because(
+            "The kept kernel timings were ignored and are measured again. {name}", (str(error),)
+        )
+    changed = [
+        name for name, points in calibration.backends.items() if not points.points and not points.missing
+    ]
     note = Because("Kernel timings of {name} are measured again: its version changed.", (", ".join(changed),))
     return calibration, note if changed else None
 
@@ -270,19 +312,31 @@ def _parsed(raw: bytes, path: Path, device: Accelerator | None) -> Calibration:
     try:
         data: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"The calibration {str(path)!r} is not valid JSON ({error}); it may be cut off. {mend}") from error
+        raise FormatError(
+            f"The calibration {str(path)!r} is not valid JSON ({error}); it may be cut off. {mend}"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise FormatError(f"{str(path)!r} is not an effcompile calibration: it has no 'format': {FORMAT!r}. {mend}")
+        raise FormatError(
+            f"{str(path)!r} is not an effcompile calibration: it has no 'format': {FORMAT!r}. {mend}"
+        )
     if data.get("version") != VERSION:
-        raise FormatError(f"The calibration {str(path)!r} has version {data.get('version')!r}; this effcompile reads {VERSION}. {mend}")
+        raise FormatError(
+            f"The calibration {str(path)!r} has version {data.get('version')!r}; this effcompile reads "
+            f"{VERSION}. {mend}"
+        )
     try:
         calibration = msgspec.convert(data, Calibration)
     except msgspec.ValidationError as error:
         raise FormatError(f"The calibration {str(path)!r} is not valid: {clipped(error)}. {mend}") from error
     if (bad := _bad_kernel(calibration)) is not None:
-        raise FormatError(f"The calibration {str(path)!r} holds {clipped(bad)}, which this effcompile does not know. {mend}")
+        raise FormatError(
+            f"The calibration {str(path)!r} holds {clipped(bad)}, which this effcompile does not know. {mend}"
+        )
     if calibration.machine != this_hardware(device) or (calibration.device is None) != (device is None):
-        raise FormatError(f"The calibration {str(path)!r} is of another machine ({calibration.machine.cpu}) or thread count. {mend}")
+        raise FormatError(
+            f"The calibration {str(path)!r} is of another machine ({calibration.machine.cpu}) or thread "
+            f"count. {mend}"
+        )
     calibration.dirty = False
     return calibration
 

@@ -1,8 +1,9 @@
 """Many devices and what joins them: nodes, the links inside them, the adapters between them.
 
-The bandwidth of a group of ranks that stand on several nodes is that of the adapters of its ranks on one node, and at
-most that of the links inside: a group of whole nodes gets all of a node's adapters, one that has a single rank on each
-node gets that rank's share. A single figure for "between nodes" would be wrong by the devices of a node for one of them.
+The bandwidth of a group of ranks that stand on several nodes is that of the adapters of its ranks on one
+node, and at most that of the links inside: a group of whole nodes gets all of a node's adapters, one that has
+a single rank on each node gets that rank's share. A single figure for "between nodes" would be wrong by the
+devices of a node for one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _ALLOWED: tuple[tuple[tuple[str, ...], float, float], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What joins the devices of a target: the `[cluster]` section of its file. Bytes per second in one direction.
+    """What joins the devices of a target: the `[cluster]` section of its file.
+
+    Bytes per second in one direction.
 
     Attributes:
         devices_per_node: devices that the links inside join.
@@ -52,7 +55,9 @@ class Links:
         for names, least, most in _ALLOWED:
             for name in names:
                 if not least <= getattr(self, name) <= most:
-                    raise UsageError(f"{name} = {getattr(self, name)} of a cluster must be {least:g} to {most:g}.")
+                    raise UsageError(
+                        f"{name} = {getattr(self, name)} of a cluster must be {least:g} to {most:g}."
+                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,26 +75,35 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, count in (("nodes", self.nodes), ("per_node", self.per_node)):
             if type(count) is not int or not 1 <= count <= MOST_DEVICES:
-                raise UsageError(f"{name} = {clipped(repr(count))} must be a whole number from 1 to {MOST_DEVICES}.")
+                raise UsageError(
+                    f"{name} = {clipped(repr(count))} must be a whole number from 1 to {MOST_DEVICES}."
+                )
 
     @classmethod
     def of(cls, links: Links, devices: int, nodes: str | None = None) -> Cluster:
         """A cluster from the number of devices and, where it is given, how they stand: "8x8" is 8 nodes of 8.
 
         Raises:
-            UsageError: not a number of devices; nodes that are not of that number; a last node that is not full.
+            UsageError: not a number of devices; nodes that are not of that number; a last node that is not
+                full.
         """
         if type(devices) is not int or not 1 <= devices <= MOST_DEVICES:
-            raise UsageError(f"devices = {clipped(repr(devices))} must be a whole number from 1 to {MOST_DEVICES}, or auto.")
+            raise UsageError(
+                f"devices = {clipped(repr(devices))} must be a whole number from 1 to {MOST_DEVICES}, or "
+                "auto."
+            )
         if nodes is not None:
             count, each = parse_nodes(nodes)
             if count * each != devices:
-                raise UsageError(f"nodes = {nodes} are {count * each} devices, not {devices}. Leave one of the two out.")
+                raise UsageError(
+                    f"nodes = {nodes} are {count * each} devices, not {devices}. Leave one of the two out."
+                )
             return cls(nodes=count, per_node=each, links=links)
         each = min(devices, links.devices_per_node)
         if devices % each:
             raise UsageError(
-                f"{devices} devices are not whole nodes of {each}. Give a multiple of {each}, or say how they stand: --nodes {devices}x1."
+                f"{devices} devices are not whole nodes of {each}. Give a multiple of {each}, or say how "
+                f"they stand: --nodes {devices}x1."
             )
         return cls(nodes=devices // each, per_node=each, links=links)
 
@@ -107,7 +121,9 @@ class Cluster:
         return on_one_node(strategy.stride(axis), strategy.size(axis), self.per_node)
 
     def bandwidth(self, local: int, size: int) -> float:
-        """Bytes per second at which a ring of `size` ranks, `local` of them on each node, carries what each rank sends."""
+        """Bytes per second at which a ring of `size` ranks, `local` of them on each node, carries what each
+        rank sends.
+        """
         inside = self.links.inside * self.links.inside_efficiency
         if size <= local:
             return inside
@@ -132,5 +148,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
     """
     match = _NODES.fullmatch(text)
     if match is None or not int(match[1]) or not int(match[2]):
-        raise UsageError(f"nodes = {clipped(repr(text))} is not a number of nodes and of devices on each. Write it like 8x8.")
+        raise UsageError(
+            f"nodes = {clipped(repr(text))} is not a number of nodes and of devices on each. Write it "
+            "like 8x8."
+        )
     return int(match[1]), int(match[2])

@@ -1,4 +1,6 @@
-"""What this machine is: processor, cores, threads, memory, package versions, and its memory bandwidth by measurement."""
+"""What this machine is: processor, cores, threads, memory, package versions, and its memory bandwidth by
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class Accelerator(msgspec.Struct, kw_only=True, frozen=True):
     """What a timing on a GPU depends on.
 
     Attributes:
-        capability: NVIDIA's compute capability, or AMD's name of the architecture. processors: multiprocessors.
+        capability: NVIDIA's compute capability, or AMD's name of the architecture. processors:
+            multiprocessors.
         memory_bytes: in all. driver: its version, "" where the system does not say. runtime: CUDA's or HIP's.
         packages: versions of torch and triton. kernels: digits that change with our kernels and their tiles.
     """
@@ -47,10 +50,12 @@ class DeviceRates(msgspec.Struct, kw_only=True, frozen=True):
     """What a GPU does, the best that was seen.
 
     Attributes:
-        bandwidth: bytes/s of a copy in its memory, read and written ones together. peak_flops: dtype → FLOP/s of a large product.
-        to_host, from_host: bytes/s of copies to and from pinned memory. launch_seconds: of a kernel that does next to nothing.
-        library_bytes: what the vendor's products keep for themselves from their first call on, per thread that calls them; and what those
-            with a bias keep on top.
+        bandwidth: bytes/s of a copy in its memory, read and written ones together. peak_flops: dtype → FLOP/s
+            of a large product.
+        to_host, from_host: bytes/s of copies to and from pinned memory. launch_seconds: of a kernel that does
+            next to nothing.
+        library_bytes: what the vendor's products keep for themselves from their first call on, per thread
+            that calls them; and what those with a bias keep on top.
     """
 
     bandwidth: _Rate
@@ -66,7 +71,8 @@ class Hardware(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     Attributes:
         threads: what the runtimes will use. memory_bytes: rounded to GiB.
-        instructions: the sets of vector instructions that kernels choose by, and the environment's limits on them.
+        instructions: the sets of vector instructions that kernels choose by, and the environment's limits on
+            them.
         device: the GPU that is meant; None for the processor.
     """
 
@@ -90,7 +96,12 @@ def this_hardware(device: Accelerator | None = None) -> Hardware:
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
     return Hardware(
-        cpu=_cpu_model(), cores=cores, threads=threads, memory_bytes=_memory_bytes(), instructions=_instructions(), device=device
+        cpu=_cpu_model(),
+        cores=cores,
+        threads=threads,
+        memory_bytes=_memory_bytes(),
+        instructions=_instructions(),
+        device=device,
     )
 
 
@@ -106,7 +117,9 @@ def package_versions() -> dict[str, str]:
 
 
 def read_bandwidth(nbytes: int = 2**28) -> float:
-    """Bytes/s of reading a buffer much larger than the caches: torch's sum over `nbytes` of fp32, all threads."""
+    """Bytes/s of reading a buffer much larger than the caches: torch's sum over `nbytes` of fp32, all
+    threads.
+    """
     import torch
 
     buffer = torch.ones(nbytes // 4)
@@ -149,7 +162,19 @@ def _cpu_entry(name: str) -> str:
 
 #: As Linux names them. Virtual machines hide some of what a processor of one name has.
 _SETS = frozenset(
-    ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16")
+    (
+        "avx2",
+        "fma",
+        "avx512f",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512_fp16",
+        "avx_vnni",
+        "amx_tile",
+        "amx_bf16",
+        "amx_int8",
+        "amx_fp16",
+    )
 )
 #: What tells torch, oneDNN and MKL to use less than there is.
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -158,7 +183,9 @@ _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL
 def _instructions() -> str:
     """For instance "avx2 avx512f fma; ONEDNN_MAX_CPU_ISA=AVX2"."""
     flags = sorted(_SETS.intersection(_cpu_entry("flags").split()))
-    return "; ".join([" ".join(flags), *(f"{name}={os.environ[name].upper()}" for name in _LIMITS if os.environ.get(name))])
+    return "; ".join(
+        [" ".join(flags), *(f"{name}={os.environ[name].upper()}" for name in _LIMITS if os.environ.get(name))]
+    )
 
 
 def _memory_bytes() -> int:

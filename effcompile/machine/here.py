@@ -1,4 +1,6 @@
-"""The machine, or its GPU, as a target to plan for: what its store holds, and a probe for what nobody has measured yet."""
+"""The machine, or its GPU, as a target to plan for: what its store holds, and a probe for what nobody has
+measured yet.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,21 @@ from effcompile.machine.load import busy
 from effcompile.machine.target import KernelCall, Target
 
 
-def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, budget_seconds: float = 20.0) -> Target:
+def this_machine(
+    calibration: Calibration, measures: Mapping[str, Measure], *, budget_seconds: float = 20.0
+) -> Target:
     """A Target with the calibration's laws, and a probe for shapes that were not measured.
 
-    The probe times a (backend, kernel, shape) once and appends it to `calibration` (absence too), which becomes
-    `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up it falls back to
-    the Law, but a kernel of which nothing is known yet is always measured, as there is nothing to fall back to.
+    The probe times a (backend, kernel, shape) once and appends it to `calibration` (absence too), which
+    becomes `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up
+    it falls back to the Law, but a kernel of which nothing is known yet is always measured, as there is
+    nothing to fall back to.
     """
-    prober, machine, rates = _Prober(calibration, measures, budget_seconds), calibration.machine, calibration.device
+    prober, machine, rates = (
+        _Prober(calibration, measures, budget_seconds),
+        calibration.machine,
+        calibration.device,
+    )
     overheads = [points.overhead for points in calibration.backends.values() if points.overhead > 0]
     found = Target(
         name="this machine",
@@ -34,7 +43,9 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
         launch_seconds=min(overheads, default=3e-6),
         calibrated=calibration.date,
         laws=calibration.laws(),
-        sources=dict.fromkeys(("memory_bandwidth", "peak_flops", "launch_seconds"), "measured by effcompile calibrate"),
+        sources=dict.fromkeys(
+            ("memory_bandwidth", "peak_flops", "launch_seconds"), "measured by effcompile calibrate"
+        ),
         probe=prober,
         failure=prober.failure,
     )
@@ -45,7 +56,10 @@ def _described(calibration: Calibration) -> str:
     machine, fp32 = calibration.machine, calibration.peak_flops.get("fp32", 0.0)
     cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
     threads = "" if machine.threads == machine.cores else f" ({machine.threads} threads used)"
-    return f"{cores}{threads}, {machine.cpu}, {fp32 / 1e9:.0f} GFLOP/s fp32, {calibration.memory_bandwidth / 1e9:.0f} GB/s"
+    return (
+        f"{cores}{threads}, {machine.cpu}, {fp32 / 1e9:.0f} GFLOP/s fp32, "
+        f"{calibration.memory_bandwidth / 1e9:.0f} GB/s"
+    )
 
 
 def _on_gpu(host: Target, calibration: Calibration, rates: DeviceRates) -> Target:
@@ -53,11 +67,15 @@ def _on_gpu(host: Target, calibration: Calibration, rates: DeviceRates) -> Targe
     device = calibration.machine.device
     assert device is not None, "a store of a GPU says of which"
     flops = ", ".join(f"{name} {peak / 1e12:.0f}" for name, peak in rates.peak_flops.items())
-    described = f"{device.name}, {device.memory_bytes / 2**30:.0f} GiB; {flops} TFLOP/s, {rates.bandwidth / 1e9:.0f} GB/s"
+    described = (
+        f"{device.name}, {device.memory_bytes / 2**30:.0f} GiB; {flops} TFLOP/s, "
+        f"{rates.bandwidth / 1e9:.0f} GB/s"
+    )
     measured = ("memory_bandwidth", "peak_flops", "launch_seconds", "link_bandwidth")
     return replace(
         host,
-        description=f"{described}, {rates.to_host / 1e9:.0f} GB/s to the host, {rates.from_host / 1e9:.0f} back",
+        description=f"{described}, {rates.to_host / 1e9:.0f} GB/s to the host, "
+        f"{rates.from_host / 1e9:.0f} back",
         device="cuda",
         cores=device.processors,
         memory_bytes=device.memory_bytes,
@@ -77,7 +95,9 @@ _LOOK_AGAIN = 3.0
 class _Prober:
     """Target.probe: measure once, remember, and fall back to the law when the time is used up."""
 
-    def __init__(self, calibration: Calibration, measures: Mapping[str, Measure], budget_seconds: float) -> None:
+    def __init__(
+        self, calibration: Calibration, measures: Mapping[str, Measure], budget_seconds: float
+    ) -> None:
         self.calibration, self.measures, self.left = calibration, measures, budget_seconds
         self.looked = -_LOOK_AGAIN
 

@@ -1,4 +1,6 @@
-"""The instruction sets of native.ISA_FLAGS that this CPU has and torch uses: $ATEN_CPU_CAPABILITY lowers what torch uses, and so these."""
+"""The instruction sets of native.ISA_FLAGS that this CPU has and torch uses: $ATEN_CPU_CAPABILITY lowers what
+torch uses, and so these.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def best_isa() -> str:
 def integer_isas() -> tuple[str, ...]:
     """Those with products of bytes, the fastest first; none on other processors than x86."""
     capability = torch.backends.cpu.get_cpu_capability()
-    tell: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)  # a torch that cannot tell has none
+    # a torch that cannot tell has none
+    tell: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
     found = tell()
     wide = ("avx512_vnni",) if found.get("avx512_vnni") else ()
     narrow = ("avx_vnni", "avx2") if found.get("avx_vnni") else ("avx2",)

@@ -1,11 +1,14 @@
-"""Whether others use this machine while something is timed: by how far repeats of one small piece of work lie apart."""
+"""Whether others use this machine while something is timed: by how far repeats of one small piece of work lie
+apart.
+"""
 
 from __future__ import annotations
 
 import os
 from time import perf_counter
 
-#: The mean of the repeats over their least, from which on times are not this machine's own. Idle machines stay below 1.3.
+#: The mean of the repeats over their least, from which on times are not this machine's own. Idle machines
+#: stay below 1.3.
 APART = 1.6
 
 _SECONDS = 0.06
@@ -20,11 +23,16 @@ def busy() -> str:
     if (apart := spread()) < APART:
         return ""
     cores = os.cpu_count() or 1
-    return f"repeats of one piece of work took {apart:.1f}x the least time, load {_load():.1f} on {cores} core{'s' * (cores > 1)}"
+    return (
+        f"repeats of one piece of work took {apart:.1f}x the least time, load {_load():.1f} on {cores} "
+        f"core{'s' * (cores > 1)}"
+    )
 
 
 def spread() -> float:
-    """The mean of repeated times of one small piece of work over the least of them: 1 where nothing interferes."""
+    """The mean of repeated times of one small piece of work over the least of them: 1 where nothing
+    interferes.
+    """
     samples: list[float] = []
     while sum(samples) < _SECONDS:
         start = perf_counter()

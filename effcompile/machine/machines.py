@@ -1,10 +1,11 @@
-"""The machines we know: target files shipped in `effcompile/targets/*.toml`, or a user's own file of that form.
+"""The machines we know: target files shipped in `effcompile/targets/*.toml`, or a user's own file of that
+form.
 
-A file gives, in SI units: description, device, cores, memory_bytes, memory_bandwidth, link_bandwidth, [peak_flops]
-by dtype (dense), and optionally efficiency, shares, launch_seconds, host_bandwidth, host_memory_bytes, watts, hourly_price, devices (names
-that torch has for it: a GPU of such a name that is here is this machine), [gains] by form
-("2:4", for sparse tensor cores), [cluster] (what joins several of them: the fields of `Links`), and [sources], which
-says where each figure was read.
+A file gives, in SI units: description, device, cores, memory_bytes, memory_bandwidth, link_bandwidth,
+[peak_flops] by dtype (dense), and optionally efficiency, shares, launch_seconds, host_bandwidth,
+host_memory_bytes, watts, hourly_price, devices (names that torch has for it: a GPU of such a name that is
+here is this machine), [gains] by form ("2:4", for sparse tensor cores), [cluster] (what joins several of
+them: the fields of `Links`), and [sources], which says where each figure was read.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def _from_file(path: Path) -> Target:
             raise msgspec.ValidationError(f"[cluster] has the unknown field {min(unknown)!r}")
     except (msgspec.ValidationError, UsageError, RecursionError) as error:
         raise FormatError(
-            f"The target {str(path)!r} is not valid: {clipped(error)}. Compare it with {TARGETS / 'cpu-generic.toml'}."
+            f"The target {str(path)!r} is not valid: {clipped(error)}. Compare it with "
+            f"{TARGETS / 'cpu-generic.toml'}."
         ) from error
     return Target(name=path.stem, **msgspec.structs.asdict(parsed))

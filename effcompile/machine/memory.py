@@ -1,4 +1,6 @@
-"""How much memory is left to this process, as far as the system tells: the machine's, a control group's, a limit's, a GPU's."""
+"""How much memory is left to this process, as far as the system tells: the machine's, a control group's, a
+limit's, a GPU's.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,27 @@ def resident_bytes() -> int:
 
 
 def free_bytes(device: str = "cpu") -> int | None:
-    """The least that the machine, the control group and the address space's limit leave on a type of device; None: nobody says."""
-    torch = sys.modules.get("torch")  # who asks for a GPU's has loaded it; the planner asks, too, which knows no torch
-    if device == "cuda" and torch is not None and torch.cuda.is_available():  # what its allocator holds without using it is free, too
-        return int(torch.cuda.mem_get_info()[0]) + int(torch.cuda.memory_reserved()) - int(torch.cuda.memory_allocated())
-    return min((n for n in (_of_machine(), _of_address_space(), *_of_groups()) if n is not None), default=None)
+    """The least that the machine, the control group and the address space's limit leave on a type of device;
+    None: nobody says.
+    """
+    # who asks for a GPU's has loaded it; the planner asks, too, which knows no torch
+    torch = sys.modules.get("torch")
+    if device == "cuda" and torch is not None and torch.cuda.is_available():
+        # what its allocator holds without using it is free, too
+        return (
+            int(torch.cuda.mem_get_info()[0])
+            + int(torch.cuda.memory_reserved())
+            - int(torch.cuda.memory_allocated())
+        )
+    return min(
+        (n for n in (_of_machine(), _of_address_space(), *_of_groups()) if n is not None), default=None
+    )
 
 
 def give_back() -> None:
-    """Return to the system what was freed: glibc keeps the pages of a closed session of a large model, as many bytes again as it has."""
+    """Return to the system what was freed: glibc keeps the pages of a closed session of a large model, as
+    many bytes again as it has.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -53,7 +67,9 @@ def _of_address_space() -> int | None:
 
 
 def _of_process(field: str) -> int:
-    """Bytes of this process: "vms" the address space, "rss" what is resident; 0 where the system does not say."""
+    """Bytes of this process: "vms" the address space, "rss" what is resident; 0 where the system does not
+    say.
+    """
     try:
         return int(getattr(psutil.Process().memory_info(), field))
     except (psutil.Error, OSError):
@@ -61,7 +77,9 @@ def _of_process(field: str) -> int:
 
 
 def _of_groups(root: Path = _GROUPS, of: Path = Path("/proc/self/cgroup")) -> Iterator[int | None]:
-    """What is left in the control group and in all around it, version 2 or 1; pages that the system may drop count as free."""
+    """What is left in the control group and in all around it, version 2 or 1; pages that the system may drop
+    count as free.
+    """
     try:
         lines = [line.split(":", 2) for line in of.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -70,7 +88,12 @@ def _of_groups(root: Path = _GROUPS, of: Path = Path("/proc/self/cgroup")) -> It
         if number == "0" and not controllers:
             top, limit, usage, cache = root, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            top, limit, usage, cache = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            top, limit, usage, cache = (
+                root / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
         else:
             continue
         inner = top / path.lstrip("/")

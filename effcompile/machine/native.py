@@ -1,7 +1,9 @@
-"""C++ sources of this package as shared libraries: compiled once per source, flags and compiler, and kept on disk.
+"""C++ sources of this package as shared libraries: compiled once per source, flags and compiler, and kept on
+disk.
 
-Needs a C++17 compiler with OpenMP and vector extensions (GCC 12, Clang 16 or later), named by $CXX or found as g++, clang++ or c++.
-Libraries are kept in the folder `native` of the cache. What others could have written or put there is not loaded (core/trust.py).
+Needs a C++17 compiler with OpenMP and vector extensions (GCC 12, Clang 16 or later), named by $CXX or found
+as g++, clang++ or c++. Libraries are kept in the folder `native` of the cache. What others could have written
+or put there is not loaded (core/trust.py).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fa
 SOURCES = Path(__file__).parents[1] / "ops"
 _SECONDS = 120  # for one compilation: some second of work on an idle machine
 
-#: Instruction set → the compiler's flags for it. Named flags and not -march=native, so that machines may share the cache.
+#: Instruction set → the compiler's flags for it. Named flags and not -march=native, so that machines may
+#: share the cache.
 ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
     "avx512_vnni": (
@@ -41,7 +44,15 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
         "-mfma",
         "-mprefer-vector-width=512",
     ),
-    "avx512_bf16": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mavx512bf16", "-mfma", "-mprefer-vector-width=512"),
+    "avx512_bf16": (
+        "-mavx512f",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512bw",
+        "-mavx512bf16",
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ),
     "avx2": ("-mavx2", "-mfma"),
     "avx_vnni": ("-mavx2", "-mfma", "-mavxvnni"),
     "generic": (),
@@ -49,7 +60,9 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
 
 
 def fingerprint() -> str:
-    """What changes whenever other kernels would be compiled: all sources here, and the compiler; "no compiler" without one."""
+    """What changes whenever other kernels would be compiled: all sources here, and the compiler; "no
+    compiler" without one.
+    """
     try:
         compiler = _compiler()
     except LoweringError:
@@ -69,12 +82,15 @@ def library(source: Path, defines: Mapping[str, int], isa: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise LoweringError(
-            f"The compiled kernels {str(path)!r} cannot be loaded: {error}. Remove the file to compile them again."
+            f"The compiled kernels {str(path)!r} cannot be loaded: {error}. Remove the file to compile "
+            "them again."
         ) from error
 
 
 def compiled(source: Path, defines: Mapping[str, int], isa: str) -> Path:
-    """The file of that library, for an instruction set of ISA_FLAGS. The source may include headers of its folder.
+    """The file of that library, for an instruction set of ISA_FLAGS.
+
+    The source may include headers of its folder.
 
     Raises:
         LoweringError: there is no compiler, or it fails; says what it said.
@@ -82,21 +98,29 @@ def compiled(source: Path, defines: Mapping[str, int], isa: str) -> Path:
     compiler = _compiler()
     flags = (*_FLAGS, *ISA_FLAGS[isa], *(f"-D{name}={value}" for name, value in defines.items()))
     texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
-    key = hashlib.sha256("\0".join((*texts, *flags, *compiler, _version(compiler), platform.machine())).encode())
+    key = hashlib.sha256(
+        "\0".join((*texts, *flags, *compiler, _version(compiler), platform.machine())).encode()
+    )
     path = _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"
     if not path.exists():
         _compile([*compiler, *flags, str(source)], path)
     if (said := distrust(path)) is not None:
-        raise LoweringError(f"The compiled kernels are not loaded: {said}. Remove {str(path)!r} to compile them again.")
+        raise LoweringError(
+            f"The compiled kernels are not loaded: {said}. Remove {str(path)!r} to compile them again."
+        )
     return path
 
 
 def _compile(command: Sequence[str], path: Path) -> None:
-    """Into a file of another name, then renamed: processes that compile the same at once do not see each other's halves."""
+    """Into a file of another name, then renamed: processes that compile the same at once do not see each
+    other's halves.
+    """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     try:
-        done = subprocess.run([*command, "-o", temporary], capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            [*command, "-o", temporary], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
         if done.returncode:
             said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
             raise LoweringError(f"{command[0]} cannot compile {Path(command[-1]).name}: {said}")
@@ -114,13 +138,17 @@ def _compiler() -> tuple[str, ...]:
         if found := shutil.which(command[0]):
             return (found, *command[1:])
     wanted = named[0] if named else "g++, clang++ or c++"
-    raise LoweringError(f"There is no C++ compiler: {wanted} is not on the PATH. Install one, or name it by CXX.")
+    raise LoweringError(
+        f"There is no C++ compiler: {wanted} is not on the PATH. Install one, or name it by CXX."
+    )
 
 
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
     try:
-        return subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        return subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise LoweringError(f"The C++ compiler {compiler[0]!r} does not run: {error}") from error
 
@@ -140,7 +168,8 @@ def _folder() -> Path:
 @functools.cache
 def _private_folder(why: str) -> Path:
     warnings.warn(
-        f"The compiled kernels are not kept for the next process: {why}. Mend that, or name a folder of your own by EFFCOMPILE_CACHE.",
+        f"The compiled kernels are not kept for the next process: {why}. Mend that, or name a folder of "
+        "your own by EFFCOMPILE_CACHE.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,6 +1,8 @@
-"""How much memory planning and verifying may take: a quarter and 1 GiB above the larger of the model and the budget.
+"""How much memory planning and verifying may take: a quarter and 1 GiB above the larger of the model and the
+budget.
 
-What else the process held before planning began (the user's data, other models) is the user's and does not count.
+What else the process held before planning began (the user's data, other models) is the user's and does not
+count.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ _SHARE = 0.9
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """One request. Memory that runs out within is an error in words, wherever the system refuses it instead of ending the process.
+    """One request.
+
+    Memory that runs out within is an error in words, wherever the system refuses it instead of ending the
+    process.
 
     Raises:
         OutOfMemoryError: the system, a limit of it, or a GPU gave no more.
@@ -46,8 +51,9 @@ def planning() -> Iterator[None]:
         free = memory.free_bytes()
         there = "" if free is None else f", {format_bytes(free)} free"
         raise OutOfMemoryError(
-            f"Memory ran out while the model was planned or verified ({format_bytes(memory.resident_bytes())} resident{there}): "
-            f"{first_line(error)}. Raise the limit (ulimit -v, the control group's memory), close what else holds memory, or use `plan`, "
+            "Memory ran out while the model was planned or verified "
+            f"({format_bytes(memory.resident_bytes())} resident{there}): {first_line(error)}. Raise the "
+            "limit (ulimit -v, the control group's memory), close what else holds memory, or use `plan`, "
             "which runs nothing of the model."
         ) from error
     finally:
@@ -69,7 +75,8 @@ class Room:
     """A limit of what is resident while a model is planned and verified.
 
     Attributes:
-        device: type of the model's. allowed: bytes that may be resident there in all; infinite without a budget.
+        device: type of the model's. allowed: bytes that may be resident there in all; infinite without a
+            budget.
     """
 
     device: str
@@ -79,7 +86,10 @@ class Room:
     def of(cls, device: str, model_bytes: int, budget: int | None) -> Room:
         """For a model of so many bytes. Without a budget only what is free counts."""
         others = 0 if device == "cuda" else max(0, _BEFORE.get() - model_bytes - _LIBRARIES)
-        return cls(device=device, allowed=math.inf if budget is None else 1.25 * max(model_bytes, budget) + _BEYOND + others)
+        return cls(
+            device=device,
+            allowed=math.inf if budget is None else 1.25 * max(model_bytes, budget) + _BEYOND + others,
+        )
 
     def left(self) -> float:
         """Bytes that may still be allocated."""
@@ -99,12 +109,16 @@ class Room:
             return f"needs {format_bytes(whole)}, and {format_bytes(free)} are free"
         if more > (left := self.left()):
             return (
-                f"needs {format_bytes(whole)}, about {format_bytes(more)} of it beside what is resident, where planning within this budget "
-                f"may take {format_bytes(max(0, int(left)))} more ({format_bytes(int(self.allowed))} in all)"
+                f"needs {format_bytes(whole)}, about {format_bytes(more)} of it beside what is resident, "
+                f"where planning within this budget may take {format_bytes(max(0, int(left)))} more "
+                f"({format_bytes(int(self.allowed))} in all)"
             )
         return None
 
     def check(self) -> None:
         """Raises NoRoomError when the limit is reached."""
         if self.left() <= 0:
-            raise NoRoomError(f"reached the {format_bytes(int(min(self.allowed, 1 << 60)))} that may be taken, or what is free")
+            raise NoRoomError(
+                f"reached the {format_bytes(int(min(self.allowed, 1 << 60)))} that may be taken, or what "
+                "is free"
+            )

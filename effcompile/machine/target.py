@@ -20,7 +20,9 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """The meaning of a kernel's dimensions, its FLOPs, the bytes it must at least move, and the format of its weight or table."""
+    """The meaning of a kernel's dimensions, its FLOPs, the bytes it must at least move, and the format of its
+    weight or table.
+    """
 
     dims: str
     dtype: str
@@ -32,7 +34,9 @@ class KernelSpec:
 
 
 def _linear(held: WeightFormat) -> KernelSpec:
-    """Integer products where both sides are integers; 16 bits where weights are floating and have them; else fp32."""
+    """Integer products where both sides are integers; 16 bits where weights are floating and have them; else
+    fp32.
+    """
     whole = held.activation in ("dynamic int8", "static int8", "int8 rows", "int8 groups")
     dtype = "int8" if whole else "bf16" if held.bits == 16 else "fp32"
     activation_bytes = 2.0 if dtype == "bf16" else 4.0
@@ -50,7 +54,11 @@ def _lookup(held: WeightFormat) -> KernelSpec:
     """Rows read as they are stored, written in fp32."""
     width = 4 + held.bits // 8
     return KernelSpec(
-        "rows cols", "fp32", lambda d: 2.0 * math.prod(d) * (held.bits < 32), lambda d: float(width * math.prod(d)), format=held
+        "rows cols",
+        "fp32",
+        lambda d: 2.0 * math.prod(d) * (held.bits < 32),
+        lambda d: float(width * math.prod(d)),
+        format=held,
     )
 
 
@@ -65,7 +73,9 @@ def _sparse_linear() -> KernelSpec:
 
 
 def _two_of_four() -> KernelSpec:
-    """The dense product's FLOPs and bytes: what torch's kernels save of the bytes they lose to padding few rows (pytorch #111339)."""
+    """The dense product's FLOPs and bytes: what torch's kernels save of the bytes they lose to padding few
+    rows (pytorch #111339).
+    """
     dense = _linear(LINEAR_FORMATS["bf16"])
     return KernelSpec(dense.dims, dense.dtype, dense.flops, dense.bytes, gain="2:4")
 
@@ -95,12 +105,17 @@ def _visited() -> KernelSpec:
 def _tiles() -> KernelSpec:
     """Attention on listed tiles of T × T that make V keys per query in the mean."""
     return KernelSpec(
-        "B H Sq Sk D V T", "fp32", lambda d: 4.0 * d[0] * d[1] * d[2] * d[5] * d[4], lambda d: 8.0 * d[0] * d[1] * d[4] * (d[2] + d[3])
+        "B H Sq Sk D V T",
+        "fp32",
+        lambda d: 4.0 * d[0] * d[1] * d[2] * d[5] * d[4],
+        lambda d: 8.0 * d[0] * d[1] * d[4] * (d[2] + d[3]),
     )
 
 
 def _predictor() -> KernelSpec:
-    """Scores of every P-th query with the V keys that it may see, for tiles of T × T; R: the method's own parameter."""
+    """Scores of every P-th query with the V keys that it may see, for tiles of T × T; R: the method's own
+    parameter.
+    """
     return KernelSpec(
         "B H Sq Sk D V P T R",
         "fp32",
@@ -110,7 +125,12 @@ def _predictor() -> KernelSpec:
 
 
 def _pointwise(dims: str, flops_per_element: float, reads_and_writes: int) -> KernelSpec:
-    return KernelSpec(dims, "fp32", lambda d: flops_per_element * math.prod(d), lambda d: 4.0 * reads_and_writes * math.prod(d))
+    return KernelSpec(
+        dims,
+        "fp32",
+        lambda d: flops_per_element * math.prod(d),
+        lambda d: 4.0 * reads_and_writes * math.prod(d),
+    )
 
 
 #: Every kernel that a pass may ask the price of. One line per kernel.
@@ -119,10 +139,14 @@ KERNELS: dict[str, KernelSpec] = {
     "linear/2:4": _two_of_four(),  # bf16 or fp16, two of every four weights of a row on sparse tensor cores
     "linear/sparse": _sparse_linear(),  # fp32, block-sparse weight with its pattern as constants
     "matmul/fp32": KernelSpec(
-        "B M K N", "fp32", lambda d: 2.0 * math.prod(d), lambda d: 4.0 * d[0] * (d[1] * d[2] + d[2] * d[3] + d[1] * d[3])
+        "B M K N",
+        "fp32",
+        lambda d: 2.0 * math.prod(d),
+        lambda d: 4.0 * d[0] * (d[1] * d[2] + d[2] * d[3] + d[1] * d[3]),
     ),
     "attention/sdpa": _attention(),  # one kernel, heads split by explicit transposes around it
-    "attention/sdpa_int8": _attention("int8"),  # sdpa that reads q and k as 8-bit, their scales fixed from calibration inputs
+    # sdpa that reads q and k as 8-bit, their scales fixed from calibration inputs
+    "attention/sdpa_int8": _attention("int8"),
     "attention/packed": _attention(),  # one kernel that reads (B, S, H·D) and needs no transposes
     "attention/math": _attention(),  # matmul, softmax, matmul as separate kernels
     "attention/causal": _visited(),  # sdpa told to be causal: no mask is read
@@ -140,13 +164,15 @@ KERNELS: dict[str, KernelSpec] = {
     "add_norm/split": _pointwise("rows cols", 9, 5),  # residual add, then LayerNorm
     "add_norm/fused": _pointwise("rows cols", 9, 4),  # the backend's SkipLayerNorm
     "rows/rms_norm": _pointwise("rows cols", 5, 2),  # ours: see effcompile.ops.rows
-    "rows/add_rms_norm": _pointwise("rows cols", 6, 4),  # the same with the residual sum, which it returns too
+    # the same with the residual sum, which it returns too
+    "rows/add_rms_norm": _pointwise("rows cols", 6, 4),
     "rows/swiglu": _pointwise("rows cols", 6, 3),
     "rows/rotary": _pointwise("rows cols", 4, 2),
     "gelu/erf": _pointwise("elements", 20, 2),
     "gelu/tanh": _pointwise("elements", 12, 2),
     **{f"embedding/{family}": _lookup(held) for family, held in TABLE_FORMATS.items()},
-    "pointwise/fp32": _pointwise("elements", 1, 2),  # any other elementwise op or copy, per tensor read or written
+    # any other elementwise op or copy, per tensor read or written
+    "pointwise/fp32": _pointwise("elements", 1, 2),
     "softmax/fp32": _pointwise("rows cols", 8, 2),
 }
 
@@ -164,7 +190,9 @@ class KernelCall:
 
     @property
     def format(self) -> WeightFormat | None:
-        """Of the dense linear's weight or the table, with the group that the dimensions say; None for any other kernel."""
+        """Of the dense linear's weight or the table, with the group that the dimensions say; None for any
+        other kernel.
+        """
         held = self.spec.format
         return held.grouped_by(self.dims[-1]) if held is not None else None
 
@@ -221,7 +249,8 @@ def _log_distance(a: Dims, b: Dims) -> float:
 Probe = Callable[[str, KernelCall], float | None]
 
 
-#: Assumed where a target does not say: half of what one socket with 8 channels of DDR4-3200 (204.8 GB/s) moves at the most.
+#: Assumed where a target does not say: half of what one socket with 8 channels of DDR4-3200 (204.8 GB/s)
+#: moves at the most.
 HOST_BANDWIDTH = 100e9
 
 
@@ -233,18 +262,22 @@ class Target:
         peak_flops: dense peak by dtype ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4").
         memory_bandwidth: device memory, read. `link_bandwidth`: device to host, one direction.
         efficiency: share of the peak that good kernels reach; scales the roofline.
-        shares: family of kernels → the share that those reach, where it is another: "attention" and "attention_backward" (ours), "sdpa" and
-            "sdpa_backward" (the stock ones), "int8" (linears).
+        shares: family of kernels → the share that those reach, where it is another: "attention" and
+            "attention_backward" (ours), "sdpa" and "sdpa_backward" (the stock ones), "int8" (linears).
         launch_seconds: fixed cost of one kernel.
-        gains: form ("2:4") → what it gains over dense arithmetic of its dtype, as published; for kernels that arithmetic binds.
-        host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
+        gains: form ("2:4") → what it gains over dense arithmetic of its dtype, as published; for kernels that
+            arithmetic binds.
+        host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size;
+            None: unknown.
         watts: what it draws at load. hourly_price: dollars for an hour of it. None: not stated.
-        library_bytes: what the vendor's products keep on the device for themselves, per thread that calls them; those with a bias on top.
+        library_bytes: what the vendor's products keep on the device for themselves, per thread that calls
+            them; those with a bias on top.
         devices: the names by which torch knows a device that is this one.
         cluster: what joins several of them; None: nothing that is known.
         laws: backend → kernel → Law, measured (empty for machines that are not here).
         sources: figure name → where it was read.
-        probe: measures what `laws` lacks, on this machine only. `failure`: what a probe that found no kernel raised.
+        probe: measures what `laws` lacks, on this machine only. `failure`: what a probe that found no kernel
+            raised.
     """
 
     name: str
@@ -296,7 +329,10 @@ class Target:
         peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain) if spec.gain else 1.0
         if peak is None or gain is None or (spec.on_cpu_only and self.device != "cpu"):
             return None
-        seconds = max(call.flops / (peak * gain * self.share(_family(call))), call.bytes / (self.memory_bandwidth * self.efficiency))
+        seconds = max(
+            call.flops / (peak * gain * self.share(_family(call))),
+            call.bytes / (self.memory_bandwidth * self.efficiency),
+        )
         return seconds + self.launch_seconds, Provenance.PUBLISHED if spec.gain else Provenance.MODELLED
 
     def share(self, family: str) -> float:
@@ -304,14 +340,20 @@ class Target:
         return self.shares.get(family, self.efficiency)
 
     def roof(self, call: KernelCall) -> float:
-        """Seconds of a product's arithmetic at the peak of its dtype: nothing runs it faster. 0 for what is none, or of an unknown peak."""
+        """Seconds of a product's arithmetic at the peak of its dtype: nothing runs it faster. 0 for what is
+        none, or of an unknown peak.
+        """
         spec = call.spec
         peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain, 1.0) if spec.gain else 1.0
         return call.flops / (peak * gain) if peak and call.kernel.startswith(MATMULS) else 0.0
 
     def describe(self) -> str:
         """One line for the report's head."""
-        from_when = f"calibrated {self.calibrated}" if self.calibrated else "not calibrated: modelled from its data sheet"
+        from_when = (
+            f"calibrated {self.calibrated}"
+            if self.calibrated
+            else "not calibrated: modelled from its data sheet"
+        )
         return f"{self.description} ({from_when})"
 
 

@@ -1,8 +1,9 @@
 """Rows appended to a cache where they stand.
 
-A cache tensor (batch, heads, rows, width) is a view of a buffer that has room for more rows: appending writes behind the view and
-returns a longer one. It says nothing but what `torch.cat` says, and copies only where there is no room. A tensor that is held nowhere
-else may be given; one that was appended to before, and then shortened, is overwritten behind its end.
+A cache tensor (batch, heads, rows, width) is a view of a buffer that has room for more rows: appending writes
+behind the view and returns a longer one. It says nothing but what `torch.cat` says, and copies only where
+there is no room. A tensor that is held nowhere else may be given; one that was appended to before, and then
+shortened, is overwritten behind its end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from effcompile.ops.cache_rows import into
 
 
 def room(rows: torch.Tensor) -> tuple[int, int]:
-    """(rows of the buffer behind this tensor, the first of them that it shows); (its own rows, 0) where it is no such view."""
+    """(rows of the buffer behind this tensor, the first of them that it shows); (its own rows, 0) where it is
+    no such view.
+    """
     own = (rows.shape[2], 0)
     batch, heads, length, width = rows.shape
     if not batch * heads:
@@ -22,7 +25,9 @@ def room(rows: torch.Tensor) -> tuple[int, int]:
     if width == 0 or stride[3] != 1 or stride[2] != width or rows.storage_offset() % width:
         return own
     total = elements // (batch * heads * width)
-    regular = (heads == 1 or stride[1] == total * width) and (batch == 1 or stride[0] == heads * total * width)
+    regular = (heads == 1 or stride[1] == total * width) and (
+        batch == 1 or stride[0] == heads * total * width
+    )
     first = rows.storage_offset() // width
     if not regular or elements != batch * heads * total * width or first + length > total:
         return own
@@ -41,7 +46,8 @@ def buffer(like: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 def append(past: torch.Tensor, new: torch.Tensor, capacity: int) -> torch.Tensor:
-    """`torch.cat([past, new], 2)`, in the buffer behind `past` where it has room, else in a new one of at least `capacity` rows.
+    """`torch.cat([past, new], 2)`, in the buffer behind `past` where it has room, else in a new one of at
+    least `capacity` rows.
 
     New rows are rounded to what `past` holds: bf16, or codes with a scale (cache_rows.py).
     """

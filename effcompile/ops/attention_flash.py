@@ -1,9 +1,10 @@
 """Attention on a CPU by PyTorch's flash kernel, called on the keys that each block of rows may see.
 
-The kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) runs near the speed of a matrix product at any block size: about
-70 of 80 GFLOP/s from 64 rows on, small masks nearly free (measured, one core, fp32, width 64). It takes fewer key heads than
-query heads, any mask strides, fp32 masks beside narrow inputs, and both a mask and `is_causal`; but it silently misreads a last
-axis that is not dense, and dies on empty inputs. It gives 0 and lse 0 for rows that see nothing; ours is −inf.
+The kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) runs near the speed of a matrix product at any
+block size: about 70 of 80 GFLOP/s from 64 rows on, small masks nearly free (measured, one core, fp32, width
+64). It takes fewer key heads than query heads, any mask strides, fp32 masks beside narrow inputs, and both a
+mask and `is_causal`; but it silently misreads a last axis that is not dense, and dies on empty inputs. It
+gives 0 and lse 0 for rows that see nothing; ours is −inf.
 
 Legend as in `effcompile.ops.attention`; r rows and c keys of a span.
 """
@@ -32,7 +33,8 @@ _SPAN_COST = 2_000_000
 #: Keys of a group, where there is no limit.
 _ALL = 1 << 62
 
-#: Causal forwards of fewer rows are faster in blocks: the kernel skips keys by 512 (512 rows 1.2 times, 1024 the same, 2048 0.9).
+#: Causal forwards of fewer rows are faster in blocks: the kernel skips keys by 512 (512 rows 1.2 times, 1024
+#: the same, 2048 0.9).
 _CAUSAL = 1024
 
 
@@ -58,19 +60,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, wanted: NeededGradients
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    wanted: NeededGradients,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) of checked arguments on a CPU."""
     if not _takes(q, k, v, terms) or (terms.bias is not None and wanted.bias_gradient):
         return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, wanted)
-    call = _Call(q, k, v, terms, least=64 if q.dtype == sum_dtype(q) else 256)  # narrow backwards are slow in small blocks
+    # narrow backwards are slow in small blocks
+    call = _Call(q, k, v, terms, least=64 if q.dtype == sum_dtype(q) else 256)
     given = _Forward(_dense(grad_out), out, lse.masked_fill(lse == -torch.inf, 0.0))
     found = call.spans(causal_from=0)
     if len(found) == 1 and _is_everything(found[0], call.shape):
         sums = SoftmaxSums.around(*call.backward(found[0], given), terms, wanted)
     else:
         sums = SoftmaxSums.of(q, k, v, terms, replace(wanted, bias_gradient=False))
-        for group in call.groups(found, most=2 * k.shape[2]):  # a group has its own gradients of the keys that it visits
+        for group in call.groups(found, most=2 * k.shape[2]):
+            # a group has its own gradients of the keys that it visits
             call.backward_group(group, given, sums)
     return attention_kernel.finish(sums, grad_out, q, k, v, out, lse, terms)
 
@@ -147,8 +158,13 @@ class _Call:
         return dq, dk, dv
 
     def groups(self, found: list[Span], most: int) -> list[SpanGroup]:
-        """As few calls as there can be: every call wakes all threads and waits for them. A bias differs from place to place."""
-        return [SpanGroup(span=span) for span in found] if self.terms.bias is not None else groups(found, most)
+        """As few calls as there can be: every call wakes all threads and waits for them.
+
+        A bias differs from place to place.
+        """
+        return (
+            [SpanGroup(span=span) for span in found] if self.terms.bias is not None else groups(found, most)
+        )
 
     def forward_group(self, group: SpanGroup, out: Tensor, lse: Tensor) -> None:
         """The rows of a group, written where they belong."""
@@ -159,9 +175,14 @@ class _Call:
             return
         mask = self._mask(span)
         for entry in range(span.batch.start, span.batch.stop):
-            rows, keys = (partial(_windows, entry=entry, group=group, heads=h) for h in (span.heads, self._key_heads(span)))
+            rows, keys = (
+                partial(_windows, entry=entry, group=group, heads=h)
+                for h in (span.heads, self._key_heads(span))
+            )
             q, k, v = rows(self.q), keys(self.k, of_keys=True), keys(self.v, of_keys=True)
-            part_of_out, part_of_lse = _FORWARD(q, k, v, is_causal=span.causal, attn_mask=mask, scale=self.terms.scale)
+            part_of_out, part_of_lse = _FORWARD(
+                q, k, v, is_causal=span.causal, attn_mask=mask, scale=self.terms.scale
+            )
             if mask is not None and not self._all_see(span):
                 part_of_lse = part_of_lse.masked_fill((mask == -torch.inf).all(3), -torch.inf)
             rows(out).copy_(part_of_out)
@@ -177,10 +198,14 @@ class _Call:
             return
         mask = self._mask(span)
         for entry in range(span.batch.start, span.batch.stop):
-            rows, keys = (partial(_windows, entry=entry, group=group, heads=h) for h in (span.heads, self._key_heads(span)))
+            rows, keys = (
+                partial(_windows, entry=entry, group=group, heads=h)
+                for h in (span.heads, self._key_heads(span))
+            )
             found = _BACKWARD(
-                rows(given.grad), rows(self.q), keys(self.k, of_keys=True), keys(self.v, of_keys=True), rows(given.out),
-                rows(given.lse[..., None])[..., 0], 0.0, span.causal, attn_mask=mask, scale=self.terms.scale,
+                rows(given.grad), rows(self.q), keys(self.k, of_keys=True), keys(self.v, of_keys=True),
+                rows(given.out), rows(given.lse[..., None])[..., 0], 0.0, span.causal, attn_mask=mask,
+                scale=self.terms.scale,
             )  # fmt: skip
             rows(sums.q).copy_(found[0])
             for start in range(0, span.keys, group.step):  # windows overlap, their parts of one step do not
@@ -208,7 +233,9 @@ class _Call:
         return self.q[span.batch, span.heads, span.rows], k, v
 
     def _mask(self, span: Span) -> Tensor | None:
-        """What is added to a span's scores, (b, h, r, c) with axes full or 1: bias, and −inf where nothing is seen."""
+        """What is added to a span's scores, (b, h, r, c) with axes full or 1: bias, and −inf where nothing is
+        seen.
+        """
         bias = self._bias(span)
         if span.whole or span.causal:
             return bias
@@ -228,13 +255,26 @@ class _Call:
         bias = self.terms.bias
         if bias is None:
             return None
-        parts = [part(bias, span.batch, span.heads, span.rows, slice(run.start, run.stop)) for run in span.runs]
+        parts = [
+            part(bias, span.batch, span.heads, span.rows, slice(run.start, run.stop)) for run in span.runs
+        ]
         if len(parts) > 1:
-            parts = [torch.cat([p.expand(*p.shape[:3], run.stop - run.start) for p, run in zip(parts, span.runs, strict=True)], 3)]
+            parts = [
+                torch.cat(
+                    [
+                        p.expand(*p.shape[:3], run.stop - run.start)
+                        for p, run in zip(parts, span.runs, strict=True)
+                    ],
+                    3,
+                )
+            ]
         return parts[0].to(sum_dtype(self.q)).expand(*parts[0].shape[:3], span.keys)
 
     def _band_of(self, span: Span) -> Tensor:
-        """(1, 1, r, c): −inf outside the band. A window of one tensor, in which a column is a key's place relative to the first row."""
+        """(1, 1, r, c): −inf outside the band.
+
+        A window of one tensor, in which a column is a key's place relative to the first row.
+        """
         (_, _, sq, sk), lo, hi = self.shape, self.terms.lo, self.terms.hi
         first = -(sq - 1) if lo is None else max(int(lo), -(sq - 1))
         if self._band is None:
@@ -253,7 +293,9 @@ class _Call:
         return bool(t.tiles) and not t.chunk and all(x is None for x in (t.mask, t.q_ids, t.k_ids, t.valid))
 
     def _band_of_runs(self, span: Span) -> Tensor:
-        """(1, 1, r, c) of runs of tiles: −inf outside the band, which lies alike in most rows of tiles and is made once."""
+        """(1, 1, r, c) of runs of tiles: −inf outside the band, which lies alike in most rows of tiles and is
+        made once.
+        """
         rows, at = span.rows.stop - span.rows.start, 0
         mask = self.q.new_zeros((1, 1, rows, span.keys), dtype=sum_dtype(self.q))
         for run in span.runs:
@@ -272,7 +314,9 @@ class _Call:
             outside = torch.zeros(place.shape, dtype=torch.bool)
             outside |= (place < lo) if lo is not None else outside
             outside |= (place > hi) if hi is not None else outside
-            self._parts[key] = torch.zeros(place.shape, dtype=sum_dtype(self.q)).masked_fill_(outside, -torch.inf)
+            self._parts[key] = torch.zeros(place.shape, dtype=sum_dtype(self.q)).masked_fill_(
+                outside, -torch.inf
+            )
         return self._parts[key]
 
     def _all_see(self, span: Span) -> bool:
@@ -289,21 +333,34 @@ class _Call:
 
 
 def rows_per_span(shape: Shape, terms: Terms, width: int, least: int = 64) -> int:
-    """The block of rows that costs least: each visits a band's width and its own rows, and has a cost of its own."""
+    """The block of rows that costs least: each visits a band's width and its own rows, and has a cost of its
+    own.
+    """
     b, h, sq, sk = shape
 
     def cost(rows: int) -> int:
         seen = sk if terms.lo is None or terms.hi is None else int(terms.hi) - int(terms.lo)
         keys = min(sk, seen + rows)
-        return -(-sq // rows) * (_SPAN_COST * torch.get_num_threads() + b * h * rows * max(keys, 0) * width * 2)
+        return -(-sq // rows) * (
+            _SPAN_COST * torch.get_num_threads() + b * h * rows * max(keys, 0) * width * 2
+        )
 
     return min((rows for rows in (64, 128, 256) if rows >= least), key=cost)
 
 
 def _windows(
-    x: Tensor, entry: int, group: SpanGroup, heads: slice, *, of_keys: bool = False, start: int = 0, stop: int | None = None
+    x: Tensor,
+    entry: int,
+    group: SpanGroup,
+    heads: slice,
+    *,
+    of_keys: bool = False,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Tensor:
-    """(B, heads, length, width) → (count, h, r or c, width): a view of what each span of a group reads, or of a part of its keys."""
+    """(B, heads, length, width) → (count, h, r or c, width): a view of what each span of a group reads, or of
+    a part of its keys.
+    """
     span = group.span
     first = span.runs[0].start if of_keys else span.rows.start
     length = (span.keys if of_keys else span.rows.stop - span.rows.start) if stop is None else stop - start
@@ -314,7 +371,8 @@ def _windows(
 
 
 def _folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Tensor) -> tuple[Any, ...] | None:
-    """Everything with batch and heads in one axis and heads of 1, so that the kernel's results lie as (batch, heads, ...).
+    """Everything with batch and heads in one axis and heads of 1, so that the kernel's results lie as (batch,
+    heads, ...).
 
     None when that needs a copy.
     """

@@ -1,7 +1,9 @@
-"""Attention in blocks of rows, by matrix products and in-place operators of PyTorch: on any device, for every argument there is.
+"""Attention in blocks of rows, by matrix products and in-place operators of PyTorch: on any device, for every
+argument there is.
 
-Scores live for one block of rows at a time, in fp32; the whole matrix never does. The backward computes each block's scores
-again and their weights as exp(score − lse) (Dao et al., FlashAttention, arXiv 2205.14135, section 3.1).
+Scores live for one block of rows at a time, in fp32; the whole matrix never does. The backward computes each
+block's scores again and their weights as exp(score − lse) (Dao et al., FlashAttention, arXiv 2205.14135,
+section 3.1).
 
 Legend as in `effcompile.ops.attention`; n = batch entries × key heads of a span, g = H / K, r rows, c keys.
 """
@@ -20,7 +22,8 @@ from effcompile.ops.sums import sum_dtype
 
 #: Scores per block: 4 MB in fp32, which stays in a core's caches with its neighbours.
 SCORES = 1 << 20
-#: Scores per block where rows that see nothing get their gradients: they are rare, and every step's memory has to hold such a block.
+#: Scores per block where rows that see nothing get their gradients: they are rare, and every step's memory
+#: has to hold such a block.
 EMPTY_SCORES = 1 << 16
 
 
@@ -49,7 +52,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, wanted: NeededGradients
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    wanted: NeededGradients,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) of checked arguments."""
     sums = SoftmaxSums.of(q, k, v, terms, wanted)
@@ -61,7 +71,14 @@ def backward(
 
 
 def finish(
-    sums: SoftmaxSums, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
+    sums: SoftmaxSums,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    terms: Terms,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients, when all spans are in `sums`: rows that see nothing and the sink are added."""
     shape = shape_of(q, k)
@@ -72,7 +89,9 @@ def finish(
         empty = lse == -torch.inf
         if bool(empty.any()):
             delta = delta_of(grad_out, out)
-            everything = replace(terms, mask=None, q_ids=None, k_ids=None, valid=None, tiles=(), lo=None, hi=None, chunk=0)
+            everything = replace(
+                terms, mask=None, q_ids=None, k_ids=None, valid=None, tiles=(), lo=None, hi=None, chunk=0
+            )
             for span in _blocks(everything, shape, EMPTY_SCORES):
                 if bool(empty[span.batch, :, span.rows].any()):
                     _Block(q, k, v, everything, span).add_gradients(sums, grad_out, delta, lse, empty)
@@ -117,7 +136,9 @@ def fill_empty(out: Tensor, lse: Tensor, v: Tensor) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class SoftmaxSums:
-    """Gradients while they are summed, in fp32 (fp64 for fp64); a bias's and a sink's in their broadcastable shapes, or None."""
+    """Gradients while they are summed, in fp32 (fp64 for fp64); a bias's and a sink's in their broadcastable
+    shapes, or None.
+    """
 
     q: Tensor
     k: Tensor
@@ -140,9 +161,17 @@ class SoftmaxSums:
         """What is already whole, with no bias's."""
         dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
         sink = sink_rows(terms.sink) if wanted.sink_gradient and terms.sink is not None else None
-        return cls(q=dq, k=dk, v=dv, bias=None, sink=None if sink is None else torch.zeros_like(sink, dtype=sum_dtype(dq)))
+        return cls(
+            q=dq,
+            k=dk,
+            v=dv,
+            bias=None,
+            sink=None if sink is None else torch.zeros_like(sink, dtype=sum_dtype(dq)),
+        )
 
-    def results(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def results(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """In the inputs' shapes and dtypes."""
         optional = [
             q.new_empty(0) if total is None or given is None else total.reshape(given.shape).to(given.dtype)
@@ -189,7 +218,10 @@ class _Block:
         return None if sink is None else part(sink_rows(sink), *self.at).to(self.dtype)[..., None]
 
     def scores(self, *, derivable: bool = False) -> Tensor:
-        """(b, h, r, c), −inf where nothing is seen. With `derivable`, `tanh` is kept for the derivative of a softcap."""
+        """(b, h, r, c), −inf where nothing is seen.
+
+        With `derivable`, `tanh` is kept for the derivative of a softcap.
+        """
         scores = self.heads(torch.bmm(self.queries, self.keys.transpose(1, 2)).mul_(self.terms.scale))
         if self.terms.softcap:
             scores.div_(self.terms.softcap).tanh_()
@@ -209,18 +241,29 @@ class _Block:
             at += run.stop - run.start
         return found
 
-    def add_gradients(self, sums: SoftmaxSums, grad_out: Tensor, delta: Tensor, lse: Tensor, empty: Tensor | None) -> None:
-        """What this span adds to the gradients. `empty`, (B, H, Sq): count only these rows, with the weights 1 / Sk."""
+    def add_gradients(
+        self, sums: SoftmaxSums, grad_out: Tensor, delta: Tensor, lse: Tensor, empty: Tensor | None
+    ) -> None:
+        """What this span adds to the gradients.
+
+        `empty`, (B, H, Sq): count only these rows, with the weights 1 / Sk.
+        """
         grad = self._stack(grad_out[self.at])
         if empty is None:
             shift = lse[self.at][..., None]
-            weights = self.scores(derivable=True).sub_(torch.where(shift == -torch.inf, torch.inf, shift)).exp_()
+            weights = (
+                self.scores(derivable=True).sub_(torch.where(shift == -torch.inf, torch.inf, shift)).exp_()
+            )
         else:
             weights = self.scores(derivable=True).fill_(1 / self.span.keys).mul_(empty[self.at][..., None])
         self._add(sums.v, torch.bmm(self.stacked(weights).transpose(1, 2), grad))
         if empty is not None and self.terms.fills:
             return
-        ds = self.heads(torch.bmm(grad, self.values.transpose(1, 2))).sub_(delta[self.at][..., None]).mul_(weights)
+        ds = (
+            self.heads(torch.bmm(grad, self.values.transpose(1, 2)))
+            .sub_(delta[self.at][..., None])
+            .mul_(weights)
+        )
         if sums.bias is not None:
             for run, columns in self._columns():
                 target = part(sums.bias, *self.at, slice(run.start, run.stop))

@@ -1,7 +1,8 @@
-"""Which keys a block of query rows has to visit: derived from the closed forms, the ids, the padding or the tile lists, never by S² work.
+"""Which keys a block of query rows has to visit: derived from the closed forms, the ids, the padding or the
+tile lists, never by S² work.
 
-Rows and keys are first cut into rectangles in which ids, chunks and padding hold everywhere (or are left to a mask), then
-rectangles into blocks of rows by the band. Every visible pair lies in exactly one span.
+Rows and keys are first cut into rectangles in which ids, chunks and padding hold everywhere (or are left to a
+mask), then rectangles into blocks of rows by the band. Every visible pair lies in exactly one span.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanGroup:
-    """`count` spans of one form, of which each begins `step` rows and keys after the one before it; `span` is the first."""
+    """`count` spans of one form, of which each begins `step` rows and keys after the one before it; `span` is
+    the first.
+    """
 
     span: Span
     count: int = 1
@@ -61,7 +64,9 @@ class SpanGroup:
 
 
 def groups(found: Iterable[Span], most: int) -> list[SpanGroup]:
-    """Spans of one run that only differ in where they lie, as groups of at most so many keys; the others alone."""
+    """Spans of one run that only differ in where they lie, as groups of at most so many keys; the others
+    alone.
+    """
     alike: dict[object, list[Span]] = {}
     result: list[SpanGroup] = []
     for span in found:
@@ -69,7 +74,15 @@ def groups(found: Iterable[Span], most: int) -> list[SpanGroup]:
             result.append(SpanGroup(span=span))
             continue
         rows, keys = span.rows, span.runs[0]
-        form = (span.batch.start, span.heads.start, rows.stop - rows.start, span.keys, keys.start - rows.start, span.whole, span.causal)
+        form = (
+            span.batch.start,
+            span.heads.start,
+            rows.stop - rows.start,
+            span.keys,
+            keys.start - rows.start,
+            span.whole,
+            span.causal,
+        )
         alike.setdefault(form, []).append(span)
     for members in alike.values():
         result += _progressions(members, max(1, most // members[0].keys))
@@ -82,7 +95,11 @@ def _progressions(members: list[Span], most: int) -> Iterator[SpanGroup]:
     while at < len(members):
         step = members[at + 1].rows.start - members[at].rows.start if at + 1 < len(members) else 0
         stop = at + 1
-        while stop < len(members) and stop - at < most and members[stop].rows.start - members[stop - 1].rows.start == step:
+        while (
+            stop < len(members)
+            and stop - at < most
+            and members[stop].rows.start - members[stop - 1].rows.start == step
+        ):
             stop += 1
         yield SpanGroup(span=members[at], count=stop - at, step=step)
         at = stop
@@ -98,10 +115,11 @@ class _Rectangle:
 
 
 def spans(terms: Terms, shape: Shape, rows: int, *, whole: bool, causal_from: int = 0) -> Iterator[Span]:
-    """The spans of one call; rows that visit nothing are in none, every other row is in one per batch entry and head.
+    """The spans of one call; rows that visit nothing are in none, every other row is in one per batch entry
+    and head.
 
-    A span has at most `rows` rows, except for tiles (block_q); with `whole`, full rectangles stay one span, and causal
-    ones of `causal_from` rows or more.
+    A span has at most `rows` rows, except for tiles (block_q); with `whole`, full rectangles stay one span,
+    and causal ones of `causal_from` rows or more.
     """
     b, h, sq, sk = shape
     if not (b and h and sq and sk):
@@ -122,11 +140,16 @@ def key_heads(heads: slice, group: int) -> slice:
 
 
 def hidden_of(terms: Terms, span: Span, device: torch.device) -> Tensor | None:
-    """True where a pair of the span is not visible, broadcastable to (b, h, rows, keys); None when all are."""
+    """True where a pair of the span is not visible, broadcastable to (b, h, rows, keys); None
+    when all are.
+    """
     if span.whole:
         return None
     seen = [
-        None if run.free else visible(terms, span.batch, span.heads, span.rows, slice(run.start, run.stop), device) for run in span.runs
+        None
+        if run.free
+        else visible(terms, span.batch, span.heads, span.rows, slice(run.start, run.stop), device)
+        for run in span.runs
     ]
     if all(part is None for part in seen):
         return None
@@ -134,7 +157,9 @@ def hidden_of(terms: Terms, span: Span, device: torch.device) -> Tensor | None:
         return ~seen[0]
     parts = [torch.ones((1,) * 4, dtype=torch.bool, device=device) if s is None else s for s in seen]
     lead = torch.broadcast_shapes(*(p.shape[:3] for p in parts))
-    return ~torch.cat([p.expand(*lead, run.stop - run.start) for p, run in zip(parts, span.runs, strict=True)], 3)
+    return ~torch.cat(
+        [p.expand(*lead, run.stop - run.start) for p, run in zip(parts, span.runs, strict=True)], 3
+    )
 
 
 def _by_batch(terms: Terms, b: int, sq: int, sk: int) -> Iterator[tuple[slice, tuple[_Rectangle, ...]]]:
@@ -156,10 +181,14 @@ def _rectangles(terms: Terms, entry: int, sq: int, sk: int) -> tuple[_Rectangle,
     found = [_Rectangle((0, sq), (0, sk), True)]
     if terms.chunk:
         c = int(terms.chunk)
-        found = [_Rectangle((at, min(at + c, sq)), (at, min(at + c, sk)), True) for at in range(0, min(sq, sk), c)]
+        found = [
+            _Rectangle((at, min(at + c, sq)), (at, min(at + c, sk)), True) for at in range(0, min(sq, sk), c)
+        ]
     if terms.q_ids is not None and terms.k_ids is not None:
         documents = _documents(_row(terms.q_ids, entry), _row(terms.k_ids, entry))
-        found = [both for one in found for other in documents if (both := _intersection(one, other)) is not None]
+        found = [
+            both for one in found for other in documents if (both := _intersection(one, other)) is not None
+        ]
     if terms.valid is not None:
         valid = _row(terms.valid, entry)
         found = [trimmed for one in found if (trimmed := _trimmed(one, valid)) is not None]
@@ -171,7 +200,9 @@ def _row(per_batch: Tensor, entry: int) -> Tensor:
 
 
 def _documents(q_ids: Tensor, k_ids: Tensor) -> list[_Rectangle]:
-    """One rectangle per run of equal query ids; all rows in one, to be masked, when the runs are too short to pay."""
+    """One rectangle per run of equal query ids; all rows in one, to be masked, when the runs are too short to
+    pay.
+    """
     starts, stops = _run_bounds(q_ids)
     if len(starts) > 8 + q_ids.shape[0] // 32:
         return [_Rectangle((0, q_ids.shape[0]), (0, k_ids.shape[0]), False)]
@@ -212,8 +243,17 @@ def _whole(terms: Terms, rectangle: _Rectangle, batch: slice, heads: slice, caus
         return None
     full = _open(terms, rectangle.rows, rectangle.keys)
     # full; or the band is j − k0 ≤ i − q0 and no more
-    if full or (q1 - q0 >= causal_from and terms.hi == k0 - q0 and (terms.lo is None or k0 - (q1 - 1) >= terms.lo)):
-        return Span(batch=batch, heads=heads, rows=slice(q0, q1), runs=(SpanRun(start=k0, stop=k1),), whole=full, causal=not full)
+    if full or (
+        q1 - q0 >= causal_from and terms.hi == k0 - q0 and (terms.lo is None or k0 - (q1 - 1) >= terms.lo)
+    ):
+        return Span(
+            batch=batch,
+            heads=heads,
+            rows=slice(q0, q1),
+            runs=(SpanRun(start=k0, stop=k1),),
+            whole=full,
+            causal=not full,
+        )
     return None
 
 
@@ -230,22 +270,35 @@ def _blocks(terms: Terms, rectangle: _Rectangle, batch: slice, heads: slice, row
         if first < last:
             free = exact and _open(terms, (start, stop), (first, last))
             runs = (SpanRun(start=first, stop=last),)
-            yield Span(batch=batch, heads=heads, rows=slice(start, stop), runs=runs, whole=free, banded=exact and not free)
+            yield Span(
+                batch=batch,
+                heads=heads,
+                rows=slice(start, stop),
+                runs=runs,
+                whole=free,
+                banded=exact and not free,
+            )
 
 
 def _open(terms: Terms, rows: tuple[int, int], keys: tuple[int, int]) -> bool:
     """Whether the band lets every pair through."""
-    return (terms.lo is None or keys[0] - (rows[1] - 1) >= terms.lo) and (terms.hi is None or keys[1] - 1 - rows[0] <= terms.hi)
+    return (terms.lo is None or keys[0] - (rows[1] - 1) >= terms.lo) and (
+        terms.hi is None or keys[1] - 1 - rows[0] <= terms.hi
+    )
 
 
 def _bounds(terms: Terms, batch: slice, heads: slice, rows: slice, first: int, last: int) -> tuple[int, int]:
-    """The first key and the one after the last that any of the rows may see by the mask and the ids; (0, 0) for none."""
+    """The first key and the one after the last that any of the rows may see by the mask and the ids; (0, 0)
+    for none.
+    """
     seen = torch.ones(last - first, dtype=torch.bool)
     if terms.mask is not None:
         seen = seen & part(terms.mask, batch, heads, rows, slice(first, last)).any(2).any(1).any(0).cpu()
     if terms.q_ids is not None and terms.k_ids is not None:
         of_keys = part(terms.k_ids, batch, slice(first, last))
-        seen = seen & torch.isin(of_keys.contiguous(), part(terms.q_ids, batch, rows).contiguous()).any(0).cpu()
+        seen = (
+            seen & torch.isin(of_keys.contiguous(), part(terms.q_ids, batch, rows).contiguous()).any(0).cpu()
+        )
     there = seen.nonzero()
     return (first + int(there[0]), first + int(there[-1]) + 1) if there.shape[0] else (0, 0)
 
@@ -257,7 +310,10 @@ def _tile_spans(terms: Terms, shape: Shape) -> Iterator[Span]:
     batches, heads = terms.tiles[0].shape[:2]
     for entry in range(batches):
         for head in range(heads):
-            place = slice(entry, entry + 1) if batches > 1 else slice(0, b), slice(head, head + 1) if heads > 1 else slice(0, h)
+            place = (
+                slice(entry, entry + 1) if batches > 1 else slice(0, b),
+                slice(head, head + 1) if heads > 1 else slice(0, h),
+            )
             for row, start in enumerate(range(0, sq, terms.block_q)):
                 kinds = {}
                 for free, (count, index) in ((False, lists[0:2]), (True, lists[2:4])):
@@ -265,7 +321,13 @@ def _tile_spans(terms: Terms, shape: Shape) -> Iterator[Span]:
                 runs = _runs(kinds, terms.block_k, sk)
                 if runs:
                     rows = slice(start, min(start + terms.block_q, sq))
-                    yield Span(batch=place[0], heads=place[1], rows=rows, runs=runs, whole=all(run.free for run in runs))
+                    yield Span(
+                        batch=place[0],
+                        heads=place[1],
+                        rows=rows,
+                        runs=runs,
+                        whole=all(run.free for run in runs),
+                    )
 
 
 def _runs(kinds: dict[int, bool], block: int, sk: int) -> tuple[SpanRun, ...]:

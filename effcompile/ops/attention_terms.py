@@ -1,4 +1,6 @@
-"""What the attention operators are asked to compute, as one value: checked arguments, and which keys a row may see."""
+"""What the attention operators are asked to compute, as one value: checked arguments, and which keys a row
+may see.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,11 @@ def sink_rows(sink: Tensor) -> Tensor:
     return sink[None, :, None] if sink.dim() == 1 else sink
 
 
-def visible(terms: Terms, batch: slice, heads: slice, rows: slice, keys: slice, device: torch.device) -> Tensor | None:
-    """Which of these keys these rows see by all terms but the tiles: bool, broadcastable to (b, h, rows, keys); None when all.
+def visible(
+    terms: Terms, batch: slice, heads: slice, rows: slice, keys: slice, device: torch.device
+) -> Tensor | None:
+    """Which of these keys these rows see by all terms but the tiles: bool, broadcastable to (b, h, rows,
+    keys); None when all.
 
     The slices have their bounds.
     """
@@ -81,7 +86,9 @@ def visible(terms: Terms, batch: slice, heads: slice, rows: slice, keys: slice, 
     if terms.chunk:
         parts.append((j // terms.chunk == i // terms.chunk)[None, None])
     if terms.q_ids is not None and terms.k_ids is not None:
-        parts.append((_of(terms.q_ids, batch)[:, rows, None] == _of(terms.k_ids, batch)[:, None, keys])[:, None])
+        parts.append(
+            (_of(terms.q_ids, batch)[:, rows, None] == _of(terms.k_ids, batch)[:, None, keys])[:, None]
+        )
     if terms.valid is not None:
         parts.append(_of(terms.valid, batch)[:, None, None, keys])
     if terms.mask is not None:
@@ -109,8 +116,13 @@ def visible_pairs(q: Tensor, k: Tensor, terms: Terms) -> int:
     b, h, sq, sk = *(int(size) for size in q.shape[:3]), int(k.shape[2])
     heads = b * h
     if terms.tiles and type(terms.tiles[0]) is Tensor and terms.tiles[0].device.type != "meta":
-        counts, per_head = (terms.tiles[0], terms.tiles[2]), heads // (terms.tiles[0].shape[0] * terms.tiles[0].shape[1])
-        return min(per_head * sum(int(c.sum()) for c in counts) * terms.block_q * terms.block_k, heads * sq * sk)
+        counts, per_head = (
+            (terms.tiles[0], terms.tiles[2]),
+            heads // (terms.tiles[0].shape[0] * terms.tiles[0].shape[1]),
+        )
+        return min(
+            per_head * sum(int(c.sum()) for c in counts) * terms.block_q * terms.block_k, heads * sq * sk
+        )
     i = torch.arange(sq, dtype=torch.int64)
     first, last = torch.zeros_like(i), torch.full_like(i, sk)
     if terms.chunk:
@@ -129,10 +141,16 @@ def check(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
     one_device("attention", q=q, k=k, v=v, tiles=terms.tiles[0] if terms.tiles else None, **operands)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
-            raise UsageError(f"attention takes {name} of 4 axes (batch, heads, length, width); given {tuple(tensor.shape)}.")
+            raise UsageError(
+                f"attention takes {name} of 4 axes (batch, heads, length, width); given "
+                f"{tuple(tensor.shape)}."
+            )
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise UsageError(f"attention takes q, k and v of one dtype of {allowed}; {name} is {tensor.dtype}, q {q.dtype}. Cast {name}.")
+            raise UsageError(
+                f"attention takes q, k and v of one dtype of {allowed}; {name} is {tensor.dtype}, q "
+                f"{q.dtype}. Cast {name}."
+            )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise UsageError(f"attention takes k of q's batch and width; given {shapes}.")
@@ -141,7 +159,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise UsageError(f"attention takes q with a multiple of k's heads; given {shapes}.")
     if not math.isfinite(terms.scale) or not 0 <= terms.softcap < math.inf:
-        raise UsageError(f"attention takes a finite scale and a softcap of 0 or more; given {terms.scale} and {terms.softcap}.")
+        raise UsageError(
+            f"attention takes a finite scale and a softcap of 0 or more; given {terms.scale} and "
+            f"{terms.softcap}."
+        )
     if terms.chunk < 0:
         raise UsageError(f"attention takes chunk 0 (none) or more; given {terms.chunk}.")
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -156,7 +177,9 @@ def _check_additive(name: str, tensor: Tensor | None, full: tuple[int, ...]) -> 
     if tensor is None:
         return
     if tensor.dtype not in DTYPES:
-        raise UsageError(f"attention takes a floating {name}; given {tensor.dtype}. A boolean one belongs in mask.")
+        raise UsageError(
+            f"attention takes a floating {name}; given {tensor.dtype}. A boolean one belongs in mask."
+        )
     _check_shape(name, tensor, full)
 
 
@@ -165,10 +188,15 @@ def _check_masks(terms: Terms, full: tuple[int, ...]) -> None:
     for name, tensor, shape in (("mask", terms.mask, full), ("valid", terms.valid, (b, sk))):
         if tensor is not None:
             if tensor.dtype != torch.bool:
-                raise UsageError(f"attention takes a boolean {name}, True where a key is seen; given {tensor.dtype}.")
+                raise UsageError(
+                    f"attention takes a boolean {name}, True where a key is seen; given {tensor.dtype}."
+                )
             _check_shape(name, tensor, shape, free=1 if name == "valid" else 4)
     if (terms.q_ids is None) != (terms.k_ids is None):
-        raise UsageError(f"attention takes q_ids and k_ids together; {'q_ids' if terms.q_ids is None else 'k_ids'} is missing.")
+        raise UsageError(
+            f"attention takes q_ids and k_ids together; {'q_ids' if terms.q_ids is None else 'k_ids'} is "
+            "missing."
+        )
     for name, tensor, shape in (("q_ids", terms.q_ids, (b, sq)), ("k_ids", terms.k_ids, (b, sk))):
         if tensor is not None:
             if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -179,10 +207,14 @@ def _check_masks(terms: Terms, full: tuple[int, ...]) -> None:
 def _check_shape(name: str, tensor: Tensor, full: tuple[int, ...], *, free: int = 4) -> None:
     """Each axis full or, if among the first `free`, 1."""
     fits = tensor.dim() == len(full) and all(
-        bool(size == want) or (axis < free and bool(size == 1)) for axis, (size, want) in enumerate(zip(tensor.shape, full, strict=True))
+        bool(size == want) or (axis < free and bool(size == 1))
+        for axis, (size, want) in enumerate(zip(tensor.shape, full, strict=True))
     )
     if not fits:
-        raise UsageError(f"attention takes {name} broadcastable to {tuple(full)}, with as many axes; given {tuple(tensor.shape)}.")
+        raise UsageError(
+            f"attention takes {name} broadcastable to {tuple(full)}, with as many axes; given "
+            f"{tuple(tensor.shape)}."
+        )
 
 
 def _check_tiles(terms: Terms, full: tuple[int, ...]) -> None:
@@ -190,9 +222,9 @@ def _check_tiles(terms: Terms, full: tuple[int, ...]) -> None:
         return
     if len(terms.tiles) != 4 or terms.block_q < 1 or terms.block_k < 1:
         raise UsageError(
-            f"attention takes tiles as 4 or 8 tensors (TileList.tensors()) with block_q and block_k of 1 or more; "
-            f"given {len(terms.tiles)} tensors, block_q {terms.block_q} and block_k {terms.block_k}."
-        )  # fmt: skip
+            "attention takes tiles as 4 or 8 tensors (TileList.tensors()) with block_q and block_k of 1 or "
+            f"more; given {len(terms.tiles)} tensors, block_q {terms.block_q} and block_k {terms.block_k}."
+        )
     counts = (*full[:2], -(-full[2] // terms.block_q), -(-full[3] // terms.block_k))
     for name, tensor, shape in zip(TILES, terms.tiles, (counts[:3], counts) * 2, strict=True):
         if tensor.dtype != torch.int32:

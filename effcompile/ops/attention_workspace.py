@@ -1,4 +1,5 @@
-"""What the attention operators allocate while they run on a CPU, beyond their arguments and results: an upper bound from shapes.
+"""What the attention operators allocate while they run on a CPU, beyond their arguments and results: an upper
+bound from shapes.
 
 What is in masks, ids and tiles is not read: where they decide how much is visited, everything is.
 """
@@ -22,9 +23,11 @@ _FORM = {f.name for f in fields(Terms)}
 
 
 def workspace_bytes(name: str, args: Sequence[object], kwargs: Kwargs) -> int | None:
-    """Bytes alive at the highest instant inside `attention` or `attention_backward`, at most; None for other operators.
+    """Bytes alive at the highest instant inside `attention` or `attention_backward`, at most; None for other
+    operators.
 
-    `args`, `kwargs`: the operator's arguments, tensors real or fake; those left at their defaults may be missing.
+    `args`, `kwargs`: the operator's arguments, tensors real or fake; those left at their defaults may be
+    missing.
     """
     if name not in ("effcompile::attention", "effcompile::attention_backward"):
         return None
@@ -32,7 +35,8 @@ def workspace_bytes(name: str, args: Sequence[object], kwargs: Kwargs) -> int | 
     backward = name.endswith("backward")
     grad = given[0] if backward else None
     q, k, v, *rest = [*given[1:4], *given[6:]] if backward else given
-    terms = Terms.of(*rest[:6], **{key: value for key, value in kwargs.items() if key in _FORM})  # tiles: their block sizes suffice
+    # tiles: their block sizes suffice
+    terms = Terms.of(*rest[:6], **{key: value for key, value in kwargs.items() if key in _FORM})
     sizes = _Sizes(q, k, v, terms, listed=len(rest) > 6 and bool(rest[6]))
     derives_bias = backward and terms.bias is not None and kwargs.get("bias_gradient", True)
     flash = not terms.softcap and q.shape[3] == v.shape[3] and not derives_bias
@@ -71,7 +75,9 @@ class _Sizes:
         return int(self.q.shape[0] * self.q.shape[1] * self.q.shape[2])
 
     def around(self, *, backward: bool) -> int:
-        """Per row: lse, its copies and flags; in a backward the sums of gradients of k and v, and what a sink's gradient needs."""
+        """Per row: lse, its copies and flags; in a backward the sums of gradients of k and v, and what a
+        sink's gradient needs.
+        """
         per_row = self.rows * (4 * self.w + 2)
         if not backward:
             return per_row
@@ -90,25 +96,40 @@ class _Sizes:
 
     def _masks(self, sq: int, sk: int, backward: bool) -> int:
         terms = self.terms
-        rows = rows_per_span(shape_of(self.q, self.k), terms, int(self.q.shape[3]), 256 if backward and self.narrow else 64)
+        rows = rows_per_span(
+            shape_of(self.q, self.k), terms, int(self.q.shape[3]), 256 if backward and self.narrow else 64
+        )
         rows = min(max(rows, terms.block_q if self.listed else 0), sq)
-        band = sq + sk if terms.lo is None or terms.hi is None else min(sq + sk, max(0, int(terms.hi) - int(terms.lo)) + rows)
+        band = (
+            sq + sk
+            if terms.lo is None or terms.hi is None
+            else min(sq + sk, max(0, int(terms.hi) - int(terms.lo)) + rows)
+        )
         found = rows * band * (self.w + 4) if terms.lo is not None or terms.hi is not None else 0
         flagged = [t for t in (terms.mask, terms.q_ids, terms.valid) if t is not None]
         if flagged or terms.chunk or self.listed:
-            lead = max((int(t.shape[0]) for t in flagged), default=1) * (1 if terms.mask is None else int(terms.mask.shape[1]))
+            lead = max((int(t.shape[0]) for t in flagged), default=1) * (
+                1 if terms.mask is None else int(terms.mask.shape[1])
+            )
             found += lead * rows * sk * (self.w + 8)
         if terms.bias is not None:
             lead = int(terms.bias.shape[0] * terms.bias.shape[1])
-            whole = terms.bias.numel() * self.w if terms.bias.dtype != sum_dtype(self.q) else 0  # of a causal or full call
+            # of a causal or full call
+            whole = terms.bias.numel() * self.w if terms.bias.dtype != sum_dtype(self.q) else 0
             found += max(whole, 2 * lead * rows * sk * self.w)
         return found
 
     def _buffers(self, sq: int, sk: int, backward: bool) -> int:
-        """Source: pytorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: per thread, blocks of scores and of rows; packed operands."""
+        """Source: pytorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: per thread, blocks of scores
+        and of rows; packed operands.
+        """
         rows, cols = min(256, sq), min(512, sk)
-        blocks = (4 if backward else 1) * rows * cols + 4 * rows + (3 * rows + 3 * cols) * int(self.q.shape[3])
-        packed = (self.k.numel() + self.v.numel() + self.q.numel()) * self.q.element_size() if self.narrow else 0
+        blocks = (
+            (4 if backward else 1) * rows * cols + 4 * rows + (3 * rows + 3 * cols) * int(self.q.shape[3])
+        )
+        packed = (
+            (self.k.numel() + self.v.numel() + self.q.numel()) * self.q.element_size() if self.narrow else 0
+        )
         return torch.get_num_threads() * blocks * self.w * (2 if self.narrow else 1) + packed
 
     def tiled(self, *, backward: bool, most: int) -> int:

@@ -1,12 +1,13 @@
-"""Boolean tensors as bits between forward and backward: eight neighbours in one byte, the first in its lowest bit; exact.
+"""Boolean tensors as bits between forward and backward: eight neighbours in one byte, the first in its lowest
+bit; exact.
 
-torch gives each element of a Boolean tensor a byte. Dropout's masks have as many elements as what they fall on, those of attention's
-weights the square of the sequence (Gist, ISCA 2018, holds the signs of ReLU in bits, ActNN, arXiv 2104.14129, dropout's masks).
-Elements are taken in the order of memory, so x must be dense.
+torch gives each element of a Boolean tensor a byte. Dropout's masks have as many elements as what they fall
+on, those of attention's weights the square of the sequence (Gist, ISCA 2018, holds the signs of ReLU in bits,
+ActNN, arXiv 2104.14129, dropout's masks). Elements are taken in the order of memory, so x must be dense.
 
-Eight bytes of 0 or 1 are one number of 64 bits. Multiplied by 0x0102040810204080, its highest byte is their eight bits: byte k stands
-at bit 8k, its k-th copy goes to bit 56 + k, and no two copies meet, so that nothing is carried. Back, the byte is copied to all eight,
-and of the k-th its k-th bit is kept.
+Eight bytes of 0 or 1 are one number of 64 bits. Multiplied by 0x0102040810204080, its highest byte is their
+eight bits: byte k stands at bit 8k, its k-th copy goes to bit 56 + k, and no two copies meet, so that nothing
+is carried. Back, the byte is copied to all eight, and of the k-th its k-th bit is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def packed_bytes(count: int) -> int:
 
 @torch.library.custom_op("effcompile::to_bits", mutates_args=())
 def to_bits(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """A Boolean tensor, packed: uint8 (packed_bytes(numel),). With other strides than those given, it is first copied to them."""
+    """A Boolean tensor, packed: uint8 (packed_bytes(numel),).
+
+    With other strides than those given, it is first copied to them.
+    """
     x = in_strides(x, stride)
     count, slab = x.numel(), elements(x)
     packed = torch.empty(packed_bytes(count), dtype=torch.uint8, device=x.device)
@@ -65,7 +69,9 @@ def to_booleans(packed: Tensor, size: Sequence[int], stride: Sequence[int], dtyp
 
 
 to_bits.register_fake(lambda x, stride: x.new_empty(packed_bytes(x.numel()), dtype=torch.uint8))
-to_booleans.register_fake(lambda packed, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=packed.device))
+to_booleans.register_fake(
+    lambda packed, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+)
 
 
 def _spread(places: Tensor, codes: Tensor) -> None:
@@ -75,9 +81,11 @@ def _spread(places: Tensor, codes: Tensor) -> None:
 
 
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
-    """Bytes alive at the highest instant inside `to_bits` or `to_booleans`, beyond arguments and result; None for other operators.
+    """Bytes alive at the highest instant inside `to_bits` or `to_booleans`, beyond arguments and result; None
+    for other operators.
 
-    `name` and `args` as in `effcompile.ops.loss_head_workspace.workspace_bytes`; x in the strides that are given.
+    `name` and `args` as in `effcompile.ops.loss_head_workspace.workspace_bytes`; x in the strides that are
+    given.
     """
     if name == "effcompile::to_bits":
         x = args[0]

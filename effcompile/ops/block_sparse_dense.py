@@ -1,4 +1,5 @@
-"""The block-sparse products by torch, with the whole weight or its whole gradient: where there are no kernels, and to check them by.
+"""The block-sparse products by torch, with the whole weight or its whole gradient: where there are no
+kernels, and to check them by.
 
 Legend as in `block_sparse.py`.
 """
@@ -22,7 +23,11 @@ def sampled_gradient(grad: Tensor, x: Tensor, crow: Tensor, col: Tensor, b: int)
     whole = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
     used = int(crow[-1])
     found = x.new_zeros(col.shape[0], b, b)
-    found[:used] = whole.unflatten(0, (-1, b)).unflatten(2, (-1, b)).transpose(1, 2)[_block_rows(crow), col[:used].long()]
+    found[:used] = (
+        whole.unflatten(0, (-1, b))
+        .unflatten(2, (-1, b))
+        .transpose(1, 2)[_block_rows(crow), col[:used].long()]
+    )
     return found
 
 

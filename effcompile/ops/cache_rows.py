@@ -1,4 +1,5 @@
-"""Rows of a cache in 8 bits: the codes of a row, and behind them its scale in fp32, so that a row is one piece of memory.
+"""Rows of a cache in 8 bits: the codes of a row, and behind them its scale in fp32, so that a row is one
+piece of memory.
 
     scale = max |x| / 127        codes = round(x · (127 / max |x|))        x ≈ codes · scale
 
@@ -21,7 +22,9 @@ def as_codes(rows: Tensor) -> Tensor:
     most = wide.abs().amax(-1, keepdim=True)
     some, finite = most > _LEAST, most.isfinite()
     inverse = torch.where(some & finite, 127 / most, torch.zeros_like(most))
-    scales = torch.where(finite, torch.where(some, most / 127, torch.zeros_like(most)), torch.full_like(most, torch.nan))
+    scales = torch.where(
+        finite, torch.where(some, most / 127, torch.zeros_like(most)), torch.full_like(most, torch.nan)
+    )
     codes = torch.round(wide * inverse).nan_to_num(0.0).to(torch.int8)
     return torch.cat([codes, scales.contiguous().view(torch.int8)], -1)
 

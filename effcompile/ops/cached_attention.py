@@ -1,7 +1,9 @@
-"""Attention over a cache, whose queries may share heads of keys and values, and whose rows may be narrower than its queries.
+"""Attention over a cache, whose queries may share heads of keys and values, and whose rows may be narrower
+than its queries.
 
-Few queries run in the compiled kernel (`cached_attention.cpp`): keys and values are read once, as they are held. Many, or what it does not
-take, are torch's: `scaled_dot_product_attention`, which repeats heads and wants one dtype.
+Few queries run in the compiled kernel (`cached_attention.cpp`): keys and values are read once, as they are
+held. Many, or what it does not take, are torch's: `scaled_dot_product_attention`, which repeats heads and
+wants one dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _WIDTHS = {"avx512_vnni": 16, "avx_vnni": 8, "avx512": 16, "avx2": 8}
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _WIDEST = max(_WIDTHS.values())
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
-#: Queries of one row that the kernel takes at once, and all that share a head of keys; keys whose rows it widens at once.
+#: Queries of one row that the kernel takes at once, and all that share a head of keys; keys whose rows it
+#: widens at once.
 FEW, MOST, _KEYS = 8, 512, 64
 
 
@@ -37,16 +40,31 @@ def kernels() -> AttentionKernels | str:
 
 
 class AttentionKernels:
-    """The compiled kernel of one instruction set. `instead`: why better sets are not used; "" where there is none."""
+    """The compiled kernel of one instruction set.
+
+    `instead`: why better sets are not used; "" where there is none.
+    """
 
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when it cannot be compiled."""
         self.isa, self.instead = isa, instead
         self.call = library(_SOURCE, {"WIDTH": _WIDTHS[isa]}, isa).cached_attention
-        self.call.argtypes = (*(POINTER,) * 5, _SIX, *(_THREE,) * 4, ARGUMENT, ARGUMENT, ctypes.c_float, POINTER, ARGUMENT, ARGUMENT)
+        self.call.argtypes = (
+            *(POINTER,) * 5,
+            _SIX,
+            *(_THREE,) * 4,
+            ARGUMENT,
+            ARGUMENT,
+            ctypes.c_float,
+            POINTER,
+            ARGUMENT,
+            ARGUMENT,
+        )
         self.call.restype = None
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
         """See `cached_attention`. The result lies in memory as (B, S, H, D)."""
         batch, heads, queries, width = query.shape
         groups, keys = key.shape[1], key.shape[2]
@@ -56,27 +74,35 @@ class AttentionKernels:
         scratch = torch.empty(threads * apart)
         strides = (0, 0, 0) if mask is None else mask_strides(mask)
         self.call(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(), made.data_ptr(),
-            _SIX(batch, groups, shared, queries, keys, width), _THREE(*query.stride()[:3]), _THREE(*key.stride()[:3]),
-            _THREE(*value.stride()[:3]), _THREE(*strides), FORMS[key.dtype], mask is not None and mask.dtype is torch.float32,
-            scale, scratch.data_ptr(), apart, threads,
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
+            made.data_ptr(), _SIX(batch, groups, shared, queries, keys, width), _THREE(*query.stride()[:3]),
+            _THREE(*key.stride()[:3]), _THREE(*value.stride()[:3]), _THREE(*strides), FORMS[key.dtype],
+            mask is not None and mask.dtype is torch.float32, scale, scratch.data_ptr(), apart, threads,
         )  # fmt: skip
         return made.transpose(1, 2)
 
     def objection(self) -> str | None:
-        """None, or that a result differs from torch's: whole vectors and rests, all forms of a cache, masks of bools and of numbers."""
+        """None, or that a result differs from torch's: whole vectors and rests, all forms of a cache, masks
+        of bools and of numbers.
+        """
         wave = lambda step, *shape: (torch.arange(math.prod(shape)) * step).sin().view(shape)  # noqa: E731
         query, key, value = wave(0.7, 2, 6, 2, 20), wave(0.3, 2, 2, 75, 20), wave(0.9, 2, 2, 75, 20)
         seen = torch.arange(2 * 2 * 75).view(2, 1, 2, 75) % 7 != 3
-        for dtype, mask in ((dtype, mask) for dtype in FORMS for mask in (None, seen, wave(0.5, 2, 6, 2, 75))):
+        for dtype, mask in (
+            (dtype, mask) for dtype in FORMS for mask in (None, seen, wave(0.5, 2, 6, 2, 75))
+        ):
             k, v = (into(each, dtype).to(dtype) for each in (key, value))
-            if not torch.allclose(self.attention(query, k, v, mask, 0.3), by_torch(query, k, v, mask, 0.3), rtol=1e-4, atol=1e-5):
+            if not torch.allclose(
+                self.attention(query, k, v, mask, 0.3), by_torch(query, k, v, mask, 0.3), rtol=1e-4, atol=1e-5
+            ):
                 return f"the compiled {self.isa} kernel gave a wrong attention"
         return None
 
 
 def scratch_floats(queries: int, keys: int, width: int) -> int:
-    """Floats that one thread needs, for so many queries of a head of keys: their scores in whole vectors, and some rows."""
+    """Floats that one thread needs, for so many queries of a head of keys: their scores in whole vectors, and
+    some rows.
+    """
     return queries * (-(-keys // _WIDEST) * _WIDEST) + _KEYS * width
 
 
@@ -87,13 +113,18 @@ def mask_strides(mask: Tensor) -> tuple[int, int, int]:
 
 
 def masks_so(mask: Tensor, queries: int, keys: int) -> bool:
-    """Whether the kernel takes a mask: bools or fp32 numbers (B or 1, H or 1, queries, keys), keys side by side."""
+    """Whether the kernel takes a mask: bools or fp32 numbers (B or 1, H or 1, queries, keys), keys side by
+    side.
+    """
     side_by_side = mask.dim() == 4 and mask.stride(3) == 1 and mask.shape[2:] == (queries, keys)
     return side_by_side and mask.dtype in (torch.bool, torch.float32)
 
 
-def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """softmax(q kᵀ · scale + mask) v, (B, H, S, D), for query (B, H, S, D), key and value (B, G, K, D) with H a multiple of G.
+def cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """softmax(q kᵀ · scale + mask) v, (B, H, S, D), for query (B, H, S, D), key and value (B, G, K, D) with H
+    a multiple of G.
 
     Keys and values are in its dtype, in bf16, or in 8 bits with a scale behind each row (cache_rows.py).
     `mask` (B or 1, H or 1, S, K): a bool that says what is seen, or numbers that are added.
@@ -109,19 +140,28 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     queries, heads, groups = query.shape[2], query.shape[1], key.shape[1]
     few = 0 < queries <= FEW and queries * heads // groups <= MOST and query.shape[0] * key.shape[2] > 0
     width = query.shape[3] + (SCALE if key.dtype is torch.int8 else 0)
-    held = key.dtype is value.dtype and key.dtype in FORMS and key.shape == value.shape and key.shape[3] == width
+    held = (
+        key.dtype is value.dtype and key.dtype in FORMS and key.shape == value.shape and key.shape[3] == width
+    )
     dense = query.stride(3) == key.stride(3) == value.stride(3) == 1
     masked = mask is None or masks_so(mask, queries, key.shape[2])
     return few and held and dense and masked and query.dtype is torch.float32 and not query.is_cuda
 
 
 def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """The same by torch. The queries of a group are rows of one product where there is one of each: keys are read once then."""
+    """The same by torch.
+
+    The queries of a group are rows of one product where there is one of each: keys are read once then.
+    """
     batch, heads, rows, width = query.shape
     groups = key.shape[1]
-    key, value = ((as_numbers(each) if each.dtype is torch.int8 else each).to(query.dtype) for each in (key, value))
+    key, value = (
+        (as_numbers(each) if each.dtype is torch.int8 else each).to(query.dtype) for each in (key, value)
+    )
     if rows != 1 or heads == groups:
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=heads != groups)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=heads != groups
+        )
     if mask is not None and mask.shape[1] != 1:
         mask = mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
     packed = query.reshape(batch, groups, heads // groups, width)

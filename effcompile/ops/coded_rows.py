@@ -1,4 +1,6 @@
-"""Where the compiled 8-bit linears (`int8_native`, `group_native`) hold x while they run: as codes, with a scale and a sum each group."""
+"""Where the compiled 8-bit linears (`int8_native`, `group_native`) hold x while they run: as codes, with a
+scale and a sum each group.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ __all__ = ["CodedRows"]
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """Codes of x (rows, groups · width), and the scale and sum of each group of a row, in one allocation: scales, sums, codes."""
+    """Codes of x (rows, groups · width), and the scale and sum of each group of a row, in one allocation:
+    scales, sums, codes.
+    """
 
     rows: int
     groups: int

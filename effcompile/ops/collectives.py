@@ -1,12 +1,15 @@
-"""Collectives as operators of a graph: gather shards, sum and scatter, sum. One call takes a list, so that a block is one launch.
+"""Collectives as operators of a graph: gather shards, sum and scatter, sum.
 
-An operator names an axis of the mesh ("dp", "tp") and its size; which processes these are is said where the graph runs (`over`). So a
-graph is data: it can be planned, simulated and saved where there is one process, and nobody measures a collective by running it alone.
+One call takes a list, so that a block is one launch.
 
-gloo makes copies in torch's allocator for its gathers and scatters (all_gather_into_tensor: its output, reduce_scatter_tensor: its
-input), and frees them from another thread a little late. Broadcasts and reductions in place make none and take no longer (measured,
-2 and 4 ranks), so these are what is used there: then the allocator's peak is the simulated one to the byte. Other backends take
-their own coalesced calls.
+An operator names an axis of the mesh ("dp", "tp") and its size; which processes these are is said where the
+graph runs (`over`). So a graph is data: it can be planned, simulated and saved where there is one process,
+and nobody measures a collective by running it alone.
+
+gloo makes copies in torch's allocator for its gathers and scatters (all_gather_into_tensor: its output,
+reduce_scatter_tensor: its input), and frees them from another thread a little late. Broadcasts and reductions
+in place make none and take no longer (measured, 2 and 4 ranks), so these are what is used there: then the
+allocator's peak is the simulated one to the byte. Other backends take their own coalesced calls.
 
 Legend: W ranks; a whole tensor (N, ...) is W shards of ⌈N / W⌉ rows, the last ones padded.
 """
@@ -25,7 +28,17 @@ from effcompile.core import torch_compat_ranks
 from effcompile.core.errors import LoweringError, RankError
 from effcompile.core.stages import first_line
 
-__all__ = ["gather", "is_collective", "link_bytes", "mean", "over", "rows_of_shard", "scatter_mean", "summed", "workspace_bytes"]
+__all__ = [
+    "gather",
+    "is_collective",
+    "link_bytes",
+    "mean",
+    "over",
+    "rows_of_shard",
+    "scatter_mean",
+    "summed",
+    "workspace_bytes",
+]
 
 #: Axis of the mesh → the processes along it.
 Groups = Mapping[str, "dist.ProcessGroup"]
@@ -63,7 +76,14 @@ def gather(shards: list[Tensor], rows: list[int], axis: str, world: int) -> list
         for whole, shard in zip(padded, shards, strict=True):
             whole.chunk(world)[me].copy_(shard)
         with torch_compat_ranks.lent(padded):
-            _finish((_broadcast(part, source, group) for whole in padded for source, part in enumerate(whole.chunk(world))), group)
+            _finish(
+                (
+                    _broadcast(part, source, group)
+                    for whole in padded
+                    for source, part in enumerate(whole.chunk(world))
+                ),
+                group,
+            )
     else:
         with answered(group):
             torch_compat_ranks.gather_into(padded, [shard.contiguous() for shard in shards], group)
@@ -129,6 +149,19 @@ def _(tensors, axis, world):  # type: ignore[no-untyped-def]
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
+def exchange_rows(wholes: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank what each has of whole tensors (N, ...), in place: the first ⌈N / W⌉ rows the first."""
+    with torch_compat_ranks.lent(wholes):
+        _finish(
+            (
+                _broadcast(part, source, group)
+                for whole in wholes
+                for source, part in enumerate(whole.split(rows_of_shard(whole.shape[0], group.size())))
+            ),
+            group,
+        )
+
+
 #: As graphs have them.
 GATHER, SCATTER_MEAN = torch.ops.effcompile.gather.default, torch.ops.effcompile.scatter_mean.default
 MEAN, SUMMED = torch.ops.effcompile.mean_over_ranks.default, torch.ops.effcompile.summed.default
@@ -143,11 +176,14 @@ def _group(axis: str, world: int) -> dist.ProcessGroup:
     group = None if _LOCAL.groups is None else _LOCAL.groups.get(axis)
     if group is None:
         raise LoweringError(
-            f"A collective over the axis {axis!r} of the mesh was run where no mesh is. A plan for {world} ranks runs under torchrun, "
-            "by effcompile.optimize(model, ..., mesh=...)."
+            f"A collective over the axis {axis!r} of the mesh was run where no mesh is. A plan for {world} "
+            "ranks runs under torchrun, by effcompile.optimize(model, ..., mesh=...)."
         )
     if group.size() != world:
-        raise LoweringError(f"The plan has {world} ranks along {axis!r} and the mesh has {group.size()}. Plan again for this mesh.")
+        raise LoweringError(
+            f"The plan has {world} ranks along {axis!r} and the mesh has {group.size()}. Plan again for "
+            "this mesh."
+        )
     return group
 
 
@@ -191,8 +227,9 @@ def answered(group: dist.ProcessGroup) -> Iterator[None]:
         missing = torch_compat_ranks.missing(group)
         who = f"Rank {', '.join(map(str, missing))}" if missing else "Another rank"
         raise RankError(
-            f"{who} fell out of the step: it did not answer in a collective ({first_line(error)}). Its own output says why. "
-            "torchrun --max-restarts=3 starts all ranks again; a loop that loads its last checkpoint goes on from there."
+            f"{who} fell out of the step: it did not answer in a collective ({first_line(error)}). Its own "
+            "output says why. torchrun --max-restarts=3 starts all ranks again; a loop that loads its last "
+            "checkpoint goes on from there."
         ) from error
 
 
@@ -217,7 +254,8 @@ def _padded_bytes(tensor: Tensor, world: int) -> int:
     return rows * (tensor.numel() // max(1, int(tensor.shape[0]))) * tensor.element_size()
 
 
-#: Operator → the bytes that it takes for itself (gloo's ways above; other backends take no more), and that cross a rank's link.
+#: Operator → the bytes that it takes for itself (gloo's ways above; other backends take no more), and that
+#: cross a rank's link.
 _WORKSPACE: dict[str, Callable[[Sequence[Tensor], int], int]] = {
     "effcompile::gather": lambda tensors, world: 0,
     "effcompile::scatter_mean": lambda tensors, world: max(_padded_bytes(t, world) for t in tensors),
@@ -242,7 +280,9 @@ def is_collective(target: object) -> bool:
 
 
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
-    """Bytes alive at the highest instant inside, beyond inputs and outputs; None where `name` is no collective."""
+    """Bytes alive at the highest instant inside, beyond inputs and outputs; None where `name` is no
+    collective.
+    """
     if name not in _WORKSPACE:
         return None
     tensors, world = args[0], args[-1]

@@ -1,10 +1,12 @@
-"""Values in 8, 4 or 2 bits between forward and backward: per group of 256 elements a least value, a step, and a code for each.
+"""Values in 8, 4 or 2 bits between forward and backward: per group of 256 elements a least value, a step, and
+a code for each.
 
-x ≈ low + code · step with step = (high − low) / (2^bits − 1) and code = round((x − low) / step), to the nearest even: deterministic,
-and wrong by at most half a step (activation compressed training: ActNN, arXiv 2104.14129; Mesa, arXiv 2111.11124; GACT, arXiv
-2206.11357, whose rounding is random, so that the gradient's mean is exact; here its error is measured instead). Elements are taken
-in the order of memory, so x must be dense. Packed: (low, step) of all groups in fp32, then the codes, of neighbours in one byte, the
-first in its lowest bits.
+x ≈ low + code · step with step = (high − low) / (2^bits − 1) and code = round((x − low) / step), to the
+nearest even: deterministic, and wrong by at most half a step (activation compressed training: ActNN, arXiv
+2104.14129; Mesa, arXiv 2111.11124; GACT, arXiv 2206.11357, whose rounding is random, so that the gradient's
+mean is exact; here its error is measured instead). Elements are taken in the order of memory, so x must be
+dense. Packed: (low, step) of all groups in fp32, then the codes, of neighbours in one byte, the first in its
+lowest bits.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def pack_by_torch(x: Tensor, stride: list[int], bits: int = 8) -> Tensor:
     return packed
 
 
-def unpack_by_torch(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, bits: int = 8) -> Tensor:
+def unpack_by_torch(
+    packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, bits: int = 8
+) -> Tensor:
     """See `decompress`, of so many bits."""
     x = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     steps_G2, codes = parts(packed, x.numel())  # noqa: N806
@@ -86,7 +90,10 @@ def _registered(bits: int) -> tuple[Any, Any]:
 
     @torch.library.custom_op(f"effcompile::compress{bits}", mutates_args=())
     def pack(x: Tensor, stride: list[int]) -> Tensor:
-        """A tensor of floats, packed: uint8 (packed_bytes(numel),). With other strides than those given, it is first copied to them."""
+        """A tensor of floats, packed: uint8 (packed_bytes(numel),).
+
+        With other strides than those given, it is first copied to them.
+        """
         return pack_by_torch(x, stride, bits)
 
     @torch.library.custom_op(f"effcompile::decompress{bits}", mutates_args=())
@@ -95,7 +102,11 @@ def _registered(bits: int) -> tuple[Any, Any]:
         return unpack_by_torch(packed, size, stride, dtype, bits)
 
     pack.register_fake(lambda x, stride: x.new_empty(packed_bytes(x.numel(), bits), dtype=torch.uint8))
-    unpack.register_fake(lambda packed, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=packed.device))
+    unpack.register_fake(
+        lambda packed, size, stride, dtype: torch.empty_strided(
+            size, stride, dtype=dtype, device=packed.device
+        )
+    )
     return pack, unpack
 
 
@@ -111,7 +122,9 @@ def _encode(values: Tensor, steps_G2: Tensor, levels: float) -> None:  # noqa: N
     steps_G2[:, 0].copy_(low)
     step = high.sub_(low).div_(levels)
     steps_G2[:, 1].copy_(step)
-    values.sub_(low.unsqueeze(1)).div_(step.masked_fill_(step == 0, 1.0).unsqueeze(1)).round_().clamp_(0.0, levels)
+    values.sub_(low.unsqueeze(1)).div_(step.masked_fill_(step == 0, 1.0).unsqueeze(1)).round_().clamp_(
+        0.0, levels
+    )
 
 
 def parts(packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -128,9 +141,11 @@ def _slabs(count: int, slab: int) -> list[tuple[int, int, int]]:
 
 
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
-    """Bytes alive at the highest instant inside `compress` or `decompress`, beyond arguments and result; None for other operators.
+    """Bytes alive at the highest instant inside `compress` or `decompress`, beyond arguments and result; None
+    for other operators.
 
-    `name` and `args` as in `effcompile.ops.loss_head_workspace.workspace_bytes`; x in the strides that are given.
+    `name` and `args` as in `effcompile.ops.loss_head_workspace.workspace_bytes`; x in the strides that are
+    given.
     """
     operator, bits = _NAMES.get(name, ("", 8))
     if operator == "compress":

@@ -1,6 +1,7 @@
 """A gradient that goes to the optimizer as soon as it is there, and is freed: "optimizer in the backward".
 
-A plain function, like those of replay.py: it stands as a call_function node in graphs that our own executor runs.
+A plain function, like those of replay.py: it stands as a call_function node in graphs that our own executor
+runs.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ def consuming(sink: Sink | None) -> Iterator[None]:
         _LOCAL.sink = before
 
 
-def consume(name: str, working_bytes: int, gradient: torch.Tensor, parameter: torch.Tensor, *after: object) -> None:
-    """Hand the gradient of a parameter on. `working_bytes`: what the update allocates; `parameter`, `after`: run before this.
+def consume(
+    name: str, working_bytes: int, gradient: torch.Tensor, parameter: torch.Tensor, *after: object
+) -> None:
+    """Hand the gradient of a parameter on.
+
+    `working_bytes`: what the update allocates; `parameter`, `after`: run before this.
 
     Raises:
         InputsError: nobody takes it.
@@ -45,7 +50,7 @@ def consume(name: str, working_bytes: int, gradient: torch.Tensor, parameter: to
         return
     if _LOCAL.sink is None:
         raise InputsError(
-            "This planned step hands its gradients to its optimizer within the backward, and this copy of the model has none. "
-            "Call effcompile.optimize for the copy, with an optimizer of its parameters."
+            "This planned step hands its gradients to its optimizer within the backward, and this copy of "
+            "the model has none. Call effcompile.optimize for the copy, with an optimizer of its parameters."
         )
     _LOCAL.sink(name, gradient)

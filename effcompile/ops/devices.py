@@ -1,4 +1,6 @@
-"""One device for all tensors of a call: a kernel that is given a pointer to another one's memory reads garbage, or ends the process."""
+"""One device for all tensors of a call: a kernel that is given a pointer to another one's memory reads
+garbage, or ends the process.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,6 @@ def one_device(operator: str, **tensors: Tensor | None) -> None:
             first = name, tensor
         elif tensor.device != first[1].device:
             raise UsageError(
-                f"{operator} takes tensors of one device; {name} is on {tensor.device}, {first[0]} on {first[1].device}. "
-                f"Move one of them: {name}.to({str(first[1].device)!r})."
+                f"{operator} takes tensors of one device; {name} is on {tensor.device}, {first[0]} on "
+                f"{first[1].device}. Move one of them: {name}.to({str(first[1].device)!r})."
             )

@@ -10,7 +10,10 @@ __all__ = ["dropped"]
 
 @torch.library.custom_op("effcompile::dropped", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropped(x: Tensor, p: float) -> Tensor:
-    """Eager's dropout of a tensor without gradient, by its own steps, and so with its numbers: 0 < p < 1. The result is all it takes."""
+    """Eager's dropout of a tensor without gradient, by its own steps, and so with its numbers: 0 < p < 1.
+
+    The result is all it takes.
+    """
     return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p).mul_(x)
 
 

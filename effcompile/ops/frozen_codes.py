@@ -1,11 +1,13 @@
-"""Frozen weights as codes in groups of 64: what a training step reads of a base that is not trained, and writes out where it multiplies.
+"""Frozen weights as codes in groups of 64: what a training step reads of a base that is not trained, and
+writes out where it multiplies.
 
     nf4   w ≈ level · max |w|        16 levels, the quantiles of a normal distribution (Dettmers et al. 2023,
                                      arXiv 2305.14314, appendix E)
     int8  w ≈ code · max |w| / 127   codes −127 … 127
 
-Scales are rounded to bf16 before codes are taken, so that rounding them costs next to nothing. A weight is one tensor of bytes, the
-codes of all groups (for nf4 two a byte, the first in the low half) and then their scales: 4.25 and 8.25 bits an element.
+Scales are rounded to bf16 before codes are taken, so that rounding them costs next to nothing. A weight is
+one tensor of bytes, the codes of all groups (for nf4 two a byte, the first in the low half) and then their
+scales: 4.25 and 8.25 bits an element.
 
 Legend: W of any shape with G · 64 elements, in the order in which they lie; packed (G · bytes + 2 G) of u8.
 """
@@ -40,12 +42,14 @@ __all__ = [
 
 GROUP = 64
 _SCALE_BYTES = 2
-#: Elements that are written at a time, so that what they take in between stays small; on a device each piece is some launches.
+#: Elements that are written at a time, so that what they take in between stays small; on a device each piece
+#: is some launches.
 _PIECE, _PIECE_ON_DEVICE = 1 << 18, 1 << 24
 _LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434,
-    0.5626170039176941, 0.7229568362236023, 1.0,
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
 )  # fmt: skip
 #: Elements by which a weight's rounding is judged.
 _SAMPLE = 1 << 16
@@ -83,7 +87,11 @@ def encode(weight: Tensor, form: str) -> Tensor:
         scale = (values.abs().amax(1) / of.most).to(torch.bfloat16)
         scales[piece] = torch.where(scale > 0, scale, torch.ones_like(scale))
         values = values / scales[piece].float()[:, None]
-        codes[piece] = _nf4_codes(values) if form == "nf4" else values.round_().clamp_(-of.most, of.most).to(torch.int8).view(torch.uint8)
+        codes[piece] = (
+            _nf4_codes(values)
+            if form == "nf4"
+            else values.round_().clamp_(-of.most, of.most).to(torch.int8).view(torch.uint8)
+        )
     return packed
 
 
@@ -131,7 +139,8 @@ def expand_codes(packed: Tensor, shape: Sequence[int], form: str, dtype: torch.d
         if form == "nf4":
             torch.index_select(_pairs(packed.device), 0, codes[piece].flatten().int(), out=into.view(-1, 2))
         else:
-            into.copy_(codes[piece].view(torch.int8))  # a product of int8 and fp32 would make a copy of its own
+            # a product of int8 and fp32 would make a copy of its own
+            into.copy_(codes[piece].view(torch.int8))
         into.mul_(scale)
         if wide is not None:
             groups[piece] = into
@@ -144,7 +153,8 @@ def _(packed, shape, form, dtype):  # type: ignore[no-untyped-def]
 
 
 def workspace_bytes(name: str, args: Sequence[Any], *, on_device: bool = False) -> int | None:
-    """Bytes alive at the highest instant inside `expand_codes`, beyond its inputs and output; None for other operators.
+    """Bytes alive at the highest instant inside `expand_codes`, beyond its inputs and output; None for other
+    operators.
 
     on_device: on one that is not here, for which tensors without data stand.
     """
@@ -156,19 +166,25 @@ def workspace_bytes(name: str, args: Sequence[Any], *, on_device: bool = False) 
 
 
 def passed_bytes(elements: int, form: str, dtype: torch.dtype) -> int:
-    """What torch's kernels read and write on the way to so many elements, beyond codes and result: indices, levels, scaled, rounded."""
+    """What torch's kernels read and write on the way to so many elements, beyond codes and result: indices,
+    levels, scaled, rounded.
+    """
     on_the_way = (12 if form == "nf4" else 8) * elements
     return on_the_way + (8 * elements if dtype != torch.float32 else 0)
 
 
 def rounding_of(weights: Sequence[Tensor], form: str) -> float:
-    """‖W − Ŵ‖ / ‖W‖ over the first elements of weights; of normal ones where there is none with values to look at."""
+    """‖W − Ŵ‖ / ‖W‖ over the first elements of weights; of normal ones where there is none with values to
+    look at.
+    """
     if not weights:
         return _normal_rounding(form)
     apart = size = 0.0
     for weight in weights:
         some = weight.detach().reshape(-1)[:_SAMPLE].float()
-        apart += float((some - expand_codes(encode(some, form), some.shape, form, torch.float32)).square().sum())
+        apart += float(
+            (some - expand_codes(encode(some, form), some.shape, form, torch.float32)).square().sum()
+        )
         size += float(some.square().sum())
     return math.sqrt(apart / size) if size else 0.0
 
@@ -179,7 +195,9 @@ def _normal_rounding(form: str) -> float:
 
 
 class CodedWeight(Tensor):
-    """A frozen weight that is held as codes alone. Whatever reads it gets it written out; nothing can be written to it.
+    """A frozen weight that is held as codes alone.
+
+    Whatever reads it gets it written out; nothing can be written to it.
 
     So a model's own forward, evaluation and generation run with what the planned step multiplies by.
     """
@@ -208,7 +226,10 @@ class CodedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Its own values in another dtype, as half() and to() put there. Raises GuardError for others: the codes would stay as they are."""
+        """Its own values in another dtype, as half() and to() put there.
+
+        Raises GuardError for others: the codes would stay as they are.
+        """
         if value.shape != self.shape or not torch.equal(self.plain().to(value.dtype), value):
             raise _written("data", self)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -221,7 +242,9 @@ class CodedWeight(Tensor):
         return ["packed"], (tuple(self.shape), self.form, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: tuple[Any, ...], outer_size: object, outer_stride: object) -> CodedWeight:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: tuple[Any, ...], outer_size: object, outer_stride: object
+    ) -> CodedWeight:
         return CodedWeight(inner["packed"], *meta)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
@@ -253,19 +276,28 @@ _SAME = {
 
 
 def _alike(first: object, second: object) -> bool:
-    return isinstance(first, CodedWeight) and isinstance(second, CodedWeight) and (first.shape, first.form) == (second.shape, second.form)
+    return (
+        isinstance(first, CodedWeight)
+        and isinstance(second, CodedWeight)
+        and (first.shape, first.form) == (second.shape, second.form)
+    )
 
 
 def _refuse_writes(func: Any, args: Sequence[object]) -> None:
     for argument, value in zip(func._schema.arguments, args, strict=False):
-        if isinstance(value, CodedWeight) and argument.alias_info is not None and argument.alias_info.is_write:
+        if (
+            isinstance(value, CodedWeight)
+            and argument.alias_info is not None
+            and argument.alias_info.is_write
+        ):
             raise _written(func.name(), value)
 
 
 def _written(how: str, weight: CodedWeight) -> GuardError:
     return GuardError(
-        f"{how} would write to a frozen weight that is held in {weight.form}, as the plan of this model says, and its values are not there "
-        "to be changed. Load the model anew, and plan it again (--pass no-frozen holds its weights as given).",
+        f"{how} would write to a frozen weight that is held in {weight.form}, as the plan of this model "
+        "says, and its values are not there to be changed. Load the model anew, and plan it again (--pass "
+        "no-frozen holds its weights as given).",
         place="a frozen weight",
         of_model=True,
     )

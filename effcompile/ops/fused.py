@@ -1,7 +1,9 @@
-"""Chains of element-wise operators as one kernel each: compiled by Inductor at the first call, once per process.
+"""Chains of element-wise operators as one kernel each: compiled by Inductor at the first call, once per
+process.
 
-`Fused` objects stand as call_function nodes in graphs that our own executor runs. On fake tensors they only make their
-outputs, so that whoever traces storages sees no others; a kernel that allocates more than its outputs is not used.
+`Fused` objects stand as call_function nodes in graphs that our own executor runs. On fake tensors they only
+make their outputs, so that whoever traces storages sees no others; a kernel that allocates more than its
+outputs is not used.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class TileLayout:
     @classmethod
     def of(cls, value: torch.Tensor) -> TileLayout:
         """The layout of a real or fake tensor of static shape."""
-        return cls(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device.type)
+        return cls(
+            tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device.type
+        )
 
     def fits(self, value: torch.Tensor) -> bool:
         """Whether a tensor has this layout."""
@@ -50,10 +54,12 @@ class TileLayout:
 
 
 class Fused:
-    """Element-wise aten operators that run as one kernel. Equal contents are equal objects, with equal names, in any process.
+    """Element-wise aten operators that run as one kernel.
 
-    Called with tensors like `inputs`, it returns one fresh tensor, or a tuple of them, with exactly the layouts in `outputs`.
-    Tensors of other layouts are taken too, by running the operators one by one.
+    Equal contents are equal objects, with equal names, in any process.
+
+    Called with tensors like `inputs`, it returns one fresh tensor, or a tuple of them, with exactly the
+    layouts in `outputs`. Tensors of other layouts are taken too, by running the operators one by one.
     """
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[TileLayout], outputs: Sequence[TileLayout]) -> None:
@@ -66,7 +72,9 @@ class Fused:
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """The operators one by one; made when it is first run or compiled, for most of a plan's candidates never are."""
+        """The operators one by one; made when it is first run or compiled, for most of a plan's candidates
+        never are.
+        """
         return fx.GraphModule(torch.nn.Module(), self._graph)
 
     def __str__(self) -> str:
@@ -82,14 +90,18 @@ class Fused:
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why the operators run one by one with the present number of threads; None when they do not, or have not run yet."""
+        """Why the operators run one by one with the present number of threads; None when they do not, or have
+        not run yet.
+        """
         found = _compiled.get((self.digest, torch.get_num_threads()))
         return found if isinstance(found, str) else None
 
     def __call__(self, *args: torch.Tensor) -> Outputs:
         if any(torch_compat.is_fake(arg) for arg in args):
             results: Sequence[torch.Tensor] = self._empty(args)
-        elif len(args) == len(self.inputs) and all(layout.fits(arg) for layout, arg in zip(self.inputs, args, strict=True)):
+        elif len(args) == len(self.inputs) and all(
+            layout.fits(arg) for layout, arg in zip(self.inputs, args, strict=True)
+        ):
             results = self._run(list(args))
         else:
             results = self.module(*args)
@@ -100,16 +112,27 @@ class Fused:
         return [like.new_empty_strided(out.shape, out.stride, dtype=out.dtype) for out in self.outputs]
 
     def compile(self) -> str | None:
-        """Compile now, for the present number of threads, instead of at the first call; `fallback_reason` afterwards."""
+        """Compile now, for the present number of threads, instead of at the first call; `fallback_reason`
+        afterwards.
+        """
         key = (self.digest, torch.get_num_threads())
         with _compiling:
             if key not in _compiled:
                 try:
-                    kernel, allocations = elementwise_kernel(self.module, [(i.shape, i.stride, i.dtype, i.device) for i in self.inputs])
+                    kernel, allocations = elementwise_kernel(
+                        self.module, [(i.shape, i.stride, i.dtype, i.device) for i in self.inputs]
+                    )
                     within = allocations == len(self.outputs)
-                    _compiled[key] = kernel if within else f"Inductor allocates {allocations} tensors for {len(self.outputs)} results"
-                except Exception as error:  # no C++ compiler, an operator that Inductor does not know: the aten graph is there
-                    _compiled[key] = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+                    _compiled[key] = (
+                        kernel
+                        if within
+                        else f"Inductor allocates {allocations} tensors for {len(self.outputs)} results"
+                    )
+                except Exception as error:
+                    # no C++ compiler, an operator that Inductor does not know: the aten graph is there
+                    _compiled[key] = (
+                        f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+                    )
         return self.fallback_reason
 
     def _run(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:

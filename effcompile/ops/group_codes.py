@@ -1,4 +1,5 @@
-"""Weights and activations as codes in groups of 32, in torch: what the compiled linears (`group_linear.cpp`) compute.
+"""Weights and activations as codes in groups of 32, in torch: what the compiled linears (`group_linear.cpp`)
+compute.
 
     W: 4 bits  scale = the value of largest magnitude / −8, codes −8 … 7
        8 bits  scale = max |w| / 127, codes −127 … 127
@@ -7,8 +8,9 @@
 
 Scales of W are rounded to bf16 before its codes are taken, so that rounding them costs next to nothing.
 
-Legend: x (M, K), W (N, K), its codes (N, K) of s8 and scales (N, ⌈K/32⌉); packed (⌈N/16⌉, ⌈K/32⌉, 32 + 64 · bits) of u8, as told in
-`group_linear.cpp`: 16 scales, then the codes, raised by half of their range so that missing rows and columns are 8 or 128.
+Legend: x (M, K), W (N, K), its codes (N, K) of s8 and scales (N, ⌈K/32⌉); packed (⌈N/16⌉, ⌈K/32⌉, 32 + 64 ·
+bits) of u8, as told in `group_linear.cpp`: 16 scales, then the codes, raised by half of their range so that
+missing rows and columns are 8 or 128.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _SCALES = 2 * _LANES
 
 
 def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(codes (N, K) of s8, scales (N, ⌈K/32⌉) of bf16) of a weight (N, K). A group with an infinity or NaN has a scale that is none."""
+    """(codes (N, K) of s8, scales (N, ⌈K/32⌉) of bf16) of a weight (N, K).
+
+    A group with an infinity or NaN has a scale that is none.
+    """
     n, k = weight.shape
     groups = F.pad(weight.float(), (0, -k % GROUP)).view(n, -1, GROUP)
     low, high = groups.amin(2), groups.amax(2)
@@ -37,7 +42,12 @@ def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scales = exact.to(torch.bfloat16)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     most = 7 if bits == 4 else 127
-    codes = torch.div(groups, scales.float()[..., None]).round_().nan_to_num_(0.0, 0.0, 0.0).clamp_(-8 if bits == 4 else -127, most)
+    codes = (
+        torch.div(groups, scales.float()[..., None])
+        .round_()
+        .nan_to_num_(0.0, 0.0, 0.0)
+        .clamp_(-8 if bits == 4 else -127, most)
+    )
     return codes.to(torch.int8).view(n, -1)[:, :k].contiguous(), scales
 
 
@@ -51,24 +61,35 @@ def pack(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Codes and scales in the order in which the kernels read them."""
     n, k = codes.shape
     padded = F.pad(codes, (0, -k % GROUP, 0, -n % _LANES)).to(torch.int16) + (1 << bits - 1)
-    panels = padded.view(-1, _LANES, padded.shape[1] // GROUP, GROUP).transpose(1, 2)  # (panels, groups, 16, 32)
+    # (panels, groups, 16, 32)
+    panels = padded.view(-1, _LANES, padded.shape[1] // GROUP, GROUP).transpose(1, 2)
     pieces = panels.unflatten(3, (-1, 4)).transpose(2, 3).to(torch.uint8)  # (…, 8, 16, 4)
     if bits == 4:
         pieces = pieces[:, :, :4] | pieces[:, :, 4:] << 4
-    held = F.pad(scales, (0, 0, 0, -n % _LANES)).view(-1, _LANES, scales.shape[1]).transpose(1, 2).contiguous()
+    held = (
+        F.pad(scales, (0, 0, 0, -n % _LANES)).view(-1, _LANES, scales.shape[1]).transpose(1, 2).contiguous()
+    )
     return torch.cat([held.view(torch.uint8), pieces.flatten(2)], 2)
 
 
 def bits_of(packed: Tensor) -> int:
     """Of one code; 0 where no weight of this form has blocks of that size."""
     bits = (packed.shape[2] - _SCALES) // 64 if packed.dim() == 3 else 0
-    return bits if bits in BITS and packed.shape[2] == _SCALES + 64 * bits and packed.dtype == torch.uint8 else 0
+    return (
+        bits if bits in BITS and packed.shape[2] == _SCALES + 64 * bits and packed.dtype == torch.uint8 else 0
+    )
 
 
 def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """The codes and scales that were packed."""
     bits, (panels, groups, _) = bits_of(packed), packed.shape
-    scales = packed[:, :, :_SCALES].contiguous().view(torch.bfloat16).transpose(1, 2).reshape(panels * _LANES, groups)
+    scales = (
+        packed[:, :, :_SCALES]
+        .contiguous()
+        .view(torch.bfloat16)
+        .transpose(1, 2)
+        .reshape(panels * _LANES, groups)
+    )
     pieces = packed[:, :, _SCALES:]
     if bits == 4:
         pieces = torch.cat([pieces & 15, pieces >> 4], 2)

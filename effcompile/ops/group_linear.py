@@ -1,7 +1,9 @@
-"""A linear with a weight of 4 or 8 bits in groups of 32 that takes and gives fp32: x is quantised in the same groups inside.
+"""A linear with a weight of 4 or 8 bits in groups of 32 that takes and gives fp32: x is quantised in the same
+groups inside.
 
-`group_codes.py` defines it. On an x86 CPU with a C++ compiler the kernels of `group_linear.cpp` run, made for few rows: with one,
-it is as fast as its weight is read. Elsewhere torch computes the same. As `int8_linear.py`, it is defined without custom_op.
+`group_codes.py` defines it. On an x86 CPU with a C++ compiler the kernels of `group_linear.cpp` run, made for
+few rows: with one, it is as fast as its weight is read. Elsewhere torch computes the same. As
+`int8_linear.py`, it is defined without custom_op.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ _LIBRARY.define("group_linear(Tensor x, Tensor weight, int n, Tensor? bias=None,
 
 
 def fallback_reason() -> str | None:
-    """Why torch computes these linears; None where the kernels do. The first call compiles them, some seconds, once per machine."""
+    """Why torch computes these linears; None where the kernels do.
+
+    The first call compiles them, some seconds, once per machine.
+    """
     return why_torch(native.kernels())
 
 
@@ -39,12 +44,16 @@ def told() -> str:
 def refusal(group: int) -> Unsupported | None:
     """None, or why linears with groups of that size are not offered in this form."""
     if group != group_codes.GROUP:
-        return Unsupported("our 4- and 8-bit weights come in groups of {name}, not of {}", (str(group_codes.GROUP), group))
+        return Unsupported(
+            "our 4- and 8-bit weights come in groups of {name}, not of {}", (str(group_codes.GROUP), group)
+        )
     reason = fallback_reason()
     return None if reason is None else Unsupported(reason)
 
 
-def group_linear_on_cpu(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, after: str = "none") -> Tensor:
+def group_linear_on_cpu(
+    x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, after: str = "none"
+) -> Tensor:
     """after(x Wᵀ + bias), (..., n) in fp32, for W as `group_codes.pack` gives it.
 
     Raises:
@@ -53,7 +62,11 @@ def group_linear_on_cpu(x: Tensor, weight: Tensor, n: int, bias: Tensor | None =
     _check(x, weight, n, bias, after)
     found = native.kernels()
     if isinstance(found, str):
-        warnings.warn(f"Linears with weights in groups are computed by torch, slowly: {found}.", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"Linears with weights in groups are computed by torch, slowly: {found}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return group_codes.linear_by_torch(x, weight, n, bias, after)
     return found.linear(x, weight, n, None if bias is None else bias.contiguous(), after)
 
@@ -64,13 +77,20 @@ group_linear = torch.ops.effcompile.group_linear
 
 def _check(x: Tensor, weight: Tensor, n: int, bias: Tensor | None, after: str) -> None:
     k = x.shape[-1] if x.dim() else 0
-    fits = group_codes.bits_of(weight) and weight.shape[:2] == (-(-n // 16), -(-k // group_codes.GROUP)) and weight.is_contiguous()
+    fits = (
+        group_codes.bits_of(weight)
+        and weight.shape[:2] == (-(-n // 16), -(-k // group_codes.GROUP))
+        and weight.is_contiguous()
+    )
     biased = bias is None or (bias.shape == (n,) and bias.dtype == torch.float32)
     if not (fits and biased and x.dtype == torch.float32 and n > 0 and k > 0):
         tensors = {"x": x, "weight": weight, "bias": bias}
-        given = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None)
+        given = ", ".join(
+            f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None
+        )
         raise UsageError(
-            f"A linear with {n} outputs takes x (..., K) in float32, a weight that group_codes.pack made and a bias (N); given {given}."
+            f"A linear with {n} outputs takes x (..., K) in float32, a weight that group_codes.pack made "
+            f"and a bias (N); given {given}."
         )
     if after not in AFTER:
         raise UsageError(f"Nothing that follows a linear is named {after!r}; there are {', '.join(AFTER)}.")
@@ -82,7 +102,9 @@ def _(x, weight, n, bias=None, after="none"):  # type: ignore[no-untyped-def]
 
 
 @register_flop_formula(torch.ops.effcompile.group_linear)
-def _flops(x_shape: Shape, weight_shape: Shape, n: int, *args: object, out_shape: object = None, **kwargs: object) -> int:
+def _flops(
+    x_shape: Shape, weight_shape: Shape, n: int, *args: object, out_shape: object = None, **kwargs: object
+) -> int:
     rows = 1
     for size in x_shape:
         rows *= size
@@ -90,9 +112,16 @@ def _flops(x_shape: Shape, weight_shape: Shape, n: int, *args: object, out_shape
 
 
 def workspace_bytes(name: str, args: object) -> int | None:
-    """Bytes alive inside this operator beyond its inputs and outputs; None for other operators. By torch: the codes of W, twice in fp32."""
+    """Bytes alive inside this operator beyond its inputs and outputs; None for other operators.
+
+    By torch: the codes of W, twice in fp32.
+    """
     if name != "effcompile::group_linear" or not isinstance(args, (list, tuple)):
         return None
     x, _, n = args[:3]
     k = int(x.shape[-1])
-    return native.workspace_bytes(x) if fallback_reason() is None else 8 * (int(x.numel()) + n * k + int(x.numel()) // k * n)
+    return (
+        native.workspace_bytes(x)
+        if fallback_reason() is None
+        else 8 * (int(x.numel()) + n * k + int(x.numel()) // k * n)
+    )

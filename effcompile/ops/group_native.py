@@ -1,6 +1,8 @@
-"""The compiled linears with weights in groups (`group_linear.cpp`): which instruction set they use here, and how they are called.
+"""The compiled linears with weights in groups (`group_linear.cpp`): which instruction set they use here, and
+how they are called.
 
-As `int8_native.py` has it: compiled at the first use for the best set that this CPU has, compared once with torch, the next best else.
+As `int8_native.py` has it: compiled at the first use for the best set that this CPU has, compared once with
+torch, the next best else.
 """
 
 from __future__ import annotations
@@ -19,14 +21,24 @@ from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("group_linear.cpp")
 
-#: Instruction set → words of a vector, rows and vectors of the register tile; a panel has 16 outputs. Measured on AVX2 alone (Zen,
-#: 96×896×1024, 4 bits: 4×2 122 GOP/s, 6×1 105, 3×2 87).
+#: Instruction set → words of a vector, rows and vectors of the register tile; a panel has 16 outputs.
+#: Measured on AVX2 alone (Zen, 96×896×1024, 4 bits: 4×2 122 GOP/s, 6×1 105, 3×2 87).
 TILES = {"avx512_vnni": (16, 8, 1), "avx_vnni": (8, 4, 2), "avx512": (16, 8, 1), "avx2": (8, 4, 2)}
 
 #: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
 _CHUNK = 1 << 18
 
-_ARGUMENTS = (POINTER, *(ARGUMENT,) * 4, POINTER, POINTER, ARGUMENT, ARGUMENT, *(POINTER,) * 4, ARGUMENT, ARGUMENT)
+_ARGUMENTS = (
+    POINTER,
+    *(ARGUMENT,) * 4,
+    POINTER,
+    POINTER,
+    ARGUMENT,
+    ARGUMENT,
+    *(POINTER,) * 4,
+    ARGUMENT,
+    ARGUMENT,
+)
 
 
 @functools.cache
@@ -45,7 +57,10 @@ def _room(x: Tensor) -> CodedRows:
 
 
 class GroupKernels:
-    """The compiled kernels of one instruction set. `instead`: why better sets are not used; "" where there is none."""
+    """The compiled kernels of one instruction set.
+
+    `instead`: why better sets are not used; "" where there is none.
+    """
 
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled."""
@@ -65,13 +80,15 @@ class GroupKernels:
         codes, scales, sums = room.addresses(workspace.data_ptr())
         self.call(
             flat.data_ptr(), flat.stride(0), room.rows, k, group_codes.bits_of(weight), weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(), codes, scales, sums,
-            max(1, _CHUNK // room.row_bytes), torch.get_num_threads(),
+            None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(),
+            codes, scales, sums, max(1, _CHUNK // room.row_bytes), torch.get_num_threads(),
         )  # fmt: skip
         return result
 
     def objection(self) -> str | None:
-        """None, or that a linear differs from what torch computes of the same codes: whole tiles and rests, the largest codes, a NaN."""
+        """None, or that a linear differs from what torch computes of the same codes: whole tiles and rests,
+        the largest codes, a NaN.
+        """
         weight = (torch.arange(53 * 71) * 37 % 255 - 127).view(53, 71) / 64
         weight[0], bias = 1, ((torch.arange(53) + 1) / 997).cos()
         for rows, bits in ((rows, bits) for rows in (1, 2, 33) for bits in group_codes.BITS):
@@ -80,6 +97,8 @@ class GroupKernels:
             x[0], x[-1, 3] = 1, torch.nan if rows == 2 else 1
             for after in int8_codes.AFTER:
                 right = group_codes.linear_by_torch(x, packed, 53, bias, after)
-                if not torch.allclose(self.linear(x, packed, 53, bias, after), right, rtol=1e-5, atol=1e-5, equal_nan=True):
+                if not torch.allclose(
+                    self.linear(x, packed, 53, bias, after), right, rtol=1e-5, atol=1e-5, equal_nan=True
+                ):
                     return f"the compiled {self.isa} kernels gave a wrong product of codes in groups"
         return None

@@ -1,7 +1,9 @@
-"""Products of rows in groups, one matrix for each group: what mixtures of experts compute, by aten's operator and by HuggingFace's.
+"""Products of rows in groups, one matrix for each group: what mixtures of experts compute, by aten's operator
+and by HuggingFace's.
 
-Legend: S rows, sorted by group; E groups, of K by N each; offs (E) where each group ends. How many rows a group has is known only
-when it runs: times are those of groups of one size, and what is allocated is that of one group which has all rows.
+Legend: S rows, sorted by group; E groups, of K by N each; offs (E) where each group ends. How many rows a
+group has is known only when it runs: times are those of groups of one size, and what is allocated is that of
+one group which has all rows.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def multiplies_runs(target: object) -> bool:
 
 
 def with_offsets(target: object, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments with groups of one size, for whoever times a call with made-up arguments; other operators' as given.
+    """The arguments with groups of one size, for whoever times a call with made-up arguments; other
+    operators' as given.
 
     Zeros, valid offsets, are groups without a row, which take no time.
     """
@@ -48,7 +51,9 @@ def with_offsets(target: object, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _rows(args: Sequence[Any]) -> int:
-    """S: the first axis of the rows, but the second where both operands are matrices, and groups lie along what is summed over."""
+    """S: the first axis of the rows, but the second where both operands are matrices, and groups lie along
+    what is summed over.
+    """
     first, second = args[:2]
     return int(first.shape[1 if second.dim() == 2 else 0])
 

@@ -1,4 +1,6 @@
-"""Kernels compiled for the best instruction set that this CPU has, what is said of them, and the types that they are called with."""
+"""Kernels compiled for the best instruction set that this CPU has, what is said of them, and the types that
+they are called with.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ POINTER, ARGUMENT = ctypes.c_void_p, ctypes.c_int64
 
 
 class Checked(Protocol):
-    """What is compiled for one instruction set, and compared with torch before it is used. `instead`: why not a better one, or ""."""
+    """What is compiled for one instruction set, and compared with torch before it is used.
+
+    `instead`: why not a better one, or "".
+    """
 
     isa: str
     instead: str
@@ -25,7 +30,9 @@ K = TypeVar("K", bound=Checked)
 
 
 def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
-    """The first that can be made and is right, of an instruction set and why better ones are not used; or why there is none."""
+    """The first that can be made and is right, of an instruction set and why better ones are not used; or why
+    there is none.
+    """
     failed: list[str] = []
     for isa in isas:
         try:
@@ -36,7 +43,10 @@ def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
         if (said := made.objection()) is None:
             return made
         failed.append(said)
-    return "; ".join(failed) or "the C++ kernels multiply bytes on x86 processors with AVX2 at least; this one has it not"
+    return (
+        "; ".join(failed)
+        or "the C++ kernels multiply bytes on x86 processors with AVX2 at least; this one has it not"
+    )
 
 
 def why_torch(found: Checked | str) -> str | None:

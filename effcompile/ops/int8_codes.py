@@ -1,9 +1,11 @@
-"""Weights and activations as bytes, in torch: what the compiled 8-bit linears (`int8_linear.cpp`) compute, to the bit.
+"""Weights and activations as bytes, in torch: what the compiled 8-bit linears (`int8_linear.cpp`) compute, to
+the bit.
 
     scale = max |x| of the row / 127        code = round(x · (127 / max |x|))
     y = (codes · codesᵀ) · (scale of x · scale of W) + bias
 
-Legend: x (M, K), W (N, K), packed (⌈N/16⌉, ⌈K/4⌉, 16, 4) of u8: code + 128, so that missing rows and columns are 128.
+Legend: x (M, K), W (N, K), packed (⌈N/16⌉, ⌈K/4⌉, 16, 4) of u8: code + 128, so that missing rows and columns
+are 128.
 """
 
 from __future__ import annotations
@@ -57,4 +59,9 @@ def linear_by_torch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
 
 def followed(y: Tensor, after: str) -> Tensor:
     """What one of AFTER makes of a product."""
-    return {"none": lambda t: t, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "silu": F.silu}[after](y)
+    return {
+        "none": lambda t: t,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "silu": F.silu,
+    }[after](y)

@@ -1,7 +1,9 @@
-"""A linear in 8 bits that takes and gives fp32: x is quantised row by row inside, as `int8_codes.py` defines it.
+"""A linear in 8 bits that takes and gives fp32: x is quantised row by row inside, as `int8_codes.py` defines
+it.
 
-On an x86 CPU with a C++ compiler the kernels of `int8_linear.cpp` run; elsewhere torch computes the same. `fallback_reason` tells which.
-The operator is defined without torch.library.custom_op, which takes 20 µs a call where this takes 6: decoding is made of short calls.
+On an x86 CPU with a C++ compiler the kernels of `int8_linear.cpp` run; elsewhere torch computes the same.
+`fallback_reason` tells which. The operator is defined without torch.library.custom_op, which takes 20 µs a
+call where this takes 6: decoding is made of short calls.
 """
 
 from __future__ import annotations
@@ -25,11 +27,16 @@ __all__ = ["fallback_reason", "int8_linear", "refusal", "told", "workspace_bytes
 _DEEPEST = 1 << 17
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
-_LIBRARY.define("int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, str after='none') -> Tensor")
+_LIBRARY.define(
+    "int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, str after='none') -> Tensor"
+)
 
 
 def fallback_reason() -> str | None:
-    """Why torch computes these linears; None where the kernels do. The first call compiles them, some seconds, once per machine."""
+    """Why torch computes these linears; None where the kernels do.
+
+    The first call compiles them, some seconds, once per machine.
+    """
     return why_torch(native.kernels())
 
 
@@ -46,7 +53,9 @@ def refusal(k: int) -> Unsupported | None:
     return None if reason is None else Unsupported(reason)
 
 
-def int8_linear_on_cpu(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
+def int8_linear_on_cpu(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None, after: str = "none"
+) -> Tensor:
     """after(x Wᵀ + bias), (..., N) in fp32, for W as `int8_codes.pack` gives it and its scales (N).
 
     Raises:
@@ -70,14 +79,21 @@ def _warn(reason: str) -> None:
 
 def _check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> None:
     n, k = scales.shape[0] if scales.dim() == 1 else -1, x.shape[-1] if x.dim() else -1
-    fits = weight.shape == (-(-n // 16), -(-k // 4), 16, 4) and weight.dtype == torch.uint8 and weight.is_contiguous()
+    fits = (
+        weight.shape == (-(-n // 16), -(-k // 4), 16, 4)
+        and weight.dtype == torch.uint8
+        and weight.is_contiguous()
+    )
     biased = bias is None or (bias.shape == (n,) and bias.dtype == torch.float32)
     whole = x.dtype == torch.float32 == scales.dtype and scales.is_contiguous()
     if not (fits and biased and whole and n > 0 and 0 < k <= _DEEPEST):
         tensors = {"x": x, "weight": weight, "scales": scales, "bias": bias}
-        given = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None)
+        given = ", ".join(
+            f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None
+        )
         raise UsageError(
-            f"A linear in 8 bits takes x (..., K) in float32, a weight that int8_codes.pack made, scales and a bias (N); given {given}."
+            "A linear in 8 bits takes x (..., K) in float32, a weight that int8_codes.pack made, scales "
+            f"and a bias (N); given {given}."
         )
     if after not in AFTER:
         raise UsageError(f"Nothing that follows a linear is named {after!r}; there are {', '.join(AFTER)}.")
@@ -89,7 +105,14 @@ def _(x, weight, scales, bias=None, after="none"):  # type: ignore[no-untyped-de
 
 
 @register_flop_formula(torch.ops.effcompile.int8_linear)
-def _flops(x_shape: Shape, weight_shape: Shape, scales_shape: Shape, *args: object, out_shape: object = None, **kwargs: object) -> int:
+def _flops(
+    x_shape: Shape,
+    weight_shape: Shape,
+    scales_shape: Shape,
+    *args: object,
+    out_shape: object = None,
+    **kwargs: object,
+) -> int:
     rows = 1
     for size in x_shape:
         rows *= size
@@ -97,7 +120,10 @@ def _flops(x_shape: Shape, weight_shape: Shape, scales_shape: Shape, *args: obje
 
 
 def workspace_bytes(name: str, args: object) -> int | None:
-    """Bytes alive inside this operator beyond its inputs and outputs; None for other operators. By torch: what float64 takes."""
+    """Bytes alive inside this operator beyond its inputs and outputs; None for other operators.
+
+    By torch: what float64 takes.
+    """
     if name != "effcompile::int8_linear" or not isinstance(args, (list, tuple)):
         return None
     x, _, scales = args[:3]

@@ -1,7 +1,8 @@
-"""The compiled 8-bit linears (`int8_linear.cpp`): which instruction set they use here, and how they are called.
+"""The compiled 8-bit linears (`int8_linear.cpp`): which instruction set they use here, and how they are
+called.
 
-The first use compiles them for the best set that this CPU has and compares them once with torch. What cannot be compiled or is wrong is
-not used: the next best set is tried, and `ByteKernels.instead` says why.
+The first use compiles them for the best set that this CPU has and compares them once with torch. What cannot
+be compiled or is wrong is not used: the next best set is tried, and `ByteKernels.instead` says why.
 """
 
 from __future__ import annotations
@@ -20,14 +21,24 @@ from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("int8_linear.cpp")
 
-#: Instruction set → words of a vector, rows and vectors of the register tile. A panel of two vectors of outputs stays in the L1 cache
-#: (measured on AVX512-VNNI, 128×768×3072: 14×2 297 GOP/s, 6×4 244, 8×3 256, 12×2 245).
+#: Instruction set → words of a vector, rows and vectors of the register tile. A panel of two vectors of
+#: outputs stays in the L1 cache (measured on AVX512-VNNI, 128×768×3072: 14×2 297 GOP/s, 6×4 244, 8×3 256,
+#: 12×2 245).
 TILES = {"avx512_vnni": (16, 14, 2), "avx_vnni": (8, 5, 2), "avx512": (16, 8, 2), "avx2": (8, 4, 2)}
 
 #: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
 _CHUNK = 1 << 18
 
-_ARGUMENTS = (POINTER, *(ARGUMENT,) * 3, *(POINTER,) * 3, ARGUMENT, ARGUMENT, *(POINTER,) * 4, ARGUMENT, ARGUMENT)
+_ARGUMENTS = (
+    POINTER,
+    *(ARGUMENT,) * 3,
+    *(POINTER,) * 3,
+    ARGUMENT,
+    ARGUMENT,
+    *(POINTER,) * 4,
+    ARGUMENT,
+    ARGUMENT,
+)
 
 
 @functools.cache
@@ -47,7 +58,10 @@ def _room(x: Tensor) -> CodedRows:
 
 
 class ByteKernels:
-    """The compiled kernels of one instruction set. `instead`: why better sets are not used; "" where there is none."""
+    """The compiled kernels of one instruction set.
+
+    `instead`: why better sets are not used; "" where there is none.
+    """
 
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled."""
@@ -67,13 +81,15 @@ class ByteKernels:
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
         self.call(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
-            None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(), codes, row_scales, sums,
-            max(1, _CHUNK // room.row_bytes), torch.get_num_threads(),
+            None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(),
+            codes, row_scales, sums, max(1, _CHUNK // room.row_bytes), torch.get_num_threads(),
         )  # fmt: skip
         return result
 
     def objection(self) -> str | None:
-        """None, or that a linear differs from what torch computes of the same codes: whole tiles and rests, the largest codes, a NaN."""
+        """None, or that a linear differs from what torch computes of the same codes: whole tiles and rests,
+        the largest codes, a NaN.
+        """
         codes = (torch.arange(53 * 71) * 37 % 255 - 127).to(torch.int8).view(53, 71)
         codes[0], scales = 127, (torch.arange(53) + 1) / 997
         bias, weight = scales.cos(), int8_codes.pack(codes)
@@ -82,6 +98,8 @@ class ByteKernels:
             x[0], x[-1, 3] = 1, torch.nan if rows == 2 else 1
             for after in int8_codes.AFTER:
                 right = int8_codes.linear_by_torch(x, weight, scales, bias, after)
-                if not torch.allclose(self.linear(x, weight, scales, bias, after), right, rtol=1e-5, atol=1e-5, equal_nan=True):
+                if not torch.allclose(
+                    self.linear(x, weight, scales, bias, after), right, rtol=1e-5, atol=1e-5, equal_nan=True
+                ):
                     return f"the compiled {self.isa} kernels gave a wrong product of bytes"
         return None

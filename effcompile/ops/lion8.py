@@ -1,4 +1,6 @@
-"""Lion with its one state in 8 bits: an optimizer on `effcompile::lion8`, 1.016 bytes per parameter where AdamW in fp32 keeps 8."""
+"""Lion with its one state in 8 bits: an optimizer on `effcompile::lion8`, 1.016 bytes per parameter where
+AdamW in fp32 keeps 8.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,36 @@ __all__ = ["Lion8bit"]
 
 
 class Lion8bit(OneByOne):
-    """Lion (Chen et al., arXiv 2302.06675, algorithm 2); its state in blocks of 256 codes of 8 bits (Dettmers et al., arXiv 2110.02861).
+    """Lion (Chen et al., arXiv 2302.06675, algorithm 2); its state in blocks of 256 codes of 8 bits (Dettmers
+    et al., arXiv 2110.02861).
 
-    Tensors of fewer than 4096 elements, or of no multiple of 256, keep theirs in fp32, as torchao's 8-bit optimizers do.
+    Tensors of fewer than 4096 elements, or of no multiple of 256, keep theirs in fp32, as torchao's 8-bit
+    optimizers do.
     """
 
     def __init__(
-        self, params: Iterable[Tensor], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             given = f"lr = {lr}, betas = {betas}, weight_decay = {weight_decay}"
-            raise UsageError(f"Lion8bit takes lr and weight_decay of 0 or more, and betas in [0, 1); given {given}.")
+            raise UsageError(
+                f"Lion8bit takes lr and weight_decay of 0 or more, and betas in [0, 1); given {given}."
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up a state_dict, codes and scales in their own dtypes: torch's own method casts all states to the parameter's."""
+        """Take up a state_dict, codes and scales in their own dtypes: torch's own method casts all states to
+        the parameter's.
+        """
         super().load_state_dict(dict(state_dict))
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        pairs = [pair for mine, theirs in groups for pair in zip(mine["params"], theirs["params"], strict=True)]
+        pairs = [
+            pair for mine, theirs in groups for pair in zip(mine["params"], theirs["params"], strict=True)
+        ]
         for p, number in pairs:
             if number in state_dict["state"]:
                 found = state_dict["state"][number]
@@ -52,9 +66,11 @@ class Lion8bit(OneByOne):
 
 
 def _signed_table() -> Tensor:
-    """The 256 numbers that codes stand for, ascending: dynamic tree quantisation (arXiv 2110.02861, section 1.3), as torchao makes it.
+    """The 256 numbers that codes stand for, ascending: dynamic tree quantisation (arXiv 2110.02861, section
+    1.3), as torchao makes it.
 
-    2ᵉ numbers of either sign lie evenly in [0.1, 1] · 10^(e − 6) for e = 0 … 6, beside 0 and 1: small ones are as exact as large ones.
+    2ᵉ numbers of either sign lie evenly in [0.1, 1] · 10^(e − 6) for e = 0 … 6, beside 0 and 1: small ones
+    are as exact as large ones.
     """
     numbers = [0.0, 1.0]
     for e in range(7):
@@ -80,7 +96,9 @@ def _zeros(p: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _step32(p: Tensor, grad: Tensor, m: Tensor, rate: float, beta1: float, beta2: float, decay: float) -> None:
+def _step32(
+    p: Tensor, grad: Tensor, m: Tensor, rate: float, beta1: float, beta2: float, decay: float
+) -> None:
     """The same step where the state is in fp32."""
     wide, slopes = p.float(), grad.float()
     p.copy_(wide - rate * decay * wide - rate * m.lerp(slopes, 1 - beta1).sign())

@@ -1,19 +1,23 @@
 """The loss head, a linear and its cross entropy, over chunks of rows: the (N, V) logits are never whole.
 
     z = x Wᵀ + bias          logits = outer · tanh(inner · z) if capped, else inner · z
-    loss = −Σ log softmax(logits)[target], over rows whose target is not ignore_index; divided by their number for MEAN
+    loss = −Σ log softmax(logits)[target], over rows whose target is not ignore_index; divided by their number
+    for MEAN
 
 Two ways, both exact (the loss and all gradients, up to the order of sums):
 
-- `loss_head_gradients`: one pass that also computes the gradients for an incoming gradient of 1, as Liger Kernel does
-  (Hsu et al., arXiv 2410.10989, section 3.3). No operation is done twice; dW lives from the forward on.
-- `loss_head_forward` keeps one number per row, the log of the softmax's denominator, and `loss_head_backward` computes
-  each chunk's logits again (Wijmans et al., Cut Your Losses, arXiv 2411.09009): one of three matrix products twice.
+- `loss_head_gradients`: one pass that also computes the gradients for an incoming gradient of 1, as Liger
+  Kernel does (Hsu et al., arXiv 2410.10989, section 3.3). No operation is done twice; dW lives from the
+  forward on.
+- `loss_head_forward` keeps one number per row, the log of the softmax's denominator, and `loss_head_backward`
+  computes each chunk's logits again (Wijmans et al., Cut Your Losses, arXiv 2411.09009): one of three matrix
+  products twice.
 
-Legend: x (N, D), W (V, D), bias (V), target (N) of int64, R = ceil(N / chunks) rows per chunk (the last may be shorter, and
-there may be fewer chunks than asked for). Matrix products run in x's dtype, as in the model; all else in fp32 (fp64 for fp64).
-dW is accumulated over the chunks in W's dtype: in bf16 every chunk rounds it once. dbias is accumulated in fp32.
-A row of ignored labels gets no gradient; when all are ignored, the mean is nan and the gradients are 0, as in PyTorch.
+Legend: x (N, D), W (V, D), bias (V), target (N) of int64, R = ceil(N / chunks) rows per chunk (the last may
+be shorter, and there may be fewer chunks than asked for). Matrix products run in x's dtype, as in the model;
+all else in fp32 (fp64 for fp64). dW is accumulated over the chunks in W's dtype: in bf16 every chunk rounds
+it once. dbias is accumulated in fp32. A row of ignored labels gets no gradient; when all are ignored, the
+mean is nan and the gradients are 0, as in PyTorch.
 
 What is allocated beside the results: see loss_head_workspace.py.
 """
@@ -45,7 +49,9 @@ def chunk_rows(rows: int, chunks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The operators' arguments in their order, but for what comes from outside: a gradient, what the forward kept, what is wanted."""
+    """The operators' arguments in their order, but for what comes from outside: a gradient, what the forward
+    kept, what is wanted.
+    """
 
     x: Tensor
     weight: Tensor
@@ -78,7 +84,10 @@ _PLAIN = "SymInt reduction, SymInt ignore_index, float inner, float outer, bool 
 
 
 def gradients_by_chunks(head: Head, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, dx, dW, dbias) in one pass. `needs`: which of the three gradients are wanted, in this order; others are empty tensors."""
+    """(loss, dx, dW, dbias) in one pass.
+
+    `needs`: which of the three gradients are wanted, in this order; others are empty tensors.
+    """
     labels, gradients, chunk = _Labels(head), _Gradients(head, needs), _Chunk(head, backward=True)
     labels.factor.mul_(head.slope)
     for rows in row_slices(head.x.shape[0], head.chunks):
@@ -90,7 +99,9 @@ def gradients_by_chunks(head: Head, needs: Sequence[bool]) -> tuple[Tensor, Tens
 
 
 @torch.library.custom_op(
-    "effcompile::loss_head_gradients", mutates_args=(), schema=f"({_TENSORS}, {_PLAIN}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+    "effcompile::loss_head_gradients",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_PLAIN}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def loss_head_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any
@@ -107,7 +118,8 @@ def loss_head_gradients(
 def forward_by_chunks(head: Head) -> tuple[Tensor, Tensor]:
     """(loss, log of the sum of exp(logits) per row as (N, 1))."""
     labels, chunk = _Labels(head), _Chunk(head, backward=False)
-    lse, sums = torch.empty_like(labels.picked), labels.factor  # the factor is for gradients: its memory serves again
+    # the factor is for gradients: its memory serves again
+    lse, sums = torch.empty_like(labels.picked), labels.factor
     for rows in row_slices(head.x.shape[0], head.chunks):
         logits = chunk.logits(rows)
         torch.amax(logits, 1, keepdim=True, out=lse[rows])
@@ -118,15 +130,28 @@ def forward_by_chunks(head: Head) -> tuple[Tensor, Tensor]:
     return labels.loss(), lse
 
 
-@torch.library.custom_op("effcompile::loss_head_forward", mutates_args=(), schema=f"({_TENSORS}, {_PLAIN}) -> (Tensor, Tensor)")
-def loss_head_forward(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "effcompile::loss_head_forward", mutates_args=(), schema=f"({_TENSORS}, {_PLAIN}) -> (Tensor, Tensor)"
+)
+def loss_head_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any
+) -> tuple[Tensor, Tensor]:
     """(loss, log of the sum of exp(logits) per row as (N, 1)). Raises as `loss_head_gradients` does."""
     return forward_by_chunks(Head(x, weight, bias, target, *plain).checked())
 
 
-def backward_by_chunks(head: Head, grad: Tensor, lse: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dW, dbias) for the incoming gradient `grad` of the loss, (). `lse` is what `loss_head_forward` returned."""
-    labels, gradients, chunk = _Labels(head, picks=False), _Gradients(head, needs), _Chunk(head, backward=True)
+def backward_by_chunks(
+    head: Head, grad: Tensor, lse: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dW, dbias) for the incoming gradient `grad` of the loss, ().
+
+    `lse` is what `loss_head_forward` returned.
+    """
+    labels, gradients, chunk = (
+        _Labels(head, picks=False),
+        _Gradients(head, needs),
+        _Chunk(head, backward=True),
+    )
     labels.factor.mul_(head.slope).mul_(grad)
     for rows in row_slices(head.x.shape[0], head.chunks):
         gradients.add(chunk, chunk.logits(rows).sub_(lse[rows]).exp_(), rows, labels)
@@ -140,7 +165,10 @@ def backward_by_chunks(head: Head, grad: Tensor, lse: Tensor, needs: Sequence[bo
 def loss_head_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, *plain: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dW, dbias) for the incoming gradient `grad` of the loss, (). `lse` is what `loss_head_forward` returned."""
+    """(dx, dW, dbias) for the incoming gradient `grad` of the loss, ().
+
+    `lse` is what `loss_head_forward` returned.
+    """
     *form, needs = plain
     return backward_by_chunks(Head(x, weight, bias, target, *form).checked(), grad, lse, needs)
 
@@ -148,8 +176,9 @@ def loss_head_backward(
 class _Labels:
     """What the kernels need of the labels, (N, 1) each.
 
-    index: the label, 0 where ignored (an invalid label stays, and gather refuses it). ignored: bool. picked: memory for the
-    label's log-probability. factor: d loss / d row's loss. count: how many are not ignored, ().
+    index: the label, 0 where ignored (an invalid label stays, and gather refuses it). ignored: bool. picked:
+    memory for the label's log-probability. factor: d loss / d row's loss. count: how many are not ignored,
+    ().
     """
 
     def __init__(self, head: Head, *, picks: bool = True) -> None:
@@ -211,7 +240,9 @@ class _Chunk:
 
 
 class _Gradients:
-    """dx (N, D), dW (V, D) in W's strides, dbias (V), accumulated chunk by chunk; what is not wanted is None."""
+    """dx (N, D), dW (V, D) in W's strides, dbias (V), accumulated chunk by chunk; what is not
+    wanted is None.
+    """
 
     def __init__(self, head: Head, needs: Sequence[bool]) -> None:
         self.like, x, weight, bias = head.x, head.x, head.weight, head.bias
@@ -219,7 +250,9 @@ class _Gradients:
         self.bias_sum = self.row = None
         if self.bias is not None:
             self.row = x.new_empty(weight.shape[0], dtype=sum_dtype(x))
-            self.bias_sum = self.bias.zero_() if self.bias.dtype == self.row.dtype else torch.zeros_like(self.row)
+            self.bias_sum = (
+                self.bias.zero_() if self.bias.dtype == self.row.dtype else torch.zeros_like(self.row)
+            )
 
     def add(self, chunk: _Chunk, probabilities: Tensor, rows: slice, labels: _Labels) -> None:
         """What these rows add, from their probabilities, which are overwritten."""
@@ -238,11 +271,15 @@ class _Gradients:
         """(dx, dW, dbias), empty tensors where None."""
         if self.bias is not None and self.bias_sum is not self.bias:
             self.bias.copy_(self.bias_sum)  # type: ignore[arg-type]
-        x, weight, bias = (g if g is not None else self.like.new_empty(0) for g in (self.x, self.weight, self.bias))
+        x, weight, bias = (
+            g if g is not None else self.like.new_empty(0) for g in (self.x, self.weight, self.bias)
+        )
         return x, weight, bias
 
 
-def _like(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _like(
+    x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Memory for the wanted gradients."""
     return (
         x.new_empty(x.shape) if needs[0] else None,
@@ -263,12 +300,16 @@ def _check(head: Head) -> None:
     one_device("A loss head", x=x, W=weight, bias=bias, target=target)
     shapes = f"x {tuple(x.shape)}, W {tuple(weight.shape)}, target {tuple(target.shape)}"
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or target.shape != x.shape[:1]:
-        raise UsageError(f"A loss head takes x (N, D), W (V, D) and target (N); given {shapes}. Flatten the batch axes first.")
+        raise UsageError(
+            f"A loss head takes x (N, D), W (V, D) and target (N); given {shapes}. Flatten the batch axes "
+            "first."
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UsageError(f"A loss head's bias has shape (V); given {tuple(bias.shape)} with {shapes}.")
     if head.reduction not in (MEAN, SUM):
         raise UsageError(
-            f"A loss head's reduction is {MEAN} (mean) or {SUM} (sum); given {head.reduction}. Losses per row are not computed."
+            f"A loss head's reduction is {MEAN} (mean) or {SUM} (sum); given {head.reduction}. Losses per "
+            "row are not computed."
         )
     if head.chunks < 1:
         raise UsageError(f"A loss head is computed in 1 chunk or more; given {head.chunks}.")
@@ -289,5 +330,7 @@ def _(grad, x, weight, bias, target, lse, *plain):  # type: ignore[no-untyped-de
     return _fake_gradients(x, weight, bias, plain[-1])
 
 
-def _fake_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+def _fake_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
     return tuple(g if g is not None else x.new_empty(0) for g in _like(x, weight, bias, needs))

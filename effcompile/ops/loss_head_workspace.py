@@ -32,7 +32,11 @@ class _Sizes:
 
     def chunk(self, *, backward: bool) -> int:
         """wide, narrow, tanh."""
-        return self.r * self.v * (self.w + (self.e if self.e != self.w else 0) + (self.w if self.capped and backward else 0))
+        return (
+            self.r
+            * self.v
+            * (self.w + (self.e if self.e != self.w else 0) + (self.w if self.capped and backward else 0))
+        )
 
     def bias(self, wanted: bool) -> int:
         """row, and the sum where that is not the result itself."""
@@ -42,8 +46,9 @@ class _Sizes:
 def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measured) -> int | None:
     """Bytes alive at the highest instant inside one of these operators, beyond its inputs and its outputs.
 
-    The last chunk's size does not matter, the first is the largest. The formula is the list of what the kernels of loss_head.py allocate,
-    and what their products take for themselves: never below the CPU allocator's trace, and at most 16 bytes above.
+    The last chunk's size does not matter, the first is the largest. The formula is the list of what the
+    kernels of loss_head.py allocate, and what their products take for themselves: never below the CPU
+    allocator's trace, and at most 16 bytes above.
 
     Args:
         name: "effcompile::loss_head_gradients" (an OpOverload's `name()` without ".default").
@@ -61,24 +66,38 @@ def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measur
     capped, chunks = given[9:11] if kind == "backward" else given[8:10]
     assert isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(chunks, int)
     n, v = int(x.shape[0]), int(weight.shape[0])
-    sizes = _Sizes(n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=sum_dtype(x).itemsize, capped=bool(capped))
+    sizes = _Sizes(
+        n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=sum_dtype(x).itemsize, capped=bool(capped)
+    )
     needs = given[-1] if kind != "forward" else (False, False, False)
     assert isinstance(needs, Sequence)
-    of_products = max(map(scratch_of(scratch), _products(x, weight, bias is not None, chunks, needs)), default=0)
+    of_products = max(
+        map(scratch_of(scratch), _products(x, weight, bias is not None, chunks, needs)), default=0
+    )
     if kind == "forward":
         return sizes.labels + n * sizes.w + sizes.chunk(backward=False) + of_products
     picked = n * sizes.w if kind == "gradients" else 0
-    return sizes.labels + picked + sizes.chunk(backward=True) + sizes.bias(bool(needs[2]) and bias is not None) + of_products
+    return (
+        sizes.labels
+        + picked
+        + sizes.chunk(backward=True)
+        + sizes.bias(bool(needs[2]) and bias is not None)
+        + of_products
+    )
 
 
 def _products(x: Tensor, weight: Tensor, bias: bool, chunks: int, needs: Sequence[bool]) -> Iterator[Product]:
-    """The distinct products of `_Chunk.logits` and `_Gradients.add`, of the whole chunks and of the last one."""
+    """The distinct products of `_Chunk.logits` and `_Gradients.add`, of the whole chunks and of
+    the last one.
+    """
     rows = int(x.shape[0])
     for part in dict.fromkeys(chunk.stop - chunk.start for chunk in row_slices(rows, chunks)):
         given, logits = x[:part], x.new_empty((part, weight.shape[0]), device="meta")
         yield Product.of(given, weight.t(), logits, bias=bias, device=x.device.type)
         if needs[0]:
-            yield Product.of(logits, weight, given.new_empty(given.shape, device="meta"), device=x.device.type)
+            yield Product.of(
+                logits, weight, given.new_empty(given.shape, device="meta"), device=x.device.type
+            )
         if needs[1]:
             like = torch.empty_like(weight, device="meta")
             yield Product.of(logits.t(), given, like, device=x.device.type)

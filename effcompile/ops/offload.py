@@ -1,12 +1,14 @@
-"""Values on the host between forward and backward: a pool outside torch's allocator, and the copies to it and back.
+"""Values on the host between forward and backward: a pool outside torch's allocator, and the copies to it and
+back.
 
-Plain functions, not custom operators: they stand as call_function nodes in graphs that our own executor runs, and what
-they hand over is a `Slot`, which gives its bytes back when it is fetched or when nobody holds it any more (a loss whose
-backward is never called). A copy keeps sizes, strides and bits.
+Plain functions, not custom operators: they stand as call_function nodes in graphs that our own executor runs,
+and what they hand over is a `Slot`, which gives its bytes back when it is fetched or when nobody holds it any
+more (a loss whose backward is never called). A copy keeps sizes, strides and bits.
 
-On the CPU a slot is a part of a temporary file, unlinked as it is opened, so that a killed process leaves nothing behind,
-and mapped into memory: the system writes it to the disk of `folder` when memory runs short. For CUDA a slot is pinned
-memory; `send`, `sent`, `ask`, `arrived` copy on side streams beside the compute, `offload` and `fetch` wait.
+On the CPU a slot is a part of a temporary file, unlinked as it is opened, so that a killed process leaves
+nothing behind, and mapped into memory: the system writes it to the disk of `folder` when memory runs short.
+For CUDA a slot is pinned memory; `send`, `sent`, `ask`, `arrived` copy on side streams beside the compute,
+`offload` and `fetch` wait.
 """
 
 from __future__ import annotations
@@ -25,7 +27,20 @@ from torch import Tensor
 from effcompile.core import gpu
 from effcompile.core.errors import UsageError
 
-__all__ = ["Coming", "HostPool", "Slot", "arrived", "ask", "fetch", "host_pool", "is_dense", "link_seconds", "offload", "send", "sent"]
+__all__ = [
+    "Coming",
+    "HostPool",
+    "Slot",
+    "arrived",
+    "ask",
+    "fetch",
+    "host_pool",
+    "is_dense",
+    "link_seconds",
+    "offload",
+    "send",
+    "sent",
+]
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _PROBE_BYTES = 16 << 20
@@ -44,7 +59,9 @@ class HostPool:
             with tempfile.TemporaryFile(dir=folder, prefix="effcompile-") as file:
                 self.fd = os.dup(file.fileno())
         except OSError as error:
-            raise UsageError(f"No host pool can be made in {folder}: {error.strerror}. Give another offload.folder.") from error
+            raise UsageError(
+                f"No host pool can be made in {folder}: {error.strerror}. Give another offload.folder."
+            ) from error
         self.folder = folder
         self.size = self.in_use = self.peak = 0
         self.free: dict[tuple[int, bool], list[tuple[Tensor, Any]]] = {}
@@ -84,8 +101,8 @@ class HostPool:
             os.posix_fallocate(self.fd, self.size, nbytes)  # a full disk is an error here, not a signal later
         except OSError as error:
             raise UsageError(
-                f"The host pool in {self.folder} cannot grow from {self.size} by {nbytes} bytes: {error}. Give offload.folder on a disk "
-                "with more room, or a smaller offload.host."
+                f"The host pool in {self.folder} cannot grow from {self.size} by {nbytes} bytes: {error}. "
+                "Give offload.folder on a disk with more room, or a smaller offload.host."
             ) from error
         mapped = mmap.mmap(self.fd, nbytes, offset=self.size)
         self.size += nbytes
@@ -94,7 +111,9 @@ class HostPool:
         return memory
 
     def rest(self, address: int) -> None:
-        """Memory that `take` returned leaves the process's resident pages: the file has its values, and reading brings them back."""
+        """Memory that `take` returned leaves the process's resident pages: the file has its values, and
+        reading brings them back.
+        """
         mapped = self.mapped.get(address)
         if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             mapped.madvise(mmap.MADV_DONTNEED)
@@ -172,7 +191,9 @@ def fetch(slot: Slot) -> Tensor:
 
 
 def send(x: Tensor, folder: str = "") -> Slot:
-    """Begin to copy a value to the host, beside what runs on; `sent` must follow before the value is freed."""
+    """Begin to copy a value to the host, beside what runs on; `sent` must follow before the value
+    is freed.
+    """
     if not x.is_cuda:
         return offload(x, folder)
     x = _dense(x)
@@ -224,7 +245,9 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def link_seconds(folder: str = "", device: str = "cpu") -> tuple[float, float]:
-    """Seconds per byte to the host and back, measured with one value of 16 MiB (the faster of two runs); on a GPU of 64 MiB."""
+    """Seconds per byte to the host and back, measured with one value of 16 MiB (the faster of two runs); on a
+    GPU of 64 MiB.
+    """
     if device == "cuda":
         return _device_link_seconds()
     x = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
@@ -240,10 +263,17 @@ def link_seconds(folder: str = "", device: str = "cpu") -> tuple[float, float]:
 
 
 def _device_link_seconds() -> tuple[float, float]:
-    """The same of pinned memory and the current GPU, by its own clock: pages are pinned once, and are the pool's from then on."""
+    """The same of pinned memory and the current GPU, by its own clock: pages are pinned once, and are the
+    pool's from then on.
+    """
     size = 4 * _PROBE_BYTES
-    x, host = torch.empty(size, dtype=torch.uint8, device="cuda"), torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    out, back = (gpu.seconds(partial(to.copy_, of, non_blocking=True), cold=False) for to, of in ((host, x), (x, host)))
+    x, host = (
+        torch.empty(size, dtype=torch.uint8, device="cuda"),
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+    )
+    out, back = (
+        gpu.seconds(partial(to.copy_, of, non_blocking=True), cold=False) for to, of in ((host, x), (x, host))
+    )
     return out / size, back / size
 
 

@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 
 class OneByOne(Optimizer):
-    """An optimizer whose step is `update` of every parameter that has a gradient, in the order of its groups."""
+    """An optimizer whose step is `update` of every parameter that has a gradient, in the order of
+    its groups.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> Any:

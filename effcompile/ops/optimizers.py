@@ -1,7 +1,10 @@
-"""Forms of an optimizer: the user's own, the same with 8-bit states, or another that keeps less. What cannot be changed is declined.
+"""Forms of an optimizer: the user's own, the same with 8-bit states, or another that keeps less.
 
-A form is built for any tensors (parameters, pieces of them, copies on the host, tensors without data) with the options of the
-user's parameter group, which are read anew at every step: learning rate schedules work as usual.
+What cannot be changed is declined.
+
+A form is built for any tensors (parameters, pieces of them, copies on the host, tensors without data) with
+the options of the user's parameter group, which are read anew at every step: learning rate schedules work as
+usual.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from effcompile.ops.lion8 import Lion8bit
 Group = Mapping[str, Any]
 
 GIVEN, EIGHT_BIT, LION8 = "given", "8-bit", "lion8"
-#: Optimizers that the user may allow instead, ours or pytorch-optimizer's → (class, factor of the learning rate, of the weight decay).
-#: Lion: learning rate 3–10 times smaller, decay as much larger than AdamW's (Chen et al. 2023, arXiv 2302.06675, §5).
+#: Optimizers that the user may allow instead, ours or pytorch-optimizer's → (class, factor of the learning
+#: rate, of the weight decay). Lion: learning rate 3–10 times smaller, decay as much larger than AdamW's (Chen
+#: et al. 2023, arXiv 2302.06675, §5).
 CHANGES: Mapping[str, tuple[str, float, float]] = {
     "lion": ("Lion", 1 / 3, 3.0),
     "lamb": ("Lamb", 1.0, 1.0),
@@ -39,13 +43,17 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 #: Those that look at several parameters at once, or run the model again.
 _NOT_SINGLE = ("LBFGS", "SparseAdam")
 _SINGLE = ("Lion", "LARS")
-#: 8-bit states in pieces of so many elements on a CPU, where torchao's update is not compiled: its working memory is 60 B/element.
+#: 8-bit states in pieces of so many elements on a CPU, where torchao's update is not compiled: its working
+#: memory is 60 B/element.
 CPU_PIECE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class StatesForm:
-    """`name`: GIVEN, EIGHT_BIT or a key of CHANGES. `fused`: one kernel per parameter. `piece`: elements updated at once, 0 for all."""
+    """`name`: GIVEN, EIGHT_BIT or a key of CHANGES.
+
+    `fused`: one kernel per parameter. `piece`: elements updated at once, 0 for all.
+    """
 
     name: str = GIVEN
     fused: bool = False
@@ -54,16 +62,28 @@ class StatesForm:
 
 def given_form(optimizer: Optimizer, device: str) -> StatesForm:
     """The user's optimizer; by torch's fused kernels where it has them and the user has not chosen others."""
-    plain = all(not group.get(key) for group in optimizer.param_groups for key in ("foreach", "capturable", "differentiable"))
+    plain = all(
+        not group.get(key)
+        for group in optimizer.param_groups
+        for key in ("foreach", "capturable", "differentiable")
+    )
     chosen = any(group.get("fused") is False for group in optimizer.param_groups)
-    able = type(optimizer) in _FUSED and device in ("cpu", "cuda") and not (device == "cpu" and _is_narrow_sgd(optimizer))
+    able = (
+        type(optimizer) in _FUSED
+        and device in ("cpu", "cuda")
+        and not (device == "cpu" and _is_narrow_sgd(optimizer))
+    )
     return StatesForm(fused=able and plain and not chosen and not optimizer.state)
 
 
 def _is_narrow_sgd(optimizer: Optimizer) -> bool:
-    """SGD of 16-bit parameters, which torch's fused CPU kernel updates wrongly (2.13.0: off by as much as the update itself)."""
+    """SGD of 16-bit parameters, which torch's fused CPU kernel updates wrongly (2.13.0: off by as much as the
+    update itself).
+    """
     narrow = (torch.bfloat16, torch.float16)
-    return type(optimizer) is torch.optim.SGD and any(p.dtype in narrow for group in optimizer.param_groups for p in group["params"])
+    return type(optimizer) is torch.optim.SGD and any(
+        p.dtype in narrow for group in optimizer.param_groups for p in group["params"]
+    )
 
 
 def check(optimizer: object) -> Optimizer:
@@ -74,13 +94,14 @@ def check(optimizer: object) -> Optimizer:
     """
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"optimizer is a {type(optimizer).__name__}. Give a torch.optim.Optimizer of the model's parameters, or a function "
-            "optimizer(parameters) that returns one."
+            f"optimizer is a {type(optimizer).__name__}. Give a torch.optim.Optimizer of the model's "
+            "parameters, or a function optimizer(parameters) that returns one."
         )
     if needs_closure(optimizer):
         raise UsageError(
-            f"{type(optimizer).__name__}.step needs a closure, which runs the model several times within one step: its memory cannot be "
-            "planned. Leave the optimizer out, and give `memory` without what it takes."
+            f"{type(optimizer).__name__}.step needs a closure, which runs the model several times within one "
+            "step: its memory cannot be planned. Leave the optimizer out, and give `memory` without what it "
+            "takes."
         )
     return optimizer
 
@@ -88,14 +109,20 @@ def check(optimizer: object) -> Optimizer:
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `step` has a required argument."""
     taken = inspect.signature(type(optimizer).step).parameters.values()
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in list(taken)[1:])
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in list(taken)[1:]
+    )
 
 
 def one_by_one(optimizer: Optimizer) -> Unsupported | None:
     """None where each parameter is updated by itself, else why its update cannot be taken apart."""
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
-    single = (package == "torch" and kind.__name__ not in _NOT_SINGLE) or package == "torchao" or kind.__name__ in _SINGLE
+    single = (
+        (package == "torch" and kind.__name__ not in _NOT_SINGLE)
+        or package == "torchao"
+        or kind.__name__ in _SINGLE
+    )
     if not single:
         return Unsupported.of("{} is not known to update each parameter by itself", kind.__name__)
     if optimizer.state:
@@ -112,12 +139,23 @@ def declined(name: str, optimizer: Optimizer) -> Unsupported | None:
     if name == EIGHT_BIT:
         if kind not in (torch.optim.Adam, torch.optim.AdamW):
             return Unsupported.of("there is no 8-bit {}: Adam and AdamW have one", kind.__name__)
-        special = [key for group in optimizer.param_groups for key in ("maximize", "capturable", "differentiable") if group.get(key)]
+        special = [
+            key
+            for group in optimizer.param_groups
+            for key in ("maximize", "capturable", "differentiable")
+            if group.get(key)
+        ]
         if special:
-            return Unsupported.of("the option {}={} of this {} is not in the 8-bit one", special[0], True, kind.__name__)
+            return Unsupported.of(
+                "the option {}={} of this {} is not in the 8-bit one", special[0], True, kind.__name__
+            )
         return None if find_spec("torchao") else Unsupported("it needs torchao: pip install torchao")
     if name in CHANGES and name != LION8:
-        return None if find_spec("pytorch_optimizer") else Unsupported("it needs pytorch-optimizer: pip install pytorch-optimizer")
+        return (
+            None
+            if find_spec("pytorch_optimizer")
+            else Unsupported("it needs pytorch-optimizer: pip install pytorch-optimizer")
+        )
     return None
 
 
@@ -142,7 +180,11 @@ def options(form: StatesForm, group: Group) -> dict[str, Any]:
         return {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
     _, rate, decay = CHANGES[form.name]
     found = {"lr": group["lr"] * rate, "weight_decay": group.get("weight_decay", 0.0) * decay}
-    return {**found, "betas": group["betas"], "eps": group["eps"]} if form.name == "lamb" and "betas" in group else found
+    return (
+        {**found, "betas": group["betas"], "eps": group["eps"]}
+        if form.name == "lamb" and "betas" in group
+        else found
+    )
 
 
 def update_options(inner: Optimizer, form: StatesForm, group: Group) -> None:
@@ -164,10 +206,18 @@ def pieces(form: StatesForm, tensor: torch.Tensor) -> list[torch.Tensor]:
     return [flat[start : start + form.piece] for start in range(0, count, form.piece)]
 
 
-def _rebuilt(optimizer: Optimizer, chosen: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> Optimizer:
-    """The optimizer's class and attributes with other tensors and no states; works for classes whose arguments we do not know."""
+def _rebuilt(
+    optimizer: Optimizer, chosen: Mapping[str, object], tensors: Sequence[torch.Tensor]
+) -> Optimizer:
+    """The optimizer's class and attributes with other tensors and no states; works for classes whose
+    arguments we do not know.
+    """
     made: Optimizer = type(optimizer).__new__(type(optimizer))
-    own = {k: copy.copy(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and not k.startswith("_optimizer_")}
+    own = {
+        k: copy.copy(v)
+        for k, v in vars(optimizer).items()
+        if k not in ("state", "param_groups") and not k.startswith("_optimizer_")
+    }
     own |= {k: OrderedDict() for k in vars(optimizer) if k.startswith("_optimizer_")}
     made.__dict__.update(own, state=defaultdict(dict), param_groups=[{**chosen, "params": list(tensors)}])
     return made

@@ -1,8 +1,9 @@
 """A part added or put where the whole lies.
 
-Added: gradients of a value that a loop reads part by part (x[:, 0], x[:, 1], ...). Autograd makes of each part's gradient a tensor of the
-whole, zeros but for the part, and adds them: T steps read and write T times the whole. Here only the part is read and written.
-Put: what aten.slice_scatter and aten.select_scatter make a new tensor for.
+Added: gradients of a value that a loop reads part by part (x[:, 0], x[:, 1], ...). Autograd makes of each
+part's gradient a tensor of the whole, zeros but for the part, and adds them: T steps read and write T times
+the whole. Here only the part is read and written. Put: what aten.slice_scatter and aten.select_scatter make a
+new tensor for.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ __all__ = ["add_select_", "add_slice_", "put_select_", "put_slice_"]
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _LIBRARY.define("add_select_(Tensor(a!) whole, Tensor part, int dim, int index) -> Tensor(a!)")
-_LIBRARY.define("add_slice_(Tensor(a!) whole, Tensor part, int dim, int start, int end, int step) -> Tensor(a!)")
+_LIBRARY.define(
+    "add_slice_(Tensor(a!) whole, Tensor part, int dim, int start, int end, int step) -> Tensor(a!)"
+)
 _LIBRARY.define("put_select_(Tensor(a!) whole, Tensor part, int dim, int index) -> Tensor(a!)")
-_LIBRARY.define("put_slice_(Tensor(a!) whole, Tensor part, int dim=0, int? start=None, int? end=None, int step=1) -> Tensor(a!)")
+_LIBRARY.define(
+    "put_slice_(Tensor(a!) whole, Tensor part, int dim=0, int? start=None, int? end=None, int step=1) -> "
+    "Tensor(a!)"
+)
 
 
 def _add_select(whole: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
@@ -37,7 +43,9 @@ def _put_select(whole: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
     return whole
 
 
-def _put_slice(whole: Tensor, part: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+def _put_slice(
+    whole: Tensor, part: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
     """whole[..., start:end:step, ...] = part; returns the whole."""
     torch.ops.aten.slice.Tensor(whole, dim, start, end, step).copy_(part)
     return whole

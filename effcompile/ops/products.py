@@ -1,8 +1,9 @@
 """What a matrix product allocates for itself on a CPU, beyond its operands and its result.
 
-It depends on the instruction set, not on shapes alone: for 16-bit operands oneDNN keeps fp32 sums of the whole result where there are no
-16-bit instructions (measured: 4 M N bytes, AVX512-VNNI), re-orders the second operand, padded, where there are tiles (AMX: 2 · 32⌈K/32⌉ N),
-and none of it with AVX2. So it is measured wherever it can be: the very product is run once under the allocator's trace.
+It depends on the instruction set, not on shapes alone: for 16-bit operands oneDNN keeps fp32 sums of the
+whole result where there are no 16-bit instructions (measured: 4 M N bytes, AVX512-VNNI), re-orders the second
+operand, padded, where there are tiles (AMX: 2 · 32⌈K/32⌉ N), and none of it with AVX2. So it is measured
+wherever it can be: the very product is run once under the allocator's trace.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class Product:
     accumulate: bool = False
 
     @staticmethod
-    def of(a: Tensor, b: Tensor, out: Tensor, *, device: str, bias: bool = False, accumulate: bool = False) -> Product:
+    def of(
+        a: Tensor, b: Tensor, out: Tensor, *, device: str, bias: bool = False, accumulate: bool = False
+    ) -> Product:
         """The product of these tensors, real, fake or on the meta device, where it will run on `device`."""
         (m, k), n = map(int, a.shape), int(b.shape[1])
         strides = tuple(tuple(map(int, t.stride())) for t in (a, b, out))
-        return Product(m=m, k=k, n=n, dtype=a.dtype, strides=strides, device=device, bias=bias, accumulate=accumulate)
+        return Product(
+            m=m, k=k, n=n, dtype=a.dtype, strides=strides, device=device, bias=bias, accumulate=accumulate
+        )
 
 
 #: Bytes that a product allocates for itself.
@@ -54,8 +59,15 @@ def unknown(product: Product) -> int:
 
 
 def measured(product: Product) -> int:
-    """Bytes by the allocator's trace on this machine, of a warm call; 0 for what is on no CPU. Each product is run once in a process."""
-    return _measured(product, (torch.get_num_threads(), torch.get_float32_matmul_precision())) if product.device == "cpu" else 0
+    """Bytes by the allocator's trace on this machine, of a warm call; 0 for what is on no CPU.
+
+    Each product is run once in a process.
+    """
+    return (
+        _measured(product, (torch.get_num_threads(), torch.get_float32_matmul_precision()))
+        if product.device == "cpu"
+        else 0
+    )
 
 
 @cache
@@ -71,7 +83,9 @@ def _measured(product: Product, settings: tuple[object, ...]) -> int:
 def _call(product: Product) -> Callable[[], object]:
     m, k, n = product.m, product.k, product.n
     shapes = ((m, k), (k, n), (m, n))
-    a, b, out = (_zeros(shape, strides, product.dtype) for shape, strides in zip(shapes, product.strides, strict=True))
+    a, b, out = (
+        _zeros(shape, strides, product.dtype) for shape, strides in zip(shapes, product.strides, strict=True)
+    )
     if product.accumulate:
         return partial(out.addmm_, a, b)
     if product.bias:
@@ -81,20 +95,27 @@ def _call(product: Product) -> Callable[[], object]:
 
 def _zeros(shape: tuple[int, int], strides: Iterable[int], dtype: torch.dtype) -> Tensor:
     strides = tuple(strides)
-    extent = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    extent = (
+        0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    )
     return torch.zeros(extent, dtype=dtype).as_strided(shape, strides)
 
 
 def bounded(product: Product) -> int:
-    """A margin for a CPU that is not here, whose instruction set is not known: the sum of all that oneDNN was seen to allocate.
+    """A margin for a CPU that is not here, whose instruction set is not known: the sum of all that oneDNN was
+    seen to allocate.
 
-    fp32 sums of the result and both operands padded to whole tiles (32 by 64), for 16 bits; nothing for wider numbers, whose products
-    take their buffers from elsewhere than torch's allocator.
+    fp32 sums of the result and both operands padded to whole tiles (32 by 64), for 16 bits; nothing for wider
+    numbers, whose products take their buffers from elsewhere than torch's allocator.
     """
     if product.dtype not in (torch.bfloat16, torch.float16):
         return 0
     depth = _up(product.k, 32)
-    return 4 * _up(product.m, 32) * _up(product.n, 64) + 2 * depth * (_up(product.m, 32) + _up(product.n, 64)) + _SMALL
+    return (
+        4 * _up(product.m, 32) * _up(product.n, 64)
+        + 2 * depth * (_up(product.m, 32) + _up(product.n, 64))
+        + _SMALL
+    )
 
 
 #: What was seen beside: alignment, and sums per thread.
@@ -106,7 +127,10 @@ def _up(size: int, multiple: int) -> int:
 
 
 def of_node(node: fx.Node) -> Iterator[Product]:
-    """The matrix product that a node of aten's is; nothing for other operators. A batch of them shares its buffers."""
+    """The matrix product that a node of aten's is; nothing for other operators.
+
+    A batch of them shares its buffers.
+    """
     where = OPERANDS.get(node.target)
     if where is None:
         return

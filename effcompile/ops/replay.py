@@ -1,4 +1,5 @@
-"""Running a random operator a second time with the numbers of the first: the generator's state is kept and put back.
+"""Running a random operator a second time with the numbers of the first: the generator's state is kept and
+put back.
 
 Plain functions, not custom operators: they stand as call_function nodes in graphs that our own executor runs.
 """
@@ -9,7 +10,8 @@ import torch
 
 from effcompile.core.types import Forward, Value
 
-#: Bytes of the state that `random_state` returns for a CPU generator (Mersenne twister, its own format since 1.0).
+#: Bytes of the state that `random_state` returns for a CPU generator (Mersenne twister, its own format since
+#: 1.0).
 CPU_STATE_BYTES = 5056
 
 
@@ -19,7 +21,9 @@ def random_state(device: str) -> torch.Tensor:
 
 
 def replay(state: torch.Tensor, device: str, target: Forward, /, *args: object, **kwargs: object) -> Value:
-    """`target(*args, **kwargs)`, also of a target with a `device`, with the generator as `state` says; then it is as it was before."""
+    """`target(*args, **kwargs)`, also of a target with a `device`, with the generator as `state` says; then
+    it is as it was before.
+    """
     now = random_state(device)
     _set(state, device)
     try:

@@ -1,7 +1,9 @@
-"""Operators over rows of tokens as one call (`row_program.cpp`), for calls of few tokens: a list of steps over values in slots.
+"""Operators over rows of tokens as one call (`row_program.cpp`), for calls of few tokens: a list of steps
+over values in slots.
 
-A step is a norm, a gate, a rotation, a linear with codes, a sum, a product, rows that are appended to a cache or an attention over it, each
-by its own kernel. What is computed is what the kernels compute one by one, to the bit.
+A step is a norm, a gate, a rotation, a linear with codes, a sum, a product, rows that are appended to a cache
+or an attention over it, each by its own kernel. What is computed is what the kernels compute one by one, to
+the bit.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ class RowStep:
 
     Attributes:
         kind: one of those above.
-        a, b, out, more: slots: its inputs (of a rotation x and cos) and its result; the residual sum that a norm makes, a rotation's sin.
-            Of an append b is its cache; of an attention b and more are those of its keys and values.
-        k, n: columns that a linear reads and makes; columns of anything else; half of a head's width and heads of a rotation; a head's
-            width and heads of an attention and an append.
+        a, b, out, more: slots: its inputs (of a rotation x and cos) and its result; the residual sum that a
+            norm makes, a rotation's sin. Of an append b is its cache; of an attention b and more are those of
+            its keys and values.
+        k, n: columns that a linear reads and makes; columns of anything else; half of a head's width and
+            heads of a rotation; a head's width and heads of an attention and an append.
         mask: of an attention, -1 where all is seen.
         constants: of a linear the weight, its scales where they stand apart and its bias; a norm's weight.
         after: what follows a linear. eps: of a norm; of an attention its scale.
@@ -63,7 +66,10 @@ class _Step(ctypes.Structure):
 
 
 class _Cache(ctypes.Structure):
-    _fields_ = (("at", POINTER), *((name, ARGUMENT) for name in ("of_batch", "of_head", "heads", "rows", "form")))
+    _fields_ = (
+        ("at", POINTER),
+        *((name, ARGUMENT) for name in ("of_batch", "of_head", "heads", "rows", "form")),
+    )
 
 
 class _Mask(ctypes.Structure):
@@ -73,13 +79,27 @@ class _Mask(ctypes.Structure):
 @functools.cache
 def _runner() -> Callable[..., None] | None:
     """What runs a list of steps; None where no kernels are compiled."""
-    if any(isinstance(each.kernels(), str) for each in (rows_native, group_native, int8_native, cached_attention)):
+    if any(
+        isinstance(each.kernels(), str) for each in (rows_native, group_native, int8_native, cached_attention)
+    ):
         return None
     try:
         run = library(_SOURCE, {}, "generic").row_program
     except LoweringError:
         return None
-    run.argtypes = (POINTER, ARGUMENT, POINTER, ARGUMENT, ARGUMENT, POINTER, ARGUMENT, ARGUMENT, POINTER, POINTER, ARGUMENT)
+    run.argtypes = (
+        POINTER,
+        ARGUMENT,
+        POINTER,
+        ARGUMENT,
+        ARGUMENT,
+        POINTER,
+        ARGUMENT,
+        ARGUMENT,
+        POINTER,
+        POINTER,
+        ARGUMENT,
+    )
     run.restype = None
     made: Callable[..., None] = run
     return made
@@ -91,12 +111,19 @@ def available() -> bool:
 
 
 class RowProgram:
-    """Steps over values of which the first ones are inputs (..., width), dense and in fp32; see `__call__`."""
+    """Steps over values of which the first ones are inputs (..., width), dense and in fp32; see
+    `__call__`.
+    """
 
-    def __init__(self, steps: Sequence[RowStep], inputs: int, widths: Sequence[int], results: Sequence[int]) -> None:
-        """`inputs`: how many slots are inputs, the first ones; `widths`: of each slot; `results`: slots of what a call returns."""
+    def __init__(
+        self, steps: Sequence[RowStep], inputs: int, widths: Sequence[int], results: Sequence[int]
+    ) -> None:
+        """`inputs`: how many slots are inputs, the first ones; `widths`: of each slot; `results`: slots of
+        what a call returns.
+        """
         self._steps = (_Step * len(steps))(*map(_packed, steps))
-        self._held = [constant for step in steps for constant in step.constants]  # whose addresses the steps have
+        # whose addresses the steps have
+        self._held = [constant for step in steps for constant in step.constants]
         self._inputs, self._widths, self.results = inputs, tuple(widths), tuple(results)
         inner = [slot for slot in range(inputs, len(widths)) if slot not in set(results)]
         self._inner, at = list[tuple[int, int]](), 0
@@ -104,15 +131,22 @@ class RowProgram:
             self._inner.append((slot, at))
             at += widths[slot]
         self._inner_columns = at
-        self._scratch = max((64 * math.ceil(step.k / group_codes.GROUP) for step in steps if step.kind in (GROUPS, BYTES)), default=0)
+        self._scratch = max(
+            (64 * math.ceil(step.k / group_codes.GROUP) for step in steps if step.kind in (GROUPS, BYTES)),
+            default=0,
+        )
         self._slots = POINTER * len(widths)
         self._turned = next((step.b for step in steps if step.kind == TURN), -1)
         self._attentions = {(step.n, step.k, step.b) for step in steps if step.kind == ATTEND}
 
-    def __call__(self, *inputs: Tensor, caches: Sequence[Tensor] = (), masks: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The results, (batch, rows, width) each, of inputs whose first axes are those of the first; cos and sin may have one batch.
+    def __call__(
+        self, *inputs: Tensor, caches: Sequence[Tensor] = (), masks: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """The results, (batch, rows, width) each, of inputs whose first axes are those of the first; cos and
+        sin may have one batch.
 
-        `caches` (batch, heads, rows, width) end with the rows that are appended; rows are dense, in a form of theirs.
+        `caches` (batch, heads, rows, width) end with the rows that are appended; rows are dense, in a form of
+        theirs.
         """
         run = _runner()
         assert run is not None
@@ -120,7 +154,10 @@ class RowProgram:
         made = [inputs[0].new_empty((batch, rows, self._widths[slot])) for slot in self.results]
         count, threads = batch * rows, torch.get_num_threads()
         apart = self._apart(caches, rows)
-        room = torch.empty(4 * count * self._inner_columns + max(count * self._scratch, 4 * threads * apart) + 64, dtype=torch.uint8)
+        room = torch.empty(
+            4 * count * self._inner_columns + max(count * self._scratch, 4 * threads * apart) + 64,
+            dtype=torch.uint8,
+        )
         start = room.data_ptr()
         slots = self._slots(*[each.data_ptr() for each in inputs])
         for slot, at in self._inner:
@@ -157,14 +194,39 @@ def _mask(mask: Tensor) -> _Mask:
 
 def _packed(step: RowStep) -> _Step:
     """With the addresses of its kernel and constants."""
-    rows, groups, codes, attentions = rows_native.kernels(), group_native.kernels(), int8_native.kernels(), cached_attention.kernels()
-    assert not isinstance(rows, str) and not isinstance(groups, str) and not isinstance(codes, str) and not isinstance(attentions, str)
-    calls = {GROUPS: groups.call, BYTES: codes.call, NORM: rows.norm, GATE: rows.gate, TURN: rows.turn, ATTEND: attentions.call}
+    rows, groups, codes, attentions = (
+        rows_native.kernels(),
+        group_native.kernels(),
+        int8_native.kernels(),
+        cached_attention.kernels(),
+    )
+    assert (
+        not isinstance(rows, str)
+        and not isinstance(groups, str)
+        and not isinstance(codes, str)
+        and not isinstance(attentions, str)
+    )
+    calls = {
+        GROUPS: groups.call,
+        BYTES: codes.call,
+        NORM: rows.norm,
+        GATE: rows.gate,
+        TURN: rows.turn,
+        ATTEND: attentions.call,
+    }
     call = calls.get(step.kind)
-    addresses = [None if constant is None else constant.data_ptr() for constant in (*step.constants, None, None, None)[:3]]
-    bits = group_codes.bits_of(step.constants[0]) if step.kind == GROUPS and step.constants[0] is not None else step.mask
+    addresses = [
+        None if constant is None else constant.data_ptr()
+        for constant in (*step.constants, None, None, None)[:3]
+    ]
+    bits = (
+        group_codes.bits_of(step.constants[0])
+        if step.kind == GROUPS and step.constants[0] is not None
+        else step.mask
+    )
     return _Step(
         kind=step.kind, a=step.a, b=step.b, out=step.out, more=step.more, k=step.k, n=step.n, bits=bits,
-        after=int8_codes.AFTER.index(step.after), call=None if call is None else ctypes.cast(call, POINTER).value,
-        weight=addresses[0], scales=addresses[1], bias=addresses[2], eps=step.eps,
+        after=int8_codes.AFTER.index(step.after),
+        call=None if call is None else ctypes.cast(call, POINTER).value, weight=addresses[0],
+        scales=addresses[1], bias=addresses[2], eps=step.eps,
     )  # fmt: skip

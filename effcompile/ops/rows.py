@@ -1,6 +1,8 @@
-"""What lies between a transformer's products, as one operator each: RMSNorm with its residual sum, SwiGLU, rotary positions.
+"""What lies between a transformer's products, as one operator each: RMSNorm with its residual sum, SwiGLU,
+rotary positions.
 
-For where no compiler fuses element-wise work. Sums and functions are in fp32 (fp64 for fp64), results in the inputs' dtype.
+For where no compiler fuses element-wise work. Sums and functions are in fp32 (fp64 for fp64), results in the
+inputs' dtype.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ from effcompile.ops.sums import sum_dtype
 __all__ = ["rms_norm", "rms_norm_alone", "rms_norm_backward", "rotary", "swiglu", "swiglu_backward"]
 
 
-def rms_norm_by_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, s, r) with s = x + residual, r = (mean s² + eps)^−½ per row and y = s · r · weight (Zhang and Sennrich, arXiv 1910.07467).
+def rms_norm_by_torch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, s, r) with s = x + residual, r = (mean s² + eps)^−½ per row and y = s · r · weight (Zhang and
+    Sennrich, arXiv 1910.07467).
 
-    x, residual, y, s (..., D), weight (D), r (..., 1) in the wide dtype. s is rounded to x's dtype before it is normed, as in eager.
+    x, residual, y, s (..., D), weight (D), r (..., 1) in the wide dtype. s is rounded to x's dtype before it
+    is normed, as in eager.
 
     Raises:
         UsageError: shapes or dtypes that do not fit.
@@ -32,12 +38,18 @@ def rms_norm_by_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
 
 
 def rms_norm_alone_by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """y of `rms_norm` without a residual, where nothing else is kept: for calls without a backward, as there is none of it."""
+    """y of `rms_norm` without a residual, where nothing else is kept: for calls without a backward, as there
+    is none of it.
+    """
     return rms_norm_by_torch(x, None, weight, eps)[0]
 
 
-def rms_norm_backward_by_torch(grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """(ds, dweight): ds is the gradient of x and of the residual alike; `grad_s` is what reaches s besides."""
+def rms_norm_backward_by_torch(
+    grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(ds, dweight): ds is the gradient of x and of the residual alike; `grad_s` is what reaches
+    s besides.
+    """
     wide, slopes = s.to(r.dtype), grad.to(r.dtype)
     normed, scaled = wide * r, slopes * weight.to(r.dtype)
     ds = r * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
@@ -56,14 +68,17 @@ def swiglu_backward_by_torch(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
     """(dgate, dup)."""
     wide, slopes = gate.to(sum_dtype(gate)), grad.to(sum_dtype(gate))
     on = torch.sigmoid(wide)
-    return (slopes * up.to(wide.dtype) * on * (1 + wide * (1 - on))).to(gate.dtype), (slopes * wide * on).to(up.dtype)
+    return (slopes * up.to(wide.dtype) * on * (1 + wide * (1 - on))).to(gate.dtype), (slopes * wide * on).to(
+        up.dtype
+    )
 
 
 def rotary_by_torch(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
-    """x (B, H, S, D) turned by cos, sin (B or 1, S, D): x · cos + [−x₂, x₁] · sin for halves x₁, x₂ (Su et al., arXiv 2104.09864).
+    """x (B, H, S, D) turned by cos, sin (B or 1, S, D): x · cos + [−x₂, x₁] · sin for halves x₁, x₂ (Su et
+    al., arXiv 2104.09864).
 
-    `backwards` applies the transpose, which is the gradient. The result lies in memory as x does (its axes in that order, dense): the view
-    that follows an attention relies on it.
+    `backwards` applies the transpose, which is the gradient. The result lies in memory as x does (its axes in
+    that order, dense): the view that follows an attention relies on it.
 
     Raises:
         UsageError: shapes that do not fit, or an odd D.
@@ -80,19 +95,34 @@ def rotary_by_torch(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Ten
 
 
 rms_norm = torch.library.custom_op("effcompile::rms_norm", rms_norm_by_torch, mutates_args=())
-rms_norm_alone = torch.library.custom_op("effcompile::rms_norm_alone", rms_norm_alone_by_torch, mutates_args=())
-rms_norm_backward = torch.library.custom_op("effcompile::rms_norm_backward", rms_norm_backward_by_torch, mutates_args=())
+rms_norm_alone = torch.library.custom_op(
+    "effcompile::rms_norm_alone", rms_norm_alone_by_torch, mutates_args=()
+)
+rms_norm_backward = torch.library.custom_op(
+    "effcompile::rms_norm_backward", rms_norm_backward_by_torch, mutates_args=()
+)
 swiglu = torch.library.custom_op("effcompile::swiglu", swiglu_by_torch, mutates_args=())
-swiglu_backward = torch.library.custom_op("effcompile::swiglu_backward", swiglu_backward_by_torch, mutates_args=())
+swiglu_backward = torch.library.custom_op(
+    "effcompile::swiglu_backward", swiglu_backward_by_torch, mutates_args=()
+)
 rotary = torch.library.custom_op("effcompile::rotary", rotary_by_torch, mutates_args=())
 
 
 def check_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
     """Raises UsageError for what `rms_norm` does not take."""
     one_device("An RMSNorm", x=x, residual=residual, weight=weight)
-    if weight.dim() != 1 or not x.dim() or x.shape[-1] != weight.shape[0] or (residual is not None and residual.shape != x.shape):
-        given = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}" + ("" if residual is None else f", residual {tuple(residual.shape)}")
-        raise UsageError(f"An RMSNorm takes x (..., D), a residual of its shape and a weight (D); given {given}.")
+    if (
+        weight.dim() != 1
+        or not x.dim()
+        or x.shape[-1] != weight.shape[0]
+        or (residual is not None and residual.shape != x.shape)
+    ):
+        given = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}" + (
+            "" if residual is None else f", residual {tuple(residual.shape)}"
+        )
+        raise UsageError(
+            f"An RMSNorm takes x (..., D), a residual of its shape and a weight (D); given {given}."
+        )
 
 
 def check_pair(gate: Tensor, up: Tensor) -> None:
@@ -100,17 +130,26 @@ def check_pair(gate: Tensor, up: Tensor) -> None:
     one_device("SwiGLU", gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise UsageError(
-            f"SwiGLU takes gate and up of one shape and dtype; given {tuple(gate.shape)} {gate.dtype}, {tuple(up.shape)} {up.dtype}."
+            f"SwiGLU takes gate and up of one shape and dtype; given {tuple(gate.shape)} {gate.dtype}, "
+            f"{tuple(up.shape)} {up.dtype}."
         )
 
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Raises UsageError for what `rotary` does not take."""
     one_device("Rotary positions", x=x, cos=cos, sin=sin)
-    fits = x.dim() == 4 and x.shape[3] % 2 == 0 and cos.shape == sin.shape and cos.dim() == 3 and cos.shape[1:] == x.shape[2:]
+    fits = (
+        x.dim() == 4
+        and x.shape[3] % 2 == 0
+        and cos.shape == sin.shape
+        and cos.dim() == 3
+        and cos.shape[1:] == x.shape[2:]
+    )
     if not fits or cos.shape[0] not in (1, x.shape[0]):
         given = f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
-        raise UsageError(f"Rotary positions take x (B, H, S, D) with even D, and cos, sin (B or 1, S, D); given {given}.")
+        raise UsageError(
+            f"Rotary positions take x (B, H, S, D) with even D, and cos, sin (B or 1, S, D); given {given}."
+        )
 
 
 @rms_norm.register_fake
@@ -154,7 +193,9 @@ def _keep_norm(ctx: AutogradContext, inputs: Args, output: tuple[Tensor, ...]) -
     ctx.has_residual = inputs[1] is not None
 
 
-def _norm_gradients(ctx: AutogradContext, grad: Tensor | None, grad_s: Tensor | None, _: Tensor | None) -> Args:
+def _norm_gradients(
+    ctx: AutogradContext, grad: Tensor | None, grad_s: Tensor | None, _: Tensor | None
+) -> Args:
     s, weight, r = ctx.saved_tensors
     ds, dw = (grad_s, None) if grad is None else rms_norm_backward(grad, grad_s, s, weight, r)
     return ds, ds if ctx.has_residual else None, dw, None
@@ -174,5 +215,7 @@ def _turn_gradients(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, N
 
 
 rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
-swiglu.register_autograd(lambda ctx, grad: swiglu_backward(grad, *ctx.saved_tensors), setup_context=_keep_inputs)
+swiglu.register_autograd(
+    lambda ctx, grad: swiglu_backward(grad, *ctx.saved_tensors), setup_context=_keep_inputs
+)
 rotary.register_autograd(_turn_gradients, setup_context=_keep_turn)

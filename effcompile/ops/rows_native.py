@@ -1,7 +1,9 @@
-"""The compiled forms of `rows.py` (`rows.cpp`), as plain functions: for graphs that call them without torch's dispatcher.
+"""The compiled forms of `rows.py` (`rows.cpp`), as plain functions: for graphs that call them without torch's
+dispatcher.
 
-A call of a custom operator takes 20 µs, one of these 3: more than what is computed for one token. What they do not take, another dtype or
-layout, they hand to torch's form of the same; so they do where nothing can be compiled.
+A call of a custom operator takes 20 µs, one of these 3: more than what is computed for one token. What they
+do not take, another dtype or layout, they hand to torch's form of the same; so they do where nothing can be
+compiled.
 """
 
 from __future__ import annotations
@@ -30,40 +32,79 @@ def kernels() -> RowKernels | str:
 
 
 class RowKernels:
-    """The compiled kernels of one instruction set. `instead`: why better sets are not used; "" where there is none."""
+    """The compiled kernels of one instruction set.
+
+    `instead`: why better sets are not used; "" where there is none.
+    """
 
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
         found = library(_SOURCE, {"WIDTH": _WIDTHS[isa]}, isa)
         self.norm, self.gate, self.turn = found.rms_norm, found.swiglu, found.rotary
-        self.norm.argtypes = (*(POINTER,) * 3, ctypes.c_double, ARGUMENT, ARGUMENT, POINTER, POINTER, ARGUMENT)
+        self.norm.argtypes = (
+            *(POINTER,) * 3,
+            ctypes.c_double,
+            ARGUMENT,
+            ARGUMENT,
+            POINTER,
+            POINTER,
+            ARGUMENT,
+        )
         self.gate.argtypes = (POINTER, POINTER, ARGUMENT, POINTER, ARGUMENT)
-        self.turn.argtypes = (*(POINTER,) * 3, *(ARGUMENT,) * 4, _STRIDES, _STRIDES, ARGUMENT, POINTER, ARGUMENT)
+        self.turn.argtypes = (
+            *(POINTER,) * 3,
+            *(ARGUMENT,) * 4,
+            _STRIDES,
+            _STRIDES,
+            ARGUMENT,
+            POINTER,
+            ARGUMENT,
+        )
         for call in (self.norm, self.gate, self.turn):
             call.restype = None
 
     def objection(self) -> str | None:
         """None, or that a result differs from torch's: whole vectors and rests, and a NaN."""
-        x, y = (torch.arange(3 * 2 * 2 * 22) * 0.7).sin().view(3, 2, 2, 22), (torch.arange(3 * 2 * 2 * 22) * 0.3).cos().view(3, 2, 2, 22)
+        x, y = (
+            (torch.arange(3 * 2 * 2 * 22) * 0.7).sin().view(3, 2, 2, 22),
+            (torch.arange(3 * 2 * 2 * 22) * 0.3).cos().view(3, 2, 2, 22),
+        )
         x[1, 1, 1, 3] = torch.nan
         cos, sin, weight = y[:, 0], x[:, 0], y[0, 0, 0]
         pairs = [
             (self.rms_norm(x, y, weight, 1e-5)[0], rows.rms_norm_by_torch(x, y, weight, 1e-5)[0]),
             (self.rms_norm(x, None, weight, 1e-5)[0], rows.rms_norm_by_torch(x, None, weight, 1e-5)[0]),
             (self.swiglu(x * 9, y), rows.swiglu_by_torch(x * 9, y)),
-            (self.rotary(x.transpose(1, 2), cos.contiguous(), sin.contiguous()), rows.rotary_by_torch(x.transpose(1, 2), cos, sin, False)),
+            (
+                self.rotary(x.transpose(1, 2), cos.contiguous(), sin.contiguous()),
+                rows.rotary_by_torch(x.transpose(1, 2), cos, sin, False),
+            ),
         ]
-        same = all(torch.allclose(found, right, rtol=1e-5, atol=1e-6, equal_nan=True) for found, right in pairs)
+        same = all(
+            torch.allclose(found, right, rtol=1e-5, atol=1e-6, equal_nan=True) for found, right in pairs
+        )
         return None if same else f"the compiled {self.isa} kernels gave a wrong norm, gate or rotation"
 
-    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """(y, s) of `rows.rms_norm`, of dense x."""
         y, d = torch.empty_like(x), weight.shape[0]
         s = x if residual is None else torch.empty_like(x)
         more = (None, None) if residual is None else (residual.data_ptr(), s.data_ptr())
         count = x.numel() // d
-        self.norm(x.data_ptr(), more[0], weight.data_ptr(), eps, count, d, y.data_ptr(), more[1], torch.get_num_threads())
+        self.norm(
+            x.data_ptr(),
+            more[0],
+            weight.data_ptr(),
+            eps,
+            count,
+            d,
+            y.data_ptr(),
+            more[1],
+            torch.get_num_threads(),
+        )
         return y, s
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -77,8 +118,9 @@ class RowKernels:
         y = torch.empty_like(x)
         batch, heads, count, width = x.shape
         self.turn(
-            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch, heads, count, width // 2, _STRIDES(*x.stride()[:3]),
-            _STRIDES(*y.stride()[:3]), 0 if cos.shape[0] == 1 else count * width, y.data_ptr(), torch.get_num_threads(),
+            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch, heads, count, width // 2,
+            _STRIDES(*x.stride()[:3]), _STRIDES(*y.stride()[:3]), 0 if cos.shape[0] == 1 else count * width,
+            y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return y
 
@@ -86,7 +128,11 @@ class RowKernels:
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The first two results of `rows.rms_norm`."""
     found = _for(x, weight)
-    if found is None or not x.is_contiguous() or (residual is not None and not (residual.is_contiguous() and residual.shape == x.shape)):
+    if (
+        found is None
+        or not x.is_contiguous()
+        or (residual is not None and not (residual.is_contiguous() and residual.shape == x.shape))
+    ):
         return rows.rms_norm_by_torch(x, residual, weight, eps)[:2]
     return found.rms_norm(x, residual, weight, eps)
 

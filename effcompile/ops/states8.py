@@ -1,11 +1,13 @@
-"""Adam, AdamW and Lion on states of 8 bits, in torchao's layout: exact definitions in torch, which devices replace by kernels.
+"""Adam, AdamW and Lion on states of 8 bits, in torchao's layout: exact definitions in torch, which devices
+replace by kernels.
 
-A state is a code per element and a scale per block of 256: state ≈ qmap[code] · scale, scale = max |state| of the block, and code the
-nearest entry of the sorted table of 256 (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861, section 2).
-States are torchao's `OptimState8bit`, bit by bit in meaning: state_dicts pass from one to the other.
+A state is a code per element and a scale per block of 256: state ≈ qmap[code] · scale, scale = max |state| of
+the block, and code the nearest entry of the sorted table of 256 (Dettmers et al., 8-bit Optimizers via
+Block-wise Quantization, arXiv 2110.02861, section 2). States are torchao's `OptimState8bit`, bit by bit in
+meaning: state_dicts pass from one to the other.
 
-Legend: p, grad (...) with n elements, n a multiple of 256; codes of uint8 in p's shape; scales (n / 256) in fp32; qmap (256) in fp32,
-ascending. All is computed in fp32; p is rounded once, to the nearest.
+Legend: p, grad (...) with n elements, n a multiple of 256; codes of uint8 in p's shape; scales (n / 256) in
+fp32; qmap (256) in fp32, ascending. All is computed in fp32; p is rounded once, to the nearest.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ LEAST = 4096
 
 
 def adam8_by_torch(
-    p: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor, signed: Tensor, unsigned: Tensor,
-    lr: float, beta1: float, beta2: float, decay: float, eps: float, step: int, decoupled: bool,
+    p: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor,
+    signed: Tensor, unsigned: Tensor, lr: float, beta1: float, beta2: float, decay: float, eps: float,
+    step: int, decoupled: bool,
 ) -> None:  # fmt: skip
-    """Step number `step` ≥ 1 of Adam, or of AdamW where the decay is `decoupled` (arXiv 1711.05101), in place.
+    """Step number `step` ≥ 1 of Adam, or of AdamW where the decay is `decoupled` (arXiv 1711.05101), in
+    place.
 
     `first` and `second` are the codes of both moments, by the tables `signed` and `unsigned`.
 
@@ -55,9 +59,20 @@ def adam8_by_torch(
 
 
 def lion8_by_torch(
-    p: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, signed: Tensor, lr: float, beta1: float, beta2: float, decay: float
+    p: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    signed: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    decay: float,
 ) -> None:
-    """A step of Lion (Chen et al., arXiv 2302.06675, algorithm 2), in place. Raises as `adam8_by_torch` does."""
+    """A step of Lion (Chen et al., arXiv 2302.06675, algorithm 2), in place.
+
+    Raises as `adam8_by_torch` does.
+    """
     check(p, grad, (first,), (first_scale,), (signed,))
     wide, slopes, m = p.float(), grad.float(), _read(first, first_scale, signed)
     wide = wide - lr * decay * wide
@@ -65,13 +80,19 @@ def lion8_by_torch(
     _write(m.lerp(slopes, 1 - beta2), first, first_scale, signed)
 
 
-adam8 = torch.library.custom_op("effcompile::adam8", adam8_by_torch, mutates_args=("p", "first", "first_scale", "second", "second_scale"))
-lion8 = torch.library.custom_op("effcompile::lion8", lion8_by_torch, mutates_args=("p", "first", "first_scale"))
+adam8 = torch.library.custom_op(
+    "effcompile::adam8", adam8_by_torch, mutates_args=("p", "first", "first_scale", "second", "second_scale")
+)
+lion8 = torch.library.custom_op(
+    "effcompile::lion8", lion8_by_torch, mutates_args=("p", "first", "first_scale")
+)
 
 
 @adam8.register_kernel("cpu")
 def adam8_on_cpu(*args: Any) -> None:
-    """The update by the compiled kernel where there is one, which is compared with torch's once; else by torch."""
+    """The update by the compiled kernel where there is one, which is compared with torch's once; else by
+    torch.
+    """
     kernel = compiled_adam8()
     if kernel is None or not kernel.takes(*args[:2]):
         return adam8_by_torch(*args)
@@ -97,9 +118,24 @@ def _agrees(kernel: CompiledAdam8, dtype: torch.dtype) -> bool:
     found = []
     for update in (kernel, adam8_by_torch):
         p, grad = ((torch.arange(3 * BLOCK) * pace).sin().to(dtype) for pace in (0.7, 1.3))
-        codes, scales = [torch.full((3 * BLOCK,), 128, dtype=torch.uint8) for _ in range(2)], [torch.zeros(3) for _ in range(2)]
+        codes, scales = (
+            [torch.full((3 * BLOCK,), 128, dtype=torch.uint8) for _ in range(2)],
+            [torch.zeros(3) for _ in range(2)],
+        )
         for step in (1, 2):
-            update(p, grad, codes[0], scales[0], codes[1], scales[1], table, table.abs().sort().values, *numbers, step, True)
+            update(
+                p,
+                grad,
+                codes[0],
+                scales[0],
+                codes[1],
+                scales[1],
+                table,
+                table.abs().sort().values,
+                *numbers,
+                step,
+                True,
+            )
         found.append((p.float(), *(code.float() for code in codes), *scales))
     limits = (1e-2 if dtype == torch.bfloat16 else 1e-4, 1.0, 1.0, 1e-4, 1e-4)
     return all(bool(((a - b).abs() <= limit).all()) for a, b, limit in zip(*found, limits, strict=True))
@@ -115,32 +151,51 @@ def _(*args: object) -> None:
     return None
 
 
-def check(p: Tensor, grad: Tensor, codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], tables: tuple[Tensor, ...]) -> None:
+def check(
+    p: Tensor, grad: Tensor, codes: tuple[Tensor, ...], scales: tuple[Tensor, ...], tables: tuple[Tensor, ...]
+) -> None:
     """Raises UsageError for what the updates do not take."""
-    named = {f"{kind}_{i}": t for kind, ts in (("codes", codes), ("scales", scales), ("tables", tables)) for i, t in enumerate(ts)}
+    named = {
+        f"{kind}_{i}": t
+        for kind, ts in (("codes", codes), ("scales", scales), ("tables", tables))
+        for i, t in enumerate(ts)
+    }
     one_device("An update on states of 8 bits", p=p, grad=grad, **named)
     n = p.numel()
-    fits = n % BLOCK == 0 and grad.shape == p.shape and all(c.dtype == torch.uint8 and c.numel() == n for c in codes)
+    fits = (
+        n % BLOCK == 0
+        and grad.shape == p.shape
+        and all(c.dtype == torch.uint8 and c.numel() == n for c in codes)
+    )
     if not fits or any(s.numel() != n // BLOCK for s in scales) or any(t.shape != (BLOCK,) for t in tables):
         raise UsageError(
-            f"An update on states of 8 bits takes a parameter of a multiple of {BLOCK} elements, gradient and codes of its shape, a scale "
-            f"per {BLOCK} elements and tables of {BLOCK}; given p {tuple(p.shape)}, gradient {tuple(grad.shape)}, codes "
-            f"{[tuple(c.shape) for c in codes]}, scales {[tuple(s.shape) for s in scales]}, tables {[tuple(t.shape) for t in tables]}."
+            f"An update on states of 8 bits takes a parameter of a multiple of {BLOCK} elements, gradient "
+            f"and codes of its shape, a scale per {BLOCK} elements and tables of {BLOCK}; given p "
+            f"{tuple(p.shape)}, gradient {tuple(grad.shape)}, codes {[tuple(c.shape) for c in codes]}, "
+            f"scales {[tuple(s.shape) for s in scales]}, tables {[tuple(t.shape) for t in tables]}."
         )
     if not all(t.is_contiguous() for t in (p, *codes, *scales, *tables)):
-        raise UsageError("An update on states of 8 bits takes a contiguous parameter, codes and scales, as it writes into them.")
+        raise UsageError(
+            "An update on states of 8 bits takes a contiguous parameter, codes and scales, as it writes "
+            "into them."
+        )
 
 
 def step8(optimizer: Optimizer, device: str = "") -> bool:
-    """The step of torchao's 8-bit Adam or AdamW on the operator, with torchao's own states. False, and nothing done, where that cannot be.
+    """The step of torchao's 8-bit Adam or AdamW on the operator, with torchao's own states.
 
-    That is: on a device without a kernel (`FUSED`; a CPU has one where it can be compiled), with amsgrad or stochastic rounding, or for
-    tensors that torchao leaves in 32 bits. `device`: the type of another device than the tensors', which stand for some there.
+    False, and nothing done, where that cannot be.
+
+    That is: on a device without a kernel (`FUSED`; a CPU has one where it can be compiled), with amsgrad or
+    stochastic rounding, or for tensors that torchao leaves in 32 bits. `device`: the type of another device
+    than the tensors', which stand for some there.
     """
     made: Any = optimizer
     plain = getattr(made, "block_size", None) == BLOCK and not made.bf16_stochastic_round
     steps = [(group, p) for group in made.param_groups for p in group["params"] if p.grad is not None]
-    if not plain or not all(not group["amsgrad"] and _takes(p, device or p.device.type) for group, p in steps):
+    if not plain or not all(
+        not group["amsgrad"] and _takes(p, device or p.device.type) for group, p in steps
+    ):
         return False
     with torch.no_grad():
         for group, p in steps:
@@ -152,19 +207,24 @@ def _takes(p: Tensor, device: str) -> bool:
     grad = p.grad
     if not p.is_contiguous() or grad is None or grad.is_sparse or p.numel() < LEAST or p.numel() % BLOCK:
         return False
-    return device in FUSED or (device == "cpu" and (kernel := compiled_adam8()) is not None and kernel.takes(p, grad))
+    return device in FUSED or (
+        device == "cpu" and (kernel := compiled_adam8()) is not None and kernel.takes(p, grad)
+    )
 
 
 def _step(optimizer: Any, group: Any, p: Tensor) -> None:
     state = optimizer.state[p]
     if not state:
         state["step"] = torch.tensor(0.0)
-        state["exp_avg"], state["exp_avg_sq"] = optimizer._new_buffer(p, True), optimizer._new_buffer(p, False)
+        state["exp_avg"], state["exp_avg_sq"] = (
+            optimizer._new_buffer(p, True),
+            optimizer._new_buffer(p, False),
+        )
     state["step"] += 1
     m, v = state["exp_avg"], state["exp_avg_sq"]
     adam8(
-        p.detach(), p.grad, m.codes, m.scale, v.codes, v.scale, m.qmap, v.qmap, float(group["lr"]), *group["betas"], group["weight_decay"],
-        group["eps"], int(state["step"]), optimizer.is_adamw,
+        p.detach(), p.grad, m.codes, m.scale, v.codes, v.scale, m.qmap, v.qmap, float(group["lr"]),
+        *group["betas"], group["weight_decay"], group["eps"], int(state["step"]), optimizer.is_adamw,
     )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""The compiled update of Adam on states of 8 bits (`states8.cpp`): compiled at its first use for the best instruction set of this CPU."""
+"""The compiled update of Adam on states of 8 bits (`states8.cpp`): compiled at its first use for the best
+instruction set of this CPU.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,23 @@ class CompiledAdam8:
     @staticmethod
     def takes(p: Tensor, grad: Tensor) -> bool:
         """Whether it updates such a parameter: in fp32 or bf16, with a gradient that lies as it does."""
-        return p.dtype in (torch.float32, torch.bfloat16) and grad.dtype == p.dtype and grad.is_contiguous() and p.is_contiguous()
+        return (
+            p.dtype in (torch.float32, torch.bfloat16)
+            and grad.dtype == p.dtype
+            and grad.is_contiguous()
+            and p.is_contiguous()
+        )
 
     def __call__(
-        self, p: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor, signed: Tensor,
-        unsigned: Tensor, lr: float, beta1: float, beta2: float, decay: float, eps: float, step: int, decoupled: bool,
+        self, p: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor,
+        second_scale: Tensor, signed: Tensor, unsigned: Tensor, lr: float, beta1: float, beta2: float,
+        decay: float, eps: float, step: int, decoupled: bool,
     ) -> None:  # fmt: skip
         """As `states8.adam8_by_torch`, whose checks the arguments have passed."""
         tensors = (p, grad, first, first_scale, second, second_scale, signed, unsigned)
         shrink, added = (lr * decay, 0.0) if decoupled else (0.0, decay)
         self._call(
-            p.dtype == torch.bfloat16, *(t.data_ptr() for t in tensors), lr, shrink, added, 1 - beta1, 1 - beta2, eps, 1 - beta1**step,
-            (1 - beta2**step) ** 0.5, p.numel() // _BLOCK, torch.get_num_threads(),
+            p.dtype == torch.bfloat16, *(t.data_ptr() for t in tensors), lr, shrink, added, 1 - beta1,
+            1 - beta2, eps, 1 - beta1**step, (1 - beta2**step) ** 0.5, p.numel() // _BLOCK,
+            torch.get_num_threads(),
         )  # fmt: skip

@@ -26,10 +26,21 @@ class Bounds:
 
     def and_(self, other: Bounds) -> Bounds:
         """The conjunction: two forms may each show elements of a tile, and none in common."""
-        return Bounds(every=self.every & other.every, some=self.some & other.some, exact=self.open and other.exact)
+        return Bounds(
+            every=self.every & other.every, some=self.some & other.some, exact=self.open and other.exact
+        )
 
 
-def band_bounds(lo: int | None, hi: int | None, block_q: int, block_k: int, q_len: int, k_len: int, *, device: torch.device) -> Bounds:
+def band_bounds(
+    lo: int | None,
+    hi: int | None,
+    block_q: int,
+    block_k: int,
+    q_len: int,
+    k_len: int,
+    *,
+    device: torch.device,
+) -> Bounds:
     """lo ≤ j − i ≤ hi: j − i runs from (first key − last query) to (last key − first query)."""
     (q0, q1), (k0, k1) = _span(q_len, block_q, device), _span(k_len, block_k, device)
     least, most = k0 - q1[:, None], k1 - q0[:, None]
@@ -40,10 +51,17 @@ def band_bounds(lo: int | None, hi: int | None, block_q: int, block_k: int, q_le
     if hi is not None:
         every, some = every & (most <= hi), some & (least <= hi)
     empty = lo is not None and hi is not None and lo > hi
-    return Bounds(every=every[None, None], some=(some & (not empty))[None, None], exact=True, open=lo is None and hi is None)
+    return Bounds(
+        every=every[None, None],
+        some=(some & (not empty))[None, None],
+        exact=True,
+        open=lo is None and hi is None,
+    )
 
 
-def chunk_bounds(chunk: int, block_q: int, block_k: int, q_len: int, k_len: int, *, device: torch.device) -> Bounds:
+def chunk_bounds(
+    chunk: int, block_q: int, block_k: int, q_len: int, k_len: int, *, device: torch.device
+) -> Bounds:
     """Chunks are consecutive: a tile sees one when the ranges of its queries' and keys' chunks meet."""
     (q0, q1), (k0, k1) = _span(q_len, block_q, device), _span(k_len, block_k, device)
     return _ranges(*(t[None] // chunk for t in (q0, q1, k0, k1)), exact=True)
@@ -77,6 +95,8 @@ def _span(length: int, block: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _cut(values: Tensor, length: int, block: int) -> Tensor:
-    """[B, S] as [B, tiles, block]; the last tile is filled up with the last element, which changes no range, any or all."""
+    """[B, S] as [B, tiles, block]; the last tile is filled up with the last element, which changes no range,
+    any or all.
+    """
     padded = torch.arange(-(-length // block) * block, device=values.device).clamp(max=length - 1)
     return values[:, padded].unflatten(1, (-1, block))

@@ -1,11 +1,14 @@
-"""Where attention will be, guessed before it is computed: cheap estimates of the scores, the softmax mass of each tile, and what to keep.
+"""Where attention will be, guessed before it is computed: cheap estimates of the scores, the softmax mass of
+each tile, and what to keep.
 
-The papers build machines that drop single keys. Our kernel visits tiles, so every method is used alike: its estimate of the scores goes
-through a softmax, the mass of each tile is summed, and the tiles with the most mass are visited. The other liberty is `pool`: as many
-neighbouring queries are averaged before they are scored (MInference, Jiang et al. 2024, and SpargeAttn, Zhang et al. 2025, do so with whole
-blocks), for on a CPU a score per pair of tokens costs half of exact attention. With pool = 1 the estimates are the papers'.
+The papers build machines that drop single keys. Our kernel visits tiles, so every method is used alike: its
+estimate of the scores goes through a softmax, the mass of each tile is summed, and the tiles with the most
+mass are visited. The other liberty is `pool`: as many neighbouring queries are averaged before they are
+scored (MInference, Jiang et al. 2024, and SpargeAttn, Zhang et al. 2025, do so with whole blocks), for on a
+CPU a score per pair of tokens costs half of exact attention. With pool = 1 the estimates are the papers'.
 
-Legend: B batch, H query heads, K key heads, n pooled queries, c columns (keys, or blocks of them), r width of what is compared.
+Legend: B batch, H query heads, K key heads, n pooled queries, c columns (keys, or blocks of them), r width of
+what is compared.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ class ScoreEstimate:
     """Scores that are estimated as finish(left · rightᵀ), not computed yet.
 
     Attributes:
-        left: fp32 [B, H, n, r] of the pooled queries. right: fp32 [B, K or H, c, r]. width: keys of a column; it divides a tile's.
-        finish: from products [B, H, rows, columns] and their slices of rows and columns to scores; None: the products are the scores.
+        left: fp32 [B, H, n, r] of the pooled queries. right: fp32 [B, K or H, c, r]. width: keys of a column;
+            it divides a tile's.
+        finish: from products [B, H, rows, columns] and their slices of rows and columns to scores; None: the
+            products are the scores.
     """
 
     left: Tensor
@@ -50,7 +55,10 @@ class ScoreEstimate:
 
 
 def pooled_rows(x: Tensor, size: int) -> Tensor:
-    """Means over `size` neighbours along axis 2, in fp32: [B, H, S, D] → [B, H, ⌈S / size⌉, D]. The last has what is left."""
+    """Means over `size` neighbours along axis 2, in fp32: [B, H, S, D] → [B, H, ⌈S / size⌉, D].
+
+    The last has what is left.
+    """
     whole = x.shape[2] // size * size
     parts = [x[:, :, :whole].unflatten(2, (-1, size)).mean(3, dtype=torch.float32)] if whole else []
     if whole < x.shape[2]:
@@ -61,22 +69,25 @@ def pooled_rows(x: Tensor, size: int) -> Tensor:
 def exact(q: Tensor, k: Tensor, _: int, __: Sequence[Tensor]) -> ScoreEstimate:
     """The scores themselves: what a calibrated mask is made from.
 
-    ViTCoD (You et al., HPCA 2023) averages a head's attention over the training data and fixes the mask that keeps the most of it; we
-    do so by tiles, on the calibration inputs.
+    ViTCoD (You et al., HPCA 2023) averages a head's attention over the training data and fixes the mask that
+    keeps the most of it; we do so by tiles, on the calibration inputs.
     """
     return ScoreEstimate(left=q, right=k.float())
 
 
 def block_means(q: Tensor, k: Tensor, block: int, _: Sequence[Tensor]) -> ScoreEstimate:
-    """Queries against the means of `block` keys each: MInference's block-sparse heads and SpargeAttn's first stage."""
+    """Queries against the means of `block` keys each: MInference's block-sparse heads and SpargeAttn's first
+    stage.
+    """
     return ScoreEstimate(left=q, right=pooled_rows(k, block), width=block)
 
 
 def low_bits(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> ScoreEstimate:
-    """Sanger's prediction (Lu et al., MICRO 2021): q and k rounded to `bits` (4 there), symmetric; then their product.
+    """Sanger's prediction (Lu et al., MICRO 2021): q and k rounded to `bits` (4 there), symmetric; then their
+    product.
 
-    One scale per head for the keys and one per query, so that no query's choice depends on another's size. The integers are
-    multiplied as floats, which is exact: no CPU multiplies 4 bits.
+    One scale per head for the keys and one per query, so that no query's choice depends on another's size.
+    The integers are multiplied as floats, which is exact: no CPU multiplies 4 bits.
     """
     most = float(2 ** (bits - 1) - 1)
 
@@ -88,10 +99,12 @@ def low_bits(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> ScoreEstim
 
 
 def sign_hashes(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> ScoreEstimate:
-    """ELSA's approximate similarity (Ham et al., ISCA 2021): the Hamming distance of signs of orthogonal random projections.
+    """ELSA's approximate similarity (Ham et al., ISCA 2021): the Hamming distance of signs of orthogonal
+    random projections.
 
-    It tells the angle: θ ≈ π · distance / bits (Charikar 2002), and q·k = ‖q‖ ‖k‖ cos θ. The signs' product is a = 1 − 2 · distance /
-    bits, so cos θ = sin(π a / 2). ELSA subtracts a bias from θ so as not to miss keys; it would not change their order: we do not.
+    It tells the angle: θ ≈ π · distance / bits (Charikar 2002), and q·k = ‖q‖ ‖k‖ cos θ. The signs' product
+    is a = 1 − 2 · distance / bits, so cos θ = sin(π a / 2). ELSA subtracts a bias from θ so as not to miss
+    keys; it would not change their order: we do not.
     """
     planes = _planes(q.shape[3], bits).to(q.device)
     k = k.float()
@@ -108,8 +121,8 @@ def sign_hashes(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> ScoreEs
 def low_rank(q: Tensor, k: Tensor, rank: int, factors: Sequence[Tensor]) -> ScoreEstimate:
     """DOTA's detector (Qu et al., ASPLOS 2022): scores of q and k projected to `rank` dimensions.
 
-    DOTA trains its projections to the least squared error of the scores; `fit_low_rank` has that optimum in closed form.
-    `factors`: of q [H, D, r] and of k [H, D, r].
+    DOTA trains its projections to the least squared error of the scores; `fit_low_rank` has that optimum in
+    closed form. `factors`: of q [H, D, r] and of k [H, D, r].
     """
     left, right = (factor.float() for factor in factors)
     wide = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -117,9 +130,11 @@ def low_rank(q: Tensor, k: Tensor, rank: int, factors: Sequence[Tensor]) -> Scor
 
 
 def largest_components(q: Tensor, k: Tensor, count: int, _: Sequence[Tensor]) -> ScoreEstimate:
-    """A3's candidate search (Ham et al., HPCA 2020): the score of a key from the products of largest magnitude alone.
+    """A3's candidate search (Ham et al., HPCA 2020): the score of a key from the products of largest
+    magnitude alone.
 
-    A3 sorts the keys by each component and takes products off the top; we keep the `count` components in which the query is largest.
+    A3 sorts the keys by each component and takes products off the top; we keep the `count` components in
+    which the query is largest.
     """
     top = q.abs().topk(min(count, q.shape[3]), -1).indices
     return ScoreEstimate(left=torch.zeros_like(q).scatter_(-1, top, q.gather(-1, top)), right=k.float())
@@ -127,7 +142,10 @@ def largest_components(q: Tensor, k: Tensor, count: int, _: Sequence[Tensor]) ->
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How scores are estimated. `detail`: the default of its parameter, named by `unit`; `fitted`: it needs factors."""
+    """How scores are estimated.
+
+    `detail`: the default of its parameter, named by `unit`; `fitted`: it needs factors.
+    """
 
     estimate: Callable[[Tensor, Tensor, int, Sequence[Tensor]], ScoreEstimate]
     detail: int
@@ -147,8 +165,11 @@ METHODS: dict[str, Method] = {
 STATIC = "vitcod"
 
 
-def tile_mass(found: ScoreEstimate, see: Visibility, *, q_len: int, k_len: int, pool: int, block_q: int, block_k: int) -> Tensor:
-    """The share of a block of queries' softmax that the estimate puts into each tile: fp32 [B, H, nq, nk]; rows add to at most 1.
+def tile_mass(
+    found: ScoreEstimate, see: Visibility, *, q_len: int, k_len: int, pool: int, block_q: int, block_k: int
+) -> Tensor:
+    """The share of a block of queries' softmax that the estimate puts into each tile: fp32 [B, H, nq, nk];
+    rows add to at most 1.
 
     A pooled query sees what any of its queries sees, by the band, the chunks and the padding of `see`.
 
@@ -176,7 +197,8 @@ def tile_mass(found: ScoreEstimate, see: Visibility, *, q_len: int, k_len: int, 
 
 
 def select(mass: Tensor, candidates: Tensor, always: Tensor, share: float) -> Tensor:
-    """Which tiles to visit: those that always are, then those of most mass until `share` of a row's mass is seen; bool [B, H, nq, nk].
+    """Which tiles to visit: those that always are, then those of most mass until `share` of a row's mass is
+    seen; bool [B, H, nq, nk].
 
     `candidates`, `always`: bool, broadcastable; nothing else than candidates is kept.
     """
@@ -191,28 +213,41 @@ def select(mass: Tensor, candidates: Tensor, always: Tensor, share: float) -> Te
     return (torch.zeros_like(wanted).scatter_(-1, order, wanted) & candidates) | always
 
 
-def listed(mass: Tensor, see: Visibility, share: float, *, q_len: int, k_len: int, block_q: int, block_k: int) -> TileList:
-    """The tiles that `select` keeps of the visible ones. The first tile and the diagonal of each row are always kept.
+def listed(
+    mass: Tensor, see: Visibility, share: float, *, q_len: int, k_len: int, block_q: int, block_k: int
+) -> TileList:
+    """The tiles that `select` keeps of the visible ones.
 
-    The first, as models park attention on the first token (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks");
-    the diagonal, so that no query that sees itself sees nothing.
+    The first tile and the diagonal of each row are always kept.
+
+    The first, as models park attention on the first token (Xiao et al. 2023, "Efficient Streaming Language
+    Models with Attention Sinks"); the diagonal, so that no query that sees itself sees nothing.
     """
     partial, full = _grids(see, block_q, block_k, q_len, k_len)
     candidates = partial | full
     first = candidates & (candidates.cumsum(-1) == 1)
-    kept = select(mass, candidates, first | _diagonal(see, block_q, block_k, q_len, k_len).to(first.device), share)
-    return TileList.from_grids(kept & partial, kept & full, q_len=q_len, k_len=k_len, block_q=block_q, block_k=block_k)
+    kept = select(
+        mass, candidates, first | _diagonal(see, block_q, block_k, q_len, k_len).to(first.device), share
+    )
+    return TileList.from_grids(
+        kept & partial, kept & full, q_len=q_len, k_len=k_len, block_q=block_q, block_k=block_k
+    )
 
 
 def fit_low_rank(q: Tensor, k: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The projections of q and k to `rank` dimensions whose scores are nearest to q·k in the mean square, over these samples.
+    """The projections of q and k to `rank` dimensions whose scores are nearest to q·k in the mean square,
+    over these samples.
 
-    With second moments Cq = E qqᵀ and Ck = E kkᵀ, the best approximation of Cq^½ Ck^½ of that rank (Eckart and Young 1936) is U Σ Vᵀ cut,
-    and the projections are Cq^-½ U Σ^½ and Ck^-½ V Σ^½. k is centred: what is common to all keys does not change a softmax.
+    With second moments Cq = E qqᵀ and Ck = E kkᵀ, the best approximation of Cq^½ Ck^½ of that rank (Eckart
+    and Young 1936) is U Σ Vᵀ cut, and the projections are Cq^-½ U Σ^½ and Ck^-½ V Σ^½. k is centred: what is
+    common to all keys does not change a softmax.
 
     q and k are [H, samples, D], rank is at most D; the result is two fp32 [H, D, rank].
     """
-    roots, inverses = zip(*(_root(x.double().mT @ x.double() / max(1, x.shape[1])) for x in (q, k - k.mean(1, keepdim=True))), strict=True)
+    roots, inverses = zip(
+        *(_root(x.double().mT @ x.double() / max(1, x.shape[1])) for x in (q, k - k.mean(1, keepdim=True))),
+        strict=True,
+    )
     u, s, vh = torch.linalg.svd(roots[0] @ roots[1])
     half = s[:, None, :rank].sqrt()
     return (inverses[0] @ (u[..., :rank] * half)).float(), (inverses[1] @ (vh.mT[..., :rank] * half)).float()
@@ -225,18 +260,27 @@ def check(method: str, share: float, pool: int, block: int) -> None:
         UsageError: an unknown method, a share outside ]0, 1], or a pool that does not divide the block.
     """
     if method not in (*METHODS, STATIC):
-        raise UsageError(f"There is no attention predictor {method!r}. Choose among: {', '.join((*METHODS, STATIC))}.")
+        raise UsageError(
+            f"There is no attention predictor {method!r}. Choose among: {', '.join((*METHODS, STATIC))}."
+        )
     if not 0.0 < share <= 1.0:
-        raise UsageError(f"mass = {share!r} is no share of a softmax to keep: give a number above 0 and up to 1, e.g. 0.95.")
+        raise UsageError(
+            f"mass = {share!r} is no share of a softmax to keep: give a number above 0 and up to 1, e.g. "
+            "0.95."
+        )
     if block < 1 or pool < 1 or block % pool:
         raise UsageError(f"pool = {pool} queries do not cut a tile of {block} evenly: give a divisor of it.")
 
 
 @functools.cache
 def _planes(width: int, bits: int) -> Tensor:
-    """[width, bits]: random directions, orthogonal in groups of `width` as in ELSA; the same in every process."""
+    """[width, bits]: random directions, orthogonal in groups of `width` as in ELSA; the same in every
+    process.
+    """
     generator = torch.Generator().manual_seed(0)
-    groups = [torch.linalg.qr(torch.randn(width, width, generator=generator))[0] for _ in range(-(-bits // width))]
+    groups = [
+        torch.linalg.qr(torch.randn(width, width, generator=generator))[0] for _ in range(-(-bits // width))
+    ]
     return torch.cat(groups, 1)[:, :bits].contiguous()
 
 
@@ -261,9 +305,17 @@ def _reach(see: Visibility, queries: slice, k_len: int, width: int, block_k: int
 
 
 def _hidden(
-    see: Visibility, rows: slice, columns: slice, pool: int, width: int, sizes: tuple[int, int], device: torch.device
+    see: Visibility,
+    rows: slice,
+    columns: slice,
+    pool: int,
+    width: int,
+    sizes: tuple[int, int],
+    device: torch.device,
 ) -> Tensor | None:
-    """True where no query of a pooled row sees a key of the column, broadcastable to [B, 1, rows, columns]; None where all do."""
+    """True where no query of a pooled row sees a key of the column, broadcastable to [B, 1, rows, columns];
+    None where all do.
+    """
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] * pool
     j = torch.arange(columns.start, columns.stop, device=device) * width
     i_last, j_last = (i + pool - 1).clamp(max=sizes[0] - 1), (j + width - 1).clamp(max=sizes[1] - 1)
@@ -300,13 +352,17 @@ def _grids(see: Visibility, block_q: int, block_k: int, q_len: int, k_len: int) 
 
 
 @functools.lru_cache(maxsize=64)
-def _static_grids(lo: int | None, hi: int | None, chunk: int, block_q: int, block_k: int, q_len: int, k_len: int) -> tuple[Tensor, Tensor]:
+def _static_grids(
+    lo: int | None, hi: int | None, chunk: int, block_q: int, block_k: int, q_len: int, k_len: int
+) -> tuple[Tensor, Tensor]:
     tiles = Visibility(lo=lo, hi=hi, chunk=chunk).tiles(block_q, block_k, q_len=q_len, k_len=k_len)
     return tiles.partial, tiles.full
 
 
 def _diagonal(see: Visibility, block_q: int, block_k: int, q_len: int, k_len: int) -> Tensor:
-    """Tiles with the key that stands where the query does: aligned at the last, or as near to that as the band allows."""
+    """Tiles with the key that stands where the query does: aligned at the last, or as near to that as the
+    band allows.
+    """
     at = k_len - q_len
     at = at if see.hi is None else min(at, see.hi)
     at = at if see.lo is None else max(at, see.lo)

@@ -1,4 +1,6 @@
-"""Which tiles of an attention's scores are visited: the block lists that the kernels walk, in the form of FlexAttention's BlockMask."""
+"""Which tiles of an attention's scores are visited: the block lists that the kernels walk, in the form of
+FlexAttention's BlockMask.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ from effcompile.core.errors import UsageError
 class TileList:
     """The visited tiles of a score matrix [B, H, q_len, k_len], cut into tiles of block_q × block_k elements.
 
-    A tile is *full* when it lies inside the matrix and every element of it is visible: a kernel need not mask it. It is *partial*
-    when some element is visible and it is not full; so a tile that reaches beyond q_len or k_len is never full (FlexAttention's rule).
-    Every other tile is *empty*, and is not listed. nq = ⌈q_len / block_q⌉, nk = ⌈k_len / block_k⌉.
+    A tile is *full* when it lies inside the matrix and every element of it is visible: a kernel need not mask
+    it. It is *partial* when some element is visible and it is not full; so a tile that reaches beyond q_len
+    or k_len is never full (FlexAttention's rule). Every other tile is *empty*, and is not listed. nq = ⌈q_len
+    / block_q⌉, nk = ⌈k_len / block_k⌉.
 
     Attributes:
         q_len, k_len: rows and columns of the matrix, in elements.
         block_q, block_k: rows and columns of a tile, in elements.
-        partial_count, full_count: int32 [B, H, nq], the number of such tiles in a row of tiles. B, H are 1 where the lists broadcast.
+        partial_count, full_count: int32 [B, H, nq], the number of such tiles in a row of tiles. B, H are 1
+            where the lists broadcast.
         partial_index, full_index: int32 [B, H, nq, nk], their columns, ascending; zeros beyond the count.
     """
 
@@ -41,10 +45,14 @@ class TileList:
         """The lists of a bool mask [B or 1, H or 1, Sq, Sk] (leading axes may be left out), True = visible.
 
         Raises:
-            UsageError: the mask is not bool, has fewer than 2 or more than 4 axes, or a block size is not positive.
+            UsageError: the mask is not bool, has fewer than 2 or more than 4 axes, or a block size is not
+                positive.
         """
         if mask.dtype is not torch.bool or not 2 <= mask.dim() <= 4:
-            raise UsageError(f"A mask of {mask.dtype} with {mask.dim()} axes has no tiles: give bool, with 2 to 4 axes ([B, H,] Sq, Sk).")
+            raise UsageError(
+                f"A mask of {mask.dtype} with {mask.dim()} axes has no tiles: give bool, with 2 to 4 axes "
+                "([B, H,] Sq, Sk)."
+            )
         mask = once(mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)))
         q_len, k_len = mask.shape[-2:]
         check_blocks(block_q, block_k)
@@ -53,8 +61,12 @@ class TileList:
         return cls.from_grids(seen & ~full, full, q_len=q_len, k_len=k_len, block_q=block_q, block_k=block_k)
 
     @classmethod
-    def from_grids(cls, partial: Tensor, full: Tensor, *, q_len: int, k_len: int, block_q: int, block_k: int) -> TileList:
-        """The lists of two bool grids [B or 1, H or 1, nq, nk] that say which tiles are partial and which are full."""
+    def from_grids(
+        cls, partial: Tensor, full: Tensor, *, q_len: int, k_len: int, block_q: int, block_k: int
+    ) -> TileList:
+        """The lists of two bool grids [B or 1, H or 1, nq, nk] that say which tiles are partial and which are
+        full.
+        """
         partial, full = torch.broadcast_tensors(partial, full)
         partial_count, partial_index = _listed(partial)
         full_count, full_index = _listed(full)
@@ -96,7 +108,9 @@ class TileList:
         return self.visited / max(1, self.partial_index.numel())
 
     def transposed(self) -> TileList:
-        """The same tiles listed by columns: for each tile of keys, its tiles of queries. q and k have changed places."""
+        """The same tiles listed by columns: for each tile of keys, its tiles of queries. q and k have changed
+        places.
+        """
         return TileList.from_grids(
             self.partial.transpose(-1, -2),
             self.full.transpose(-1, -2),
@@ -107,12 +121,22 @@ class TileList:
         )
 
     def tensors(self) -> list[Tensor]:
-        """What the kernels take: partial count, partial index, full count, full index; then the same four of `transposed()`."""
+        """What the kernels take: partial count, partial index, full count, full index; then the same four of
+        `transposed()`.
+        """
         other = self.transposed()
-        return [tensor for t in (self, other) for tensor in (t.partial_count, t.partial_index, t.full_count, t.full_index)]
+        return [
+            tensor
+            for t in (self, other)
+            for tensor in (t.partial_count, t.partial_index, t.full_count, t.full_index)
+        ]
 
-    def to_block_mask(self, mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None) -> BlockMask:
-        """FlexAttention's form; `mask_mod(b, h, q, k)` decides inside the partial tiles (None: all of them is visible)."""
+    def to_block_mask(
+        self, mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    ) -> BlockMask:
+        """FlexAttention's form; `mask_mod(b, h, q, k)` decides inside the partial tiles (None: all of them is
+        visible).
+        """
         return BlockMask.from_kv_blocks(
             self.partial_count,
             self.partial_index,
@@ -139,7 +163,9 @@ def check_blocks(block_q: int, block_k: int) -> None:
         UsageError: a size is not positive.
     """
     if block_q < 1 or block_k < 1:
-        raise UsageError(f"A tile of {block_q} × {block_k} elements is none: block_q and block_k must be positive.")
+        raise UsageError(
+            f"A tile of {block_q} × {block_k} elements is none: block_q and block_k must be positive."
+        )
 
 
 def _folded(mask: Tensor, axis: int, block: int, *, any_of: bool) -> Tensor:
@@ -166,5 +192,6 @@ def _grid(count: Tensor, index: Tensor, columns: int) -> Tensor:
     """The bool grid [B, H, nq, columns] that a list came from."""
     listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
     grid = torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.bool, device=index.device)
-    target = torch.where(listed, index, columns).to(torch.int64)  # what is not listed lands in a column that is cut off
+    # what is not listed lands in a column that is cut off
+    target = torch.where(listed, index, columns).to(torch.int64)
     return grid.scatter_(-1, target, torch.ones_like(target, dtype=torch.bool))[..., :columns]

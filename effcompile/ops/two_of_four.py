@@ -1,7 +1,9 @@
-"""Linears on sparse tensor cores: `effcompile::two_of_four_linear`, on two of every four neighbours in a row of the weight.
+"""Linears on sparse tensor cores: `effcompile::two_of_four_linear`, on two of every four neighbours in a row
+of the weight.
 
-What torch.sparse.to_sparse_semi_structured makes of a weight is held as plain tensors, so that a graph with such linears is exported,
-compiled and saved like any other. Weights are constants: there is no gradient of them.
+What torch.sparse.to_sparse_semi_structured makes of a weight is held as plain tensors, so that a graph with
+such linears is exported, compiled and saved like any other. Weights are constants: there is no gradient of
+them.
 """
 
 from __future__ import annotations
@@ -15,10 +17,19 @@ from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
 from effcompile.ops.devices import one_device
 
-__all__ = ["COLUMNS", "DTYPES", "ROWS", "compress", "misfit", "no_cores", "stored_bytes", "two_of_four_linear"]
+__all__ = [
+    "COLUMNS",
+    "DTYPES",
+    "ROWS",
+    "compress",
+    "misfit",
+    "no_cores",
+    "stored_bytes",
+    "two_of_four_linear",
+]
 
-#: What a weight (N, K) must be divisible by, and its dtypes, for both of torch's kernels: CUTLASS asks for these, cuSPARSELt for 16 and 16
-#: (torch 2.13, sparse/semi_structured.py).
+#: What a weight (N, K) must be divisible by, and its dtypes, for both of torch's kernels: CUTLASS asks for
+#: these, cuSPARSELt for 16 and 16 (torch 2.13, sparse/semi_structured.py).
 ROWS, COLUMNS = 32, 64
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -26,9 +37,14 @@ DTYPES = (torch.float16, torch.bfloat16)
 def misfit(dtype: torch.dtype, n: int, k: int) -> Unsupported | None:
     """None, or why a weight (N, K) is not taken; K of the four neighbours, N outputs."""
     if dtype not in DTYPES:
-        return Unsupported.of("sparse tensor cores take float16 and bfloat16 here, and its weight is {}", str(dtype).removeprefix("torch."))
+        return Unsupported.of(
+            "sparse tensor cores take float16 and bfloat16 here, and its weight is {}",
+            str(dtype).removeprefix("torch."),
+        )
     if n % ROWS or k % COLUMNS:
-        return Unsupported.of("2:4 kernels need N a multiple of {} and K of {}; here N = {}, K = {}", ROWS, COLUMNS, n, k)
+        return Unsupported.of(
+            "2:4 kernels need N a multiple of {} and K of {}; here N = {}, K = {}", ROWS, COLUMNS, n, k
+        )
     return None
 
 
@@ -40,7 +56,10 @@ def no_cores(device: torch.device) -> str | None:
     if major < 8:
         return f"sparse tensor cores came with compute capability 8.0; this GPU has {major}.{minor}"
     if major > 8 and not torch.backends.cusparselt.is_available():
-        return f"torch's CUTLASS kernels are for compute capability 8; this GPU has {major}.{minor} and this torch no cuSPARSELt"
+        return (
+            f"torch's CUTLASS kernels are for compute capability 8; this GPU has {major}.{minor} and "
+            "this torch no cuSPARSELt"
+        )
     return None
 
 
@@ -50,7 +69,8 @@ def stored_bytes(n: int, k: int) -> int:
 
 
 def compress(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(kept values, their places) of a weight (N, K) as torch's kernels hold it; cuSPARSELt's has both in the first.
+    """(kept values, their places) of a weight (N, K) as torch's kernels hold it; cuSPARSELt's has both in the
+    first.
 
     Raises:
         UsageError: four neighbours with more than two that are not 0, or a shape or dtype that is not taken.
@@ -58,23 +78,34 @@ def compress(weight: Tensor) -> tuple[Tensor, Tensor | None]:
     if (reason := misfit(weight.dtype, *weight.shape)) is not None:
         raise UsageError(f"A weight cannot be held 2:4: {reason}.")
     if int((weight.reshape(-1, 4) != 0).sum(1).max()) > 2:
-        raise UsageError("A weight cannot be held 2:4: some four neighbours of a row have more than two that are not 0. Prune it first.")
+        raise UsageError(
+            "A weight cannot be held 2:4: some four neighbours of a row have more than two that are not "
+            "0. Prune it first."
+        )
     cutlass = weight.is_cuda and not torch.backends.cusparselt.is_available()
-    make = torch.sparse.SparseSemiStructuredTensorCUTLASS.from_dense if cutlass else torch.sparse.to_sparse_semi_structured
+    make = (
+        torch.sparse.SparseSemiStructuredTensorCUTLASS.from_dense
+        if cutlass
+        else torch.sparse.to_sparse_semi_structured
+    )
     held = make(weight.contiguous())
     assert held.packed is not None
     return held.packed, held.meta
 
 
 def linear_by_torch(x: Tensor, packed: Tensor, meta: Tensor | None, bias: Tensor | None, n: int) -> Tensor:
-    """x (..., K) · Wᵀ + bias (N) for the weight (N, K) held in `packed` and `meta`; without sparse tensor cores, by making W.
+    """x (..., K) · Wᵀ + bias (N) for the weight (N, K) held in `packed` and `meta`; without sparse tensor
+    cores, by making W.
 
     Raises:
         UsageError: dtypes or shapes that do not fit, or cuSPARSELt's form away from a GPU.
     """
     check(x, packed, meta, bias, n)
     if meta is None:
-        raise UsageError("This weight is held in cuSPARSELt's form, which runs on the GPU alone: move the model there, or lower it anew.")
+        raise UsageError(
+            "This weight is held in cuSPARSELt's form, which runs on the GPU alone: move the model there, "
+            "or lower it anew."
+        )
     return torch.nn.functional.linear(x, _held(x, packed, meta, n).to_dense(), bias)
 
 
@@ -86,7 +117,11 @@ def linear_on_cores(x: Tensor, packed: Tensor, meta: Tensor | None, bias: Tensor
 
 def _held(x: Tensor, packed: Tensor, meta: Tensor | None, n: int) -> Tensor:
     """The weight as torch's own class around the tensors."""
-    form = torch.sparse.SparseSemiStructuredTensorCUSPARSELT if meta is None else torch.sparse.SparseSemiStructuredTensorCUTLASS
+    form = (
+        torch.sparse.SparseSemiStructuredTensorCUSPARSELT
+        if meta is None
+        else torch.sparse.SparseSemiStructuredTensorCUTLASS
+    )
     shape = torch.Size((n, x.shape[-1]))
     return form(shape, packed=packed, meta=meta, packed_t=None, meta_t=None, compressed_swizzled_bitmask=None)
 
@@ -95,14 +130,22 @@ def check(x: Tensor, packed: Tensor, meta: Tensor | None, bias: Tensor | None, n
     """Raises UsageError for what `two_of_four_linear` does not take."""
     one_device("A 2:4 linear", x=x, packed=packed, meta=meta, bias=bias)
     k = x.shape[-1] if x.dim() else 0
-    half = packed.numel() == n * k // 2 if meta is not None else packed.numel() > n * k // 2  # cuSPARSELt's holds the places too
-    fits = half and x.dtype == packed.dtype and (bias is None or (bias.shape == (n,) and bias.dtype == x.dtype))
+    # cuSPARSELt's holds the places too
+    half = packed.numel() == n * k // 2 if meta is not None else packed.numel() > n * k // 2
+    fits = (
+        half and x.dtype == packed.dtype and (bias is None or (bias.shape == (n,) and bias.dtype == x.dtype))
+    )
     if misfit(packed.dtype, n, k) is not None or not fits:
         given = f"x {tuple(x.shape)} {x.dtype}, {packed.numel()} values of {packed.dtype}, N = {n}"
-        raise UsageError(f"A 2:4 linear takes x (..., K) and half of the values of a weight (N, K) in 16 bits; given {given}.")
+        raise UsageError(
+            "A 2:4 linear takes x (..., K) and half of the values of a weight (N, K) in 16 bits; given "
+            f"{given}."
+        )
 
 
-two_of_four_linear = torch.library.custom_op("effcompile::two_of_four_linear", linear_by_torch, mutates_args=())
+two_of_four_linear = torch.library.custom_op(
+    "effcompile::two_of_four_linear", linear_by_torch, mutates_args=()
+)
 two_of_four_linear.register_kernel("cuda")(linear_on_cores)
 
 

@@ -1,4 +1,6 @@
-"""Who sees whom in an attention: closed forms of masks, recovered from dense ones, and the tiles that they leave to visit."""
+"""Who sees whom in an attention: closed forms of masks, recovered from dense ones, and the tiles that they
+leave to visit.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from effcompile.core.mask import Mask
 from effcompile.ops.tile_bounds import Bounds, band_bounds, chunk_bounds, id_bounds, valid_bounds
 from effcompile.ops.tiles import TileList, check_blocks, once
 
-#: Elements that are looked at in one go when candidate tiles are checked one by one (bounds the memory of `tiles`).
+#: Elements that are looked at in one go when candidate tiles are checked one by one (bounds the memory of
+#: `tiles`).
 _AT_ONCE = 1 << 22
 #: How many queries are compared before all are.
 _SAMPLE = 32
-#: In which order a form is relieved of what it does not need. Padding goes last: of two forms of one row, it is what was meant.
+#: In which order a form is relieved of what it does not need. Padding goes last: of two forms of one row, it
+#: is what was meant.
 _DROPS: tuple[tuple[str, Any], ...] = (("lo", None), ("hi", None), ("chunk", 0), ("valid", None))
 
 
@@ -40,7 +44,9 @@ class Visibility(Mask[Tensor, Tensor, int]):
         return seen
 
     def tiles(self, block_q: int, block_k: int, *, q_len: int, k_len: int) -> TileList:
-        """The tile lists, equal to `TileList.from_dense` of the dense mask, which is not built where closed forms say it all."""
+        """The tile lists, equal to `TileList.from_dense` of the dense mask, which is not built where closed
+        forms say it all.
+        """
         check_blocks(block_q, block_k)
         if self.mask is not None or not q_len or not k_len:
             return TileList.from_dense(self.dense(self._batch, q_len, k_len), block_q, block_k)
@@ -52,7 +58,9 @@ class Visibility(Mask[Tensor, Tensor, int]):
         return TileList.from_grids(partial, full, q_len=q_len, k_len=k_len, block_q=block_q, block_k=block_k)
 
     def terms(self, b: Tensor, i: Tensor, j: Tensor) -> Iterator[Tensor]:
-        """Each closed form at the elements (b, i, j), int64 indices that broadcast; `mask` is not among them."""
+        """Each closed form at the elements (b, i, j), int64 indices that broadcast; `mask` is not
+        among them.
+        """
         if self.lo is not None:
             yield j >= i + self.lo
         if self.hi is not None:
@@ -60,18 +68,25 @@ class Visibility(Mask[Tensor, Tensor, int]):
         if self.chunk:
             yield i // self.chunk == j // self.chunk
         if self.q_ids is not None and self.k_ids is not None:
-            yield self.q_ids[b.clamp(max=self.q_ids.shape[0] - 1), i] == self.k_ids[b.clamp(max=self.k_ids.shape[0] - 1), j]
+            yield (
+                self.q_ids[b.clamp(max=self.q_ids.shape[0] - 1), i]
+                == self.k_ids[b.clamp(max=self.k_ids.shape[0] - 1), j]
+            )
         if self.valid is not None:
             yield self.valid[b.clamp(max=self.valid.shape[0] - 1), j]
 
     @property
     def _batch(self) -> int:
         """Batches that see otherwise; 1 where all see the same."""
-        return max([1, *(t.shape[0] for t in (self.q_ids, self.k_ids, self.valid, self.mask) if t is not None)])
+        return max(
+            [1, *(t.shape[0] for t in (self.q_ids, self.k_ids, self.valid, self.mask) if t is not None)]
+        )
 
     @property
     def _device(self) -> torch.device:
-        return next((t.device for t in (self.q_ids, self.valid, self.mask) if t is not None), torch.device("cpu"))
+        return next(
+            (t.device for t in (self.q_ids, self.valid, self.mask) if t is not None), torch.device("cpu")
+        )
 
     def _bounds(self, block_q: int, block_k: int, q_len: int, k_len: int) -> Bounds:
         sizes = (block_q, block_k, q_len, k_len)
@@ -85,7 +100,9 @@ class Visibility(Mask[Tensor, Tensor, int]):
         return bounds
 
     def _seen_in(self, grid: Tensor, block_q: int, block_k: int, q_len: int, k_len: int) -> Tensor:
-        """Those of the tiles in `grid` (bool [B, 1, nq, nk]) in which some element is visible, by looking at the elements."""
+        """Those of the tiles in `grid` (bool [B, 1, nq, nk]) in which some element is visible, by looking at
+        the elements.
+        """
         sure = torch.zeros_like(grid)
         for part in grid.nonzero().split(max(1, _AT_ONCE // (block_q * block_k))):
             b, _, row, column = (index[:, None, None] for index in part.unbind(1))
@@ -99,7 +116,8 @@ class Visibility(Mask[Tensor, Tensor, int]):
 
 
 def recover(dense: Tensor) -> Visibility:
-    """The closed form with the fewest terms that equals a bool mask, else the mask itself as `Visibility.mask`.
+    """The closed form with the fewest terms that equals a bool mask, else the mask itself as
+    `Visibility.mask`.
 
     Args:
         dense: bool [B or 1, H or 1, Sq, Sk], True = may be seen; leading axes may be left out.
@@ -125,7 +143,9 @@ def _distinct(mask: Tensor) -> Tensor:
 
 
 def _candidates(mask: Tensor) -> Iterator[Visibility]:
-    """Forms whose every term is the tightest that holds on all that is visible in bool [B, Sq, Sk]: if one fits, the mask has that form."""
+    """Forms whose every term is the tightest that holds on all that is visible in bool [B, Sq, Sk]: if one
+    fits, the mask has that form.
+    """
     valid = mask.any(1)
     if not bool(valid.any()):
         yield Visibility(valid=valid)
@@ -142,11 +162,15 @@ def _candidates(mask: Tensor) -> Iterator[Visibility]:
     q_ids, k_ids = _ids_of_first_keys(mask, first, some)
     yield replace(band, q_ids=q_ids, k_ids=k_ids)
     ids = _distinct_rows(uncrossed.cumsum(1))
-    yield replace(band, q_ids=ids[:, : mask.shape[1]].contiguous(), k_ids=ids[:, : mask.shape[2]].contiguous())
+    yield replace(
+        band, q_ids=ids[:, : mask.shape[1]].contiguous(), k_ids=ids[:, : mask.shape[2]].contiguous()
+    )
 
 
 def _ends(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """First and last visible key of each query and whether there is one, [B, Sq]. numpy's argmax stops at the first True."""
+    """First and last visible key of each query and whether there is one, [B, Sq]. numpy's argmax stops at the
+    first True.
+    """
     array = mask.cpu().numpy()
     first = torch.from_numpy(array.argmax(-1)).to(mask.device)
     last = mask.shape[2] - 1 - torch.from_numpy(array[..., ::-1].argmax(-1)).to(mask.device)
@@ -160,7 +184,8 @@ def _uncrossed(first: Tensor, last: Tensor, some: Tensor, k_len: int) -> Tensor:
     first = torch.nn.functional.pad(first.where(some, length), (0, length - q_len), value=length)
     last = torch.nn.functional.pad(last.where(some, -1), (0, length - q_len), value=-1)
     after = first.flip(1).cummin(1).values.flip(1)  # the first key that any query from p on sees
-    before = torch.nn.functional.pad(last.cummax(1).values, (1, -1), value=-1)  # the last key that any query before p sees
+    # the last key that any query before p sees
+    before = torch.nn.functional.pad(last.cummax(1).values, (1, -1), value=-1)
     p = torch.arange(length, device=first.device)
     return (after >= p) & (before < p)
 
@@ -172,9 +197,12 @@ def _chunk(uncrossed: Tensor) -> int:
 
 
 def _ids_of_first_keys(mask: Tensor, first: Tensor, some: Tensor) -> tuple[Tensor, Tensor]:
-    """Documents named by the first key that their queries see; queries and keys that see nobody have names of their own."""
+    """Documents named by the first key that their queries see; queries and keys that see nobody have names of
+    their own.
+    """
     seen = mask.any(1)
-    seer = torch.from_numpy(mask.transpose(1, 2).contiguous().cpu().numpy().argmax(-1)).to(mask.device)  # of each key, its first query
+    # of each key, its first query
+    seer = torch.from_numpy(mask.transpose(1, 2).contiguous().cpu().numpy().argmax(-1)).to(mask.device)
     k_ids = first.gather(1, seer).where(seen, -1)
     return _distinct_rows(first.where(some, -2)), _distinct_rows(k_ids)
 
@@ -185,7 +213,10 @@ def _distinct_rows(rows: Tensor) -> Tensor:
 
 
 def _equals(form: Visibility, mask: Tensor) -> bool:
-    """The form is this mask [B, 1, Sq, Sk], element by element. A sample of the rows refuses most forms at once."""
+    """The form is this mask [B, 1, Sq, Sk], element by element.
+
+    A sample of the rows refuses most forms at once.
+    """
     batch, _, q_len, k_len = mask.shape
     sample = torch.arange(0, q_len, max(1, q_len // _SAMPLE), device=mask.device)
     if not torch.equal(form.rows(sample, k_len).expand(batch, -1, -1), mask[:, 0, sample]):

@@ -1,8 +1,9 @@
 """Matrix products of 16-bit operands, computed in float32 and rounded once.
 
-Where a CPU has no 16-bit instructions and oneDNN none to stand in (AVX2), torch multiplies 16-bit matrices in plain loops: measured on
-an AMD EPYC with 2 threads, (256, 2560) by (2560, 7040) in bfloat16, 5.3 GFLOP/s for x Wᵀ, 0.15 for g W and 2.9 for gᵀ x, where in
-float32, casts included, it is 21 to 24. The sums are those of the 16-bit kernels, which add in float32 and round once, in another order.
+Where a CPU has no 16-bit instructions and oneDNN none to stand in (AVX2), torch multiplies 16-bit matrices in
+plain loops: measured on an AMD EPYC with 2 threads, (256, 2560) by (2560, 7040) in bfloat16, 5.3 GFLOP/s for
+x Wᵀ, 0.15 for g W and 2.9 for gᵀ x, where in float32, casts included, it is 21 to 24. The sums are those of
+the 16-bit kernels, which add in float32 and round once, in another order.
 
 Legend: a (M, K), b (K, N), out (M, N). The smaller operand is cast whole, the other one piece by piece.
 """
@@ -20,10 +21,19 @@ from torch.utils.flop_counter import addmm_flop, mm_flop, register_flop_formula
 from effcompile.core import gpu
 from effcompile.ops.products import Product, Scratch
 
-__all__ = ["mm_into", "pays", "product_into", "product_ratio", "scratch_of", "wide_addmm", "wide_mm", "workspace_bytes"]
+__all__ = [
+    "mm_into",
+    "pays",
+    "product_into",
+    "product_ratio",
+    "scratch_of",
+    "wide_addmm",
+    "wide_mm",
+    "workspace_bytes",
+]
 
-#: Rows, inner and columns of the product that is timed: large enough for the kernels of real layers, small enough to be emulated.
-#: On a GPU, where small ones are a matter of launches, larger.
+#: Rows, inner and columns of the product that is timed: large enough for the kernels of real layers, small
+#: enough to be emulated. On a GPU, where small ones are a matter of launches, larger.
 _SHAPE, _ON_GPU = (128, 512, 512), (4096, 2048, 2048)
 _ROUNDS = 5
 #: Times as long as in fp32 from which on a product is cast: casting is a part of it.
@@ -35,7 +45,9 @@ _PIECE = 1 << 22
 
 @cache
 def product_ratio(dtype: torch.dtype, device: str) -> float:
-    """Seconds of a product of matrices in `dtype` by those of the same in fp32; inf where there is none in it."""
+    """Seconds of a product of matrices in `dtype` by those of the same in fp32; inf where there is none in
+    it.
+    """
     try:
         return _seconds(dtype, device) / _seconds(torch.float32, device)
     except RuntimeError:  # this build of torch has no such kernel
@@ -44,7 +56,10 @@ def product_ratio(dtype: torch.dtype, device: str) -> float:
 
 def _seconds(dtype: torch.dtype, device: str) -> float:
     rows, inner, columns = _SHAPE if device == "cpu" else _ON_GPU
-    a, b = torch.ones(rows, inner, dtype=dtype, device=device), torch.ones(inner, columns, dtype=dtype, device=device)
+    a, b = (
+        torch.ones(rows, inner, dtype=dtype, device=device),
+        torch.ones(inner, columns, dtype=dtype, device=device),
+    )
     times = []
     with torch.no_grad(), torch.autocast(device, enabled=False):
         if device == "cuda":
@@ -61,8 +76,13 @@ def pays(dtype: torch.dtype, device: str) -> bool:
     return device == "cpu" and dtype in _NARROW and product_ratio(dtype, device) > _SLOW
 
 
-def mm_into(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> Tensor:
-    """out = a b, with `bias` (N) added, or added to what is in `out` (`accumulate`); rounded once. Returns `out`."""
+def mm_into(
+    out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False
+) -> Tensor:
+    """out = a b, with `bias` (N) added, or added to what is in `out` (`accumulate`); rounded once.
+
+    Returns `out`.
+    """
     if a.numel() > b.numel():
         wide = b.float()
         for rows in _pieces(a.shape[0], b.shape[1] + a.shape[1]):
@@ -70,7 +90,9 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, ac
         return out
     wide = a.float()
     for columns in _pieces(b.shape[1], a.shape[0] + a.shape[1]):
-        _piece(out[:, columns], wide, b[:, columns].float(), None if bias is None else bias[columns], accumulate)
+        _piece(
+            out[:, columns], wide, b[:, columns].float(), None if bias is None else bias[columns], accumulate
+        )
     return out
 
 
@@ -84,12 +106,16 @@ def _piece(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, accumulate: b
 
 
 def _pieces(count: int, each: int) -> list[slice]:
-    """Slices of so many rows or columns, each of which takes `each` elements, so that a piece has at most _PIECE of them."""
+    """Slices of so many rows or columns, each of which takes `each` elements, so that a piece has at most
+    _PIECE of them.
+    """
     size = max(1, _PIECE // max(1, each))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
+def product_into(
+    out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False
+) -> None:
     """As `mm_into` where that pays, else by torch's own product."""
     if pays(a.dtype, a.device.type):
         mm_into(out, a, b, bias=bias, accumulate=accumulate)
@@ -102,7 +128,9 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = Non
 
 
 def _workspace(m: int, k: int, n: int, *, bias: bool = False, accumulate: bool = False) -> int:
-    """Bytes that `mm_into` has at its highest instant beside its arguments: both factors, the product, and what is added, all in fp32."""
+    """Bytes that `mm_into` has at its highest instant beside its arguments: both factors, the product, and
+    what is added, all in fp32.
+    """
     small, count, other = (k * n, m, n) if m > n else (m * k, n, m)
     piece = min(count, max(1, _PIECE // max(1, k + other)))
     added = (n if m > n else piece) if bias else piece * other if accumulate else 0
@@ -110,7 +138,9 @@ def _workspace(m: int, k: int, n: int, *, bias: bool = False, accumulate: bool =
 
 
 def scratch_of(scratch: Scratch) -> Scratch:
-    """What a product takes for itself where it is made by `product_into`; torch's own is `scratch`'s to know."""
+    """What a product takes for itself where it is made by `product_into`; torch's own is
+    `scratch`'s to know.
+    """
 
     def bytes_of(product: Product) -> int:
         if not pays(product.dtype, product.device):
@@ -121,12 +151,16 @@ def scratch_of(scratch: Scratch) -> Scratch:
 
 
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
-    """Bytes alive at the highest instant inside `wide_mm` or `wide_addmm`, beyond its inputs and output; None for other operators."""
+    """Bytes alive at the highest instant inside `wide_mm` or `wide_addmm`, beyond its inputs and output; None
+    for other operators.
+    """
     if name not in ("effcompile::wide_mm", "effcompile::wide_addmm"):
         return None
     a, b = args[-2:]
     assert isinstance(a, Tensor) and isinstance(b, Tensor)
-    return _workspace(int(a.shape[0]), int(a.shape[1]), int(b.shape[1]), bias=name == "effcompile::wide_addmm")
+    return _workspace(
+        int(a.shape[0]), int(a.shape[1]), int(b.shape[1]), bias=name == "effcompile::wide_addmm"
+    )
 
 
 @torch.library.custom_op("effcompile::wide_mm", mutates_args=())

@@ -1,4 +1,7 @@
-"""The passes by name, in order of application. Third parties register under the entry point group `effcompile.passes`."""
+"""The passes by name, in order of application.
+
+Third parties register under the entry point group `effcompile.passes`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from effcompile.passes.predicted_attention import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
 from effcompile.passes.sparsify import Sparsify
+from effcompile.passes.speculate import Speculate
 from effcompile.passes.structured_pruning import Shrink
 from effcompile.passes.training.base import StepPass
 from effcompile.passes.training.bitmask import Bitmask
@@ -77,11 +81,13 @@ PASSES: dict[str, type[Any]] = {
     "rows": Rows,
     "quantize": Quantize,
     "sparsify": Sparsify,
+    "speculate": Speculate,
 }
 
-#: Ours that decide about a whole training step (training/base.py), in order of application. First those whose options are captured
-#: when the search takes them up; then those that capture the step anew, and those that change its graph: those of installed packages
-#: come before the last of them; then what stands beside the step.
+#: Ours that decide about a whole training step (training/base.py), in order of application. First those whose
+#: options are captured when the search takes them up; then those that capture the step anew, and those that
+#: change its graph: those of installed packages come before the last of them; then what stands beside the
+#: step.
 _CAPTURED_LATE: dict[str, type[Any]] = {"microbatch": Microbatch}
 _OF_THE_GRAPH: dict[str, type[Any]] = {
     "tensor": TensorParallel,
@@ -104,8 +110,11 @@ TRAINING_PASSES: dict[str, type[Any]] = {
     **_OVER_VALUES,
 }
 
-#: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
-OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision", "frozen"})
+#: Those that take part only where they are named, or one of their options is set; naming them leaves out no
+#: other.
+OPTIONAL: frozenset[str] = frozenset(
+    {"offload", "compress", "bitmask", "fold", "predict", "speculate", "microbatch", "precision", "frozen"}
+)
 
 
 def optional_in(plan: Plan) -> list[str]:
@@ -113,7 +122,11 @@ def optional_in(plan: Plan) -> list[str]:
     return sorted(OPTIONAL & {decision.by for decision in plan.decisions})
 
 
-_GROUP, _TRAINING_GROUP, _LEVER_GROUP = "effcompile.passes", "effcompile.training_passes", "effcompile.value_levers"
+_GROUP, _TRAINING_GROUP, _LEVER_GROUP = (
+    "effcompile.passes",
+    "effcompile.training_passes",
+    "effcompile.value_levers",
+)
 #: What a pass of an installed package is asked.
 _ASKED = {
     _GROUP: ("name", "exact", "propose", "apply", "measured_options", "replaced_weights"),
@@ -134,7 +147,8 @@ def registered() -> dict[str, type[Any]]:
 
 
 def registered_for_training() -> dict[str, type[Any]]:
-    """Our passes of a training step, then those of installed packages: of the whole step (base.py), and over values (levers.py).
+    """Our passes of a training step, then those of installed packages: of the whole step (base.py), and over
+    values (levers.py).
 
     Raises:
         UsageError: an installed pass cannot be imported, or takes a name that is in use.
@@ -143,7 +157,8 @@ def registered_for_training() -> dict[str, type[Any]]:
 
 
 def over_values() -> dict[str, type[Any]]:
-    """Our levers over values, then those of installed packages (passes/training/levers.py), in the order in which their ways are told.
+    """Our levers over values, then those of installed packages (passes/training/levers.py), in the order in
+    which their ways are told.
 
     Raises:
         UsageError: an installed lever cannot be imported, takes a name that is in use, or says no ways.
@@ -151,27 +166,39 @@ def over_values() -> dict[str, type[Any]]:
     found, names = _with_installed(TRAINING_PASSES, _LEVER_GROUP), list[str]()
     levers = {name: cls for name, cls in found.items() if name in _OVER_VALUES or name not in TRAINING_PASSES}
     for name, cls in levers.items():
-        sound = isinstance(cls.known, tuple) and all(isinstance(way, Way) and way.by == name for way in cls.known)
+        sound = isinstance(cls.known, tuple) and all(
+            isinstance(way, Way) and way.by == name for way in cls.known
+        )
         names += [way.name for way in cls.known] if sound else []
         if not sound or len(set(names)) < len(names):
-            raise UsageError(f"The lever {name!r} must know a tuple of ways, each by itself and of a name of its own. Mend or remove it.")
+            raise UsageError(
+                f"The lever {name!r} must know a tuple of ways, each by itself and of a name of its own. "
+                "Mend or remove it."
+            )
     return levers
 
 
 def ways() -> dict[str, Way]:
     """Every way to hold a value elsewhere that a plan may have, by its name."""
-    return {way.name: way for way in composed([way for lever in over_values().values() for way in lever.known])}
+    return {
+        way.name: way for way in composed([way for lever in over_values().values() for way in lever.known])
+    }
 
 
 def _with_installed(own: Mapping[str, type[Any]], group: str) -> dict[str, type[Any]]:
     found = dict(own)
     for entry in entry_points(group=group):
         if entry.name in found:
-            raise UsageError(f"The pass {entry.name!r} of {entry.value} has a name that is taken. Rename its entry point in {group}.")
+            raise UsageError(
+                f"The pass {entry.name!r} of {entry.value} has a name that is taken. Rename its entry "
+                f"point in {group}."
+            )
         try:
             found[entry.name] = entry.load()
         except Exception as error:
-            raise UsageError(f"The pass {entry.name!r} ({entry.value}) cannot be imported: {error}. Mend or remove it.") from error
+            raise UsageError(
+                f"The pass {entry.name!r} ({entry.value}) cannot be imported: {error}. Mend or remove it."
+            ) from error
         if missing := [member for member in _ASKED[group] if not hasattr(found[entry.name], member)]:
             raise UsageError(
                 f"The pass {entry.name!r} ({entry.value}) has no {', '.join(missing)}. Mend or remove it; "
@@ -180,17 +207,21 @@ def _with_installed(own: Mapping[str, type[Any]], group: str) -> dict[str, type[
     return found
 
 
-def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
+def load_passes(
+    spec: Sequence[str] | None = None, unnamed: Collection[str] | None = None
+) -> tuple[Pass, ...]:
     """Passes from their description, in order of application.
 
-    `quantize` selects: once a name is given, only the named passes run. `quantize.group_size=64` sets an option (and
-    selects its pass where others are selected). `no-merge` leaves one out. None or an empty list: all of them but the
-    optional ones, which take part where they are named or set and leave out no other.
+    `quantize` selects: once a name is given, only the named passes run. `quantize.group_size=64` sets an
+    option (and selects its pass where others are selected). `no-merge` leaves one out. None or an empty list:
+    those that take part `unnamed`: all but the optional ones, which take part where they are named or set and
+    leave out no other.
 
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, or a value that does not fit its type.
     """
-    selected = _selected(registered(), spec, OPTIONAL)
+    known = registered()
+    selected = _selected(known, spec, frozenset(known) - set(unnamed) if unnamed else OPTIONAL)
     return tuple(cls(**settings) for cls, settings in selected.values())
 
 
@@ -218,35 +249,57 @@ class TrainingPasses:
     @property
     def exact(self) -> tuple[TrainingPasses, list[str]]:
         """Those that change no numbers, and the names of the others."""
-        others = [each.name for each in self.step if not each.exact] + [each.name for each in self.levers.values if not each.exact]
+        others = [each.name for each in self.step if not each.exact] + [
+            each.name for each in self.levers.values if not each.exact
+        ]
         step = tuple(each for each in self.step if each.exact)
         values = tuple(each for each in self.levers.values if each.exact)
         return replace(self, step=step, levers=replace(self.levers, values=values)), others
 
     def carrying_out(self, names: Collection[str]) -> TrainingPasses:
-        """With those of ours that decide about the whole step and are named, whether they were left out or not."""
+        """With those of ours that decide about the whole step and are named, whether they were left out or
+        not.
+        """
         have = {each.name: each for each in self.whole}
-        ours = {name: have.get(name) or cls() for name, cls in _OWN_STEP_PASSES.items() if name in have or name in names}
+        ours = {
+            name: have.get(name) or cls()
+            for name, cls in _OWN_STEP_PASSES.items()
+            if name in have or name in names
+        }
         late, step = _in_order({**have, **ours})
         return replace(self, late=late, step=step)
 
 
-def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = False, linked: bool = False) -> TrainingPasses:
-    """The passes of a training step, described as in `load_passes`. Optimizer states are planned wherever an optimizer is given.
+def load_training_passes(
+    spec: Sequence[str] | None = None, *, inexact: bool = False, linked: bool = False
+) -> TrainingPasses:
+    """The passes of a training step, described as in `load_passes`.
+
+    Optimizer states are planned wherever an optimizer is given.
 
     Args:
-        spec: which. `offload`, `compress`, `bitmask`, `precision`, `frozen` and `microbatch` take part only where they are named or set.
-        inexact: an error is allowed: `precision` and `frozen` take part too, unless passes are selected or they are left out.
+        spec: which. `offload`, `compress`, `bitmask`, `precision`, `frozen` and `microbatch` take part only
+            where they are named or set.
+        inexact: an error is allowed: `precision` and `frozen` take part too, unless passes are selected or
+            they are left out.
         linked: the target has a link to a host: so does `offload`.
 
     Raises:
-        UnknownNameError: no such pass. UsageError: no such option, a value that does not fit, or `no-checkpoint`.
+        UnknownNameError: no such pass. UsageError: no such option, a value that does not fit, or
+            `no-checkpoint`.
     """
     known = registered_for_training()
-    unasked = {name for name, yes in ((Precision.name, inexact), (Frozen.name, inexact), (Offload.name, linked)) if yes}
+    unasked = {
+        name
+        for name, yes in ((Precision.name, inexact), (Frozen.name, inexact), (Offload.name, linked))
+        if yes
+    }
     selected = _selected(known, spec, OPTIONAL - unasked)
     if "checkpoint" not in selected:
-        raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
+        raise UsageError(
+            "A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to "
+            "keep everything."
+        )
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
     made.setdefault(States.name, States(offload=False))  # left out: held as given
     levers = over_values()
@@ -264,9 +317,15 @@ def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = F
 
 
 def with_gradients_consumed(spec: Sequence[str] | None) -> tuple[str, ...] | None:
-    """A description under which a step consumes its gradients in the backward, where it may need less; None where this one settles that."""
+    """A description under which a step consumes its gradients in the backward, where it may need less; None
+    where this one settles that.
+    """
     said = tuple(spec or ())
-    return None if any(each.partition("=")[0].strip() == IN_BACKWARD for each in said) else (*said, f"{IN_BACKWARD}=true")
+    return (
+        None
+        if any(each.partition("=")[0].strip() == IN_BACKWARD for each in said)
+        else (*said, f"{IN_BACKWARD}=true")
+    )
 
 
 def _in_order(passes: Mapping[str, StepPass]) -> tuple[tuple[StepPass, ...], tuple[StepPass, ...]]:
@@ -313,5 +372,8 @@ def _known(name: str, known: dict[str, type[Any]]) -> str:
         return name
     for mode, passes in (("inference", PASSES), ("training", TRAINING_PASSES)):
         if name in passes:
-            raise UsageError(f"The pass {name!r} is for the mode {mode!r}, which is not the goal's. Known here: {', '.join(known)}.")
+            raise UsageError(
+                f"The pass {name!r} is for the mode {mode!r}, which is not the goal's. Known here: "
+                f"{', '.join(known)}."
+            )
     raise UnknownNameError("pass", name, known)

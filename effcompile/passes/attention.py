@@ -1,4 +1,6 @@
-"""The form of each attention: dense, causal, on the tiles it sees, packed, in separate kernels, or with q and k in 8 bits."""
+"""The form of each attention: dense, causal, on the tiles it sees, packed, in separate kernels, or with q and
+k in 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
-from effcompile.sites.attention.closed_masks import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
+from effcompile.sites.attention.closed_masks import (
+    in_closed_form,
+    is_causal,
+    mask_of,
+    set_causal,
+    set_flex,
+    visible_keys,
+)
 from effcompile.sites.attention.expand import expand
 from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.parts import AttentionSite, attentions, linears
@@ -30,8 +39,8 @@ INT8 = "sdpa_int8"
 _LEAST_FLEX = 1 << 20
 #: Operators between a linear and the heads made of its result: they move elements and change none.
 _MOVING = (
-    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.split_with_sizes.default,
-    aten.split.Tensor, operator.getitem,
+    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default,
+    aten.split_with_sizes.default, aten.split.Tensor, operator.getitem,
 )  # fmt: skip
 
 
@@ -39,12 +48,13 @@ _MOVING = (
 class Attention(Pass):
     """Chooses the form by price. `int8`: q and k in 8 bits too, where the goal allows error.
 
-    `sdpa` reads a dense mask; `causal` and `tiled` know the mask in closed form (mask/recover.py) and read none, and `tiled` visits
-    only what is seen; `flex` does so by FlexAttention; `packed` reads heads as the linears made them; `math` is separate kernels.
+    `sdpa` reads a dense mask; `causal` and `tiled` know the mask in closed form (mask/recover.py) and read
+    none, and `tiled` visits only what is seen; `flex` does so by FlexAttention; `packed` reads heads as the
+    linears made them; `math` is separate kernels.
 
     `int8` is off: on BERT-base it saves OpenVINO about 3 % and its error adds to that of the linears.
-    q and k are results of linears, whose int8 kernels write 8 bits as cheaply as 32: `sdpa_int8` requires those to be
-    `int8_static`, so that it never stands in a model of fp32 or bf16 alone.
+    q and k are results of linears, whose int8 kernels write 8 bits as cheaply as 32: `sdpa_int8` requires
+    those to be `int8_static`, so that it never stands in a model of fp32 or bf16 alone.
     """
 
     int8: bool = False
@@ -80,7 +90,9 @@ class Attention(Pass):
             return program.tagged(tags, self.name)
         expand(edited.graph, by_option.pop("math", []))
         set_causal(edited, by_option.pop("causal", []))
-        told = in_closed_form(edited, [node for option in ("tiled", "flex") for node in by_option.get(option, [])])
+        told = in_closed_form(
+            edited, [node for option in ("tiled", "flex") for node in by_option.get(option, [])]
+        )
         set_flex(edited, [told[node] for node in by_option.get("flex", [])])
         edited.graph.eliminate_dead_code()
         edited.module.recompile()
@@ -99,7 +111,9 @@ class Attention(Pass):
             elif options and cost.seconds > options[0].cost.seconds and not written:
                 reason = reason or no_gain(cost, options[0].cost, options[0].name)
             if reason is not None:
-                yield Declined(site=site.site, kind="attention", option=form, by=self.name, reason=reason, cost=cost)
+                yield Declined(
+                    site=site.site, kind="attention", option=form, by=self.name, reason=reason, cost=cost
+                )
             else:
                 assert cost is not None
                 seen = mask if form in _SEEING else None
@@ -115,9 +129,17 @@ class Attention(Pass):
         if options:  # the first form that the backend has is what it makes of an unplanned model
             eager = site.eager and any(option.name == "math" for option in options)
             baseline = "math" if eager else options[0].name
-            yield Choice(site=site.site, kind="attention", baseline=baseline, options=tuple(options), covers=frozenset([site.node]))
+            yield Choice(
+                site=site.site,
+                kind="attention",
+                baseline=baseline,
+                options=tuple(options),
+                covers=frozenset([site.node]),
+            )
 
-    def _int8(self, site: AttentionSite, names: Mapping[fx.Node, str], context: Context, base: Option) -> Option | Declined:
+    def _int8(
+        self, site: AttentionSite, names: Mapping[fx.Node, str], context: Context, base: Option
+    ) -> Option | Declined:
         kernel = f"attention/{INT8}"
         cost, error = price(context, kernel, *site.dims), context.sensitivity.get((site.site, INT8))
         made_by = [names.get(_source(value)) for value in site.node.args[:2]]
@@ -130,10 +152,14 @@ class Attention(Pass):
         else:
             reason = None if error is not None else NotMeasured()
         if reason is not None:
-            return Declined(site=site.site, kind="attention", option=INT8, by=self.name, reason=reason, cost=cost)
+            return Declined(
+                site=site.site, kind="attention", option=INT8, by=self.name, reason=reason, cost=cost
+            )
         assert cost is not None and error is not None
         requires = {linear: (INT8_STATIC.name,) for linear in made_by if linear is not None}
-        return Option(form=Form(word=INT8), cost=replace(cost, error_squared=error), by=self.name, requires=requires)
+        return Option(
+            form=Form(word=INT8), cost=replace(cost, error_squared=error), by=self.name, requires=requires
+        )
 
 
 def _check_mask(site: AttentionSite, planned: Form | None, found: GraphMask | None) -> None:
@@ -142,7 +168,12 @@ def _check_mask(site: AttentionSite, planned: Form | None, found: GraphMask | No
     Raises:
         FormatError: they differ.
     """
-    if planned is not None and planned.mask is not None and found is not None and not planned.mask.same_terms(found.form):
+    if (
+        planned is not None
+        and planned.mask is not None
+        and found is not None
+        and not planned.mask.same_terms(found.form)
+    ):
         was, now = Sees(form=planned.mask), Sees(form=found.form)
         raise FormatError(f"The plan was made where {site.site} {was}; in this model it {now}. Plan again.")
 
@@ -155,11 +186,23 @@ def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Cont
     """Seconds of a form; None where the backend has no kernel for it."""
     if form not in _SEEING:
         cost = price(context, f"attention/{form}", *site.dims)
-        return _sum_of_parts(site, context) if cost is None and form == "math" and (site.eager or site.ours) else cost
+        return (
+            _sum_of_parts(site, context)
+            if cost is None and form == "math" and (site.eager or site.ours)
+            else cost
+        )
     b, h, sq, sk, d = site.dims
-    visible = sk // 2 if form == "causal" or (mask is None and site.causal) else sk if mask is None else visible_keys(mask, sk)
+    visible = (
+        sk // 2
+        if form == "causal" or (mask is None and site.causal)
+        else sk
+        if mask is None
+        else visible_keys(mask, sk)
+    )
     changed = form == "tiled" and (site.ours or (mask is not None and bool(mask.biases)))
-    return price(context, "attention/tiled_scores" if changed else f"attention/{form}", b, h, sq, sk, d, visible)
+    return price(
+        context, "attention/tiled_scores" if changed else f"attention/{form}", b, h, sq, sk, d, visible
+    )
 
 
 def _note(mask: GraphMask, site: AttentionSite) -> Sees:
@@ -201,7 +244,11 @@ def _why_not(form: str, site: AttentionSite, mask: GraphMask | None) -> Reason |
         return None
     if mask.left is not None:
         return StaysDense(because=mask.left)
-    return OnlyWhere(form=mask.form, unmet=not mask.met) if mask.guards and not (mask.met and form == "tiled") else None
+    return (
+        OnlyWhere(form=mask.form, unmet=not mask.met)
+        if mask.guards and not (mask.met and form == "tiled")
+        else None
+    )
 
 
 def _source(value: object) -> fx.Node:
@@ -216,7 +263,9 @@ def _why_not_packed(site: AttentionSite) -> Unsupported | None:
     """Why the heads cannot be read packed, (B, S, H·D), as they are; None if they can."""
     for name, value in zip("qkv", site.node.args[:3], strict=True):
         if not (isinstance(value, fx.Node) and _swaps_heads(value)):
-            return Unsupported("the heads of {name} are not split right before it, so packing would add a transpose", (name,))
+            return Unsupported(
+                "the heads of {name} are not split right before it, so packing would add a transpose", (name,)
+            )
     if not all(_swaps_heads(user) for user in _readers(site.node)):
         return Unsupported("its result is read with heads apart, so packing would add a transpose")
     return None

@@ -22,9 +22,12 @@ __all__ = ["Choice", "Context", "Declined", "Option", "Pass"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One alternative at a site. Its form says what it means; its name is what that is printed as, unique among a site's options.
+    """One alternative at a site.
 
-    `requires` maps other sites to the names of the options they must take for this one to be possible; the solver enforces it.
+    Its form says what it means; its name is what that is printed as, unique among a site's options.
+
+    `requires` maps other sites to the names of the options they must take for this one to be possible; the
+    solver enforces it.
     """
 
     form: Form
@@ -40,7 +43,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A site and its options. `baseline` names the option that the unplanned model has; it is always among them.
+    """A site and its options.
+
+    `baseline` names the option that the unplanned model has; it is always among them.
 
     `covers`: nodes of the program whose time is in the options' costs.
     """
@@ -61,7 +66,8 @@ class Context:
 
     Attributes:
         sensitivity: (site, option) → squared relative error at the model's output that the option alone
-            causes, measured on the calibration inputs. Absent for a site that no error-making option asked for.
+            causes, measured on the calibration inputs. Absent for a site that no error-making option asked
+            for.
         formats: what a dense linear may be held in under this goal, fp32 first.
         stored: the format that stands behind "fp32" here: what the model's own linears are held in.
         lacks: says why the backend has no such kernel on any machine; None where it may have.
@@ -80,8 +86,8 @@ class Context:
 class Pass(Protocol):
     """A frozen dataclass; its fields are its options, also on the CLI (`--pass quantize.group_size=64`).
 
-    `exact` is False for passes that change numerics; those propose only where the goal allows error. What a pass inherits is right
-    for one whose options make no error that has to be measured.
+    `exact` is False for passes that change numerics; those propose only where the goal allows error. What a
+    pass inherits is right for one whose options make no error that has to be measured.
     """
 
     name: ClassVar[str]

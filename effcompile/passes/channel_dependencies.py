@@ -1,11 +1,14 @@
-"""Which channels of a graph live and die together: the rows and columns of linears that one hidden neuron or one head is made of.
+"""Which channels of a graph live and die together: the rows and columns of linears that one hidden neuron or
+one head is made of.
 
-Every output row of every linear gets a label, an integer. Labels flow through the graph: operators that move elements are run on labels
-themselves, what they do to shapes needs no rules; element-wise ones unite the labels that they put together, and an attention those of
-a head. United labels are one unit, which can only be removed whole (dependency graphs: Fang et al. 2301.12900, sec. 3). What this module
-does not understand pins the units that it reads, with the reason.
+Every output row of every linear gets a label, an integer. Labels flow through the graph: operators that move
+elements are run on labels themselves, what they do to shapes needs no rules; element-wise ones unite the
+labels that they put together, and an attention those of a head. United labels are one unit, which can only be
+removed whole (dependency graphs: Fang et al. 2301.12900, sec. 3). What this module does not understand pins
+the units that it reads, with the reason.
 
-Labels are tensors of their value's shape, expanded (stride 0) along every axis on which they do not depend, so that they are small.
+Labels are tensors of their value's shape, expanded (stride 0) along every axis on which they do not depend,
+so that they are small.
 """
 
 from __future__ import annotations
@@ -29,14 +32,23 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 EXPANDS = (aten.expand.default,)
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 _MOVING = (
-    *SPLITS, aten.transpose.int, aten.permute.default, aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor,
-    aten.select.int, aten.unbind.int, aten.flatten.using_ints, aten.repeat.default, aten.repeat_interleave.self_int,
+    *SPLITS, aten.transpose.int, aten.permute.default, aten.t.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.unbind.int, aten.flatten.using_ints,
+    aten.repeat.default, aten.repeat_interleave.self_int,
 )  # fmt: skip
-_SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default, aten._to_copy.default, aten.dropout.default)
+_SAME = (
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten._to_copy.default,
+    aten.dropout.default,
+)
 #: operator → name of its argument that says along which axes it mixes.
 _MIXING = {
-    aten.mean.dim: "dim", aten.sum.dim_IntList: "dim", aten.amax.default: "dim", aten.softmax.int: "dim", aten._softmax.default: "dim",
-    aten.layer_norm.default: "normalized_shape", aten.rms_norm.default: "normalized_shape",
+    aten.mean.dim: "dim", aten.sum.dim_IntList: "dim", aten.amax.default: "dim", aten.softmax.int: "dim",
+    aten._softmax.default: "dim", aten.layer_norm.default: "normalized_shape",
+    aten.rms_norm.default: "normalized_shape",
 }  # fmt: skip
 _ATTENTION = (aten.scaled_dot_product_attention.default, torch.ops.effcompile.attention.default)
 
@@ -59,7 +71,8 @@ class Channels:
     Attributes:
         sites: linears by name.
         makes, reads: linear → the unit of each output row (N), of each input column (K).
-        lines: value (and the number of the result) → where its units lie; absent where it has one unit only or none.
+        lines: value (and the number of the result) → where its units lie; absent where it has one unit only
+            or none.
         pinned: unit → why it cannot be removed.
         constants: (operator, constant) → what an operator applies by channel.
         attended: units that are heads of an attention.
@@ -94,7 +107,8 @@ class _Flow:
         self.reads: dict[str, Tensor] = {}
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.pins: list[tuple[Tensor, Unsupported]] = []
-        self.foreign: list[tuple[fx.Node, Tensor, fx.Node]] = []  # an element-wise operator, its labels, an operand without any
+        # an element-wise operator, its labels, an operand without any
+        self.foreign: list[tuple[fx.Node, Tensor, fx.Node]] = []
         self.heads: list[Tensor] = []
 
     def visit(self, node: fx.Node) -> None:
@@ -123,7 +137,9 @@ class _Flow:
             return self._joined(node, given)
         if target in _MIXING:
             return self._mixed(node)
-        if target in _SAME or (torch.Tag.pointwise in getattr(target, "tags", ()) and not target._schema.is_mutable):  # type: ignore[union-attr]
+        if target in _SAME or (
+            torch.Tag.pointwise in getattr(target, "tags", ()) and not target._schema.is_mutable  # type: ignore[union-attr]
+        ):
             return self._pointwise(node, given)
         return self._pinned(given, node)
 
@@ -145,7 +161,10 @@ class _Flow:
     def _attention(self, node: fx.Node) -> Labels | None:
         """Query head h, key head h // (H / K) and the result's head h are one."""
         names = {p.name for p in node.target._schema.arguments}  # type: ignore[union-attr]
-        made = [argument(node, name) for name in (("query", "key", "value") if "query" in names else ("q", "k", "v"))]
+        made = [
+            argument(node, name)
+            for name in (("query", "key", "value") if "query" in names else ("q", "k", "v"))
+        ]
         if not all(isinstance(n, fx.Node) and n in self.labels and len(shape_of(n)) == 4 for n in made):
             return self._pinned([n for n in node.all_input_nodes if n in self.labels], node)
         heads = []
@@ -164,7 +183,11 @@ class _Flow:
                 self.pins.append((queries, Unsupported("{name} differs by head", (other.name,))))
         shape = shape_of(node)
         out = queries[None, :, None, None].expand(shape)
-        return (out, queries[None, :, None].expand(shape[:3])) if isinstance(node.meta.get("val"), (tuple, list)) else out
+        return (
+            (out, queries[None, :, None].expand(shape[:3]))
+            if isinstance(node.meta.get("val"), (tuple, list))
+            else out
+        )
 
     def _moved(self, node: fx.Node, source: fx.Node) -> Labels:
         given = [self._of(source) if arg is source else _plain(arg) for arg in node.args]
@@ -264,7 +287,9 @@ class _Flow:
             found.lines[node, number] = Line(axis=axes[0], units=units.movedim(axes[0], 0).flatten(1)[:, 0])
 
     def _by_channel(self, found: Channels, node: fx.Node, units: Tensor, operand: fx.Node) -> None:
-        """What an operand without labels does to units: nothing where it is the same for all, else it is sliced, if it is a constant."""
+        """What an operand without labels does to units: nothing where it is the same for all, else it is
+        sliced, if it is a constant.
+        """
         for axis in _varying(units):
             own = axis - units.dim() + len(shape_of(operand))
             if own < 0 or shape_of(operand)[own] == 1:
@@ -299,7 +324,9 @@ def _components(count: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def _slim(tensors: Sequence[Tensor], but: int = -1) -> list[Tensor]:
     """Tensors of one rank, cut to size 1 along axes on which none of them depends."""
     index = tuple(
-        slice(None) if axis == but or any(t.stride(axis) and t.shape[axis] > 1 for t in tensors) else slice(0, 1)
+        slice(None)
+        if axis == but or any(t.stride(axis) and t.shape[axis] > 1 for t in tensors)
+        else slice(0, 1)
         for axis in range(tensors[0].dim())
     )
     return [tensor[index] for tensor in tensors]
@@ -310,7 +337,9 @@ def _viewed(labels: Tensor, shape: tuple[int, ...], *, expanded: bool = False) -
     if expanded:
         return labels.expand(shape)
     head = 0
-    while head < min(labels.dim(), len(shape)) and labels.shape[head] == shape[head] and not labels.stride(head):
+    while (
+        head < min(labels.dim(), len(shape)) and labels.shape[head] == shape[head] and not labels.stride(head)
+    ):
         head += 1
     slim, wanted = labels[(slice(0, 1),) * head], [1] * head + list(shape[head:])
     tail = 1
@@ -323,18 +352,30 @@ def _viewed(labels: Tensor, shape: tuple[int, ...], *, expanded: bool = False) -
 
 def _varying(units: Tensor) -> list[int]:
     """The axes that units depend on."""
-    return [axis for axis, size in enumerate(units.shape) if size > 1 and bool((units != units.narrow(axis, 0, 1)).any())]
+    return [
+        axis
+        for axis, size in enumerate(units.shape)
+        if size > 1 and bool((units != units.narrow(axis, 0, 1)).any())
+    ]
 
 
 def _covers(shape: tuple[int, ...], labels: Tensor) -> bool:
-    """Whether an operand has an entry of its own for every label: it adds channels of another origin, as a residual does."""
+    """Whether an operand has an entry of its own for every label: it adds channels of another origin, as a
+    residual does.
+    """
     full = (1,) * (labels.dim() - len(shape)) + shape
-    own = [(size, length) for size, length, stride in zip(full, labels.shape, labels.stride(), strict=True) if stride and length > 1]
+    own = [
+        (size, length)
+        for size, length, stride in zip(full, labels.shape, labels.stride(), strict=True)
+        if stride and length > 1
+    ]
     return bool(own) and all(size == length for size, length in own)
 
 
 def _differs_by_head(shape: tuple[int, ...]) -> bool:
-    """Of an operand of an attention that is not q, k or v: masks are (..., H or 1, Sq, Sk), sinks (H); ids and lengths are (B, S)."""
+    """Of an operand of an attention that is not q, k or v: masks are (..., H or 1, Sq, Sk), sinks (H); ids
+    and lengths are (B, S).
+    """
     return (len(shape) >= 3 and shape[-3] > 1) or len(shape) == 1
 
 

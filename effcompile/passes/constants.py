@@ -25,7 +25,9 @@ def storage_of(value: Tensor) -> int:
 
 
 def replace_constant(program: Program, user: fx.Node, constant: fx.Node, value: Tensor) -> None:
-    """Make one node read another tensor, kept beside the one it read under a name of its own, which goes when nobody reads it."""
+    """Make one node read another tensor, kept beside the one it read under a name of its own, which goes when
+    nobody reads it.
+    """
     owner, _, leaf = str(constant.target).rpartition(".")
     holder, name = program.module.get_submodule(owner), f"{leaf}_pruned"
     holder.register_parameter(name, nn.Parameter(value, requires_grad=False))

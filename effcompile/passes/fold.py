@@ -1,8 +1,10 @@
-"""Gains folded into the linears beside them: LayerScale behind a linear, an RMSNorm's gain before linears, BatchNorm behind a linear.
+"""Gains folded into the linears beside them: LayerScale behind a linear, an RMSNorm's gain before linears,
+BatchNorm behind a linear.
 
-With y = g · (W x + b) the weight is diag(g) W and the bias g · b (LayerScale: Touvron et al. 2021, arXiv 2103.17239); with
-y = W (g · x) + b the weight is W diag(g), where linears alone read g · x; BatchNorm in evaluation is a gain and a shift (Jacob et al.
-2018, arXiv 1712.05877, section 3.2). Exact up to rounding: one element-wise operator less, no byte more.
+With y = g · (W x + b) the weight is diag(g) W and the bias g · b (LayerScale: Touvron et al. 2021, arXiv
+2103.17239); with y = W (g · x) + b the weight is W diag(g), where linears alone read g · x; BatchNorm in
+evaluation is a gain and a shift (Jacob et al. 2018, arXiv 1712.05877, section 3.2). Exact up to rounding: one
+element-wise operator less, no byte more.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Gain:
     """A gain and its linears.
 
     Attributes:
-        node: that computes g · x, or the BatchNorm. before: the linears that read it, or (`behind`) the one that it reads.
+        node: that computes g · x, or the BatchNorm. before: the linears that read it, or (`behind`) the one
+            that it reads.
         gain, shift: (channels,); shift is None where there is none.
     """
 
@@ -53,7 +56,9 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold(Pass):
-    """Takes part where it is named (`--pass fold`): weights that are quantised beside it are others than those of the file."""
+    """Takes part where it is named (`--pass fold`): weights that are quantised beside it are others than
+    those of the file.
+    """
 
     name: ClassVar[str] = "fold"
     exact: ClassVar[bool] = True
@@ -62,8 +67,13 @@ class Fold(Pass):
         for found in gains(program):
             count = _size(found.node)
             cost = price(context, "pointwise/fp32", count) or Cost()
-            options = (Option(form=Form(word=SEPARATE), cost=cost, by=self.name), Option(form=Form(word=FOLDED), cost=Cost(), by=self.name))
-            yield Choice(site=found.site, kind=KIND, baseline=SEPARATE, options=options, covers=frozenset({found.node}))
+            options = (
+                Option(form=Form(word=SEPARATE), cost=cost, by=self.name),
+                Option(form=Form(word=FOLDED), cost=Cost(), by=self.name),
+            )
+            yield Choice(
+                site=found.site, kind=KIND, baseline=SEPARATE, options=options, covers=frozenset({found.node})
+            )
 
     def apply(self, program: Program, plan: Plan) -> Program:
         """The gains that the plan folds are in the weights, and their operators are gone."""
@@ -98,7 +108,12 @@ def _before(program: Program, known: list[LinearSite]) -> Iterator[Gain]:
     for node in program.calls(aten.mul.Tensor):
         gain = _vector(program, node)
         members = tuple(site for site in known if site.x is node)
-        if gain is None or not members or len(members) != len(node.users) or any(not _own(site) or site.k != len(gain) for site in members):
+        if (
+            gain is None
+            or not members
+            or len(members) != len(node.users)
+            or any(not _own(site) or site.k != len(gain) for site in members)
+        ):
             continue
         yield Gain(site=f"{members[0].site}:gain", node=node, members=members, behind=False, gain=gain)
 
@@ -109,22 +124,39 @@ def _behind(program: Program, known: list[LinearSite]) -> Iterator[Gain]:
         if len(site.node.users) != 1 or not _own(site):
             continue
         [node] = site.node.users
-        if node.target is aten.mul.Tensor and (gain := _vector(program, node)) is not None and len(gain) == site.n:
+        if (
+            node.target is aten.mul.Tensor
+            and (gain := _vector(program, node)) is not None
+            and len(gain) == site.n
+        ):
             yield Gain(site=f"{site.site}:gain", node=node, members=(site,), behind=True, gain=gain)
         elif node.target is _BATCH_NORM and (pair := _normalised(program, node)) is not None:
             [result] = node.users  # the others are of training
             if len(shape_of(result)) == 2:
-                yield Gain(site=f"{site.site}:gain", node=result, members=(site,), behind=True, gain=pair[0], shift=pair[1])
+                yield Gain(
+                    site=f"{site.site}:gain",
+                    node=result,
+                    members=(site,),
+                    behind=True,
+                    gain=pair[0],
+                    shift=pair[1],
+                )
 
 
 def _own(site: LinearSite) -> bool:
     """Whether its weight is read here alone."""
-    return not site.shared and len(site.weight.users) == 1 and (site.bias is None or len(site.bias.users) == 1)
+    return (
+        not site.shared and len(site.weight.users) == 1 and (site.bias is None or len(site.bias.users) == 1)
+    )
 
 
 def _vector(program: Program, node: fx.Node) -> Tensor | None:
     """The stored vector of a product along the last axis."""
-    stored = [value for arg in node.args[:2] if isinstance(arg, fx.Node) and (value := program.tensor(arg)) is not None]
+    stored = [
+        value
+        for arg in node.args[:2]
+        if isinstance(arg, fx.Node) and (value := program.tensor(arg)) is not None
+    ]
     if len(stored) != 1 or stored[0].dim() != 1 or shape_of(node)[-1] != stored[0].shape[0]:
         return None
     return stored[0]
@@ -133,7 +165,9 @@ def _vector(program: Program, node: fx.Node) -> Tensor | None:
 def _normalised(program: Program, node: fx.Node) -> tuple[Tensor, Tensor] | None:
     """Gain and shift of a BatchNorm in evaluation."""
     args: Any = node.args
-    weight, bias, mean, variance = (program.tensor(arg) if isinstance(arg, fx.Node) else None for arg in args[1:5])
+    weight, bias, mean, variance = (
+        program.tensor(arg) if isinstance(arg, fx.Node) else None for arg in args[1:5]
+    )
     if mean is None or variance is None or len(node.users) != 1:
         return None
     gain = (variance + args[6]).rsqrt() * (1.0 if weight is None else weight)
@@ -166,7 +200,11 @@ def _put(program: Program, node: fx.Node | None, value: Tensor) -> None:
 
 def _shifted(program: Program, found: Gain, shift: Tensor) -> fx.Node:
     """The linear, which has no bias, with the shift added."""
-    graph, linear, name = program.graph, found.members[0].node, f"{found.members[0].site.replace('.', '_')}_shift"
+    graph, linear, name = (
+        program.graph,
+        found.members[0].node,
+        f"{found.members[0].site.replace('.', '_')}_shift",
+    )
     program.module.register_buffer(name, shift.detach().contiguous())
     with graph.inserting_before(found.node):
         bias = graph.get_attr(name)

@@ -50,7 +50,9 @@ class Logits(Pass):
 
     def _last(self, head: LinearSite, held: WeightFormat, context: Context) -> Option | Declined:
         form = Form(word=LAST, weights=held)
-        full, last = (price_linear(context, held, (rows, head.k, head.n)) for rows in (head.m, shape_of(head.node)[0]))
+        full, last = (
+            price_linear(context, held, (rows, head.k, head.n)) for rows in (head.m, shape_of(head.node)[0])
+        )
         if full is None or last is None:
             reason: Reason | None = no_linear(context, held, head.dims)
             cost = None
@@ -58,7 +60,9 @@ class Logits(Pass):
             reason = no_gain(last, full, ALL) if last.seconds > full.seconds else None
             cost = replace(last, seconds=last.seconds - full.seconds)
         if reason is not None:
-            return Declined(site=rows_site(head), kind="logits", option=form.name, by=self.name, reason=reason, cost=cost)
+            return Declined(
+                site=rows_site(head), kind="logits", option=form.name, by=self.name, reason=reason, cost=cost
+            )
         assert cost is not None
         return Option(form=form, cost=cost, by=self.name, requires={head.site: (held.name,)})
 
@@ -102,4 +106,7 @@ def _outputs(program: Program, node: fx.Node) -> tuple[TensorSpec, ...]:
     """The output specs with one position at the head's place."""
     output = next(n for n in program.graph.nodes if n.op == "output")
     place = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)].index(node)
-    return tuple(replace(s, shape=(s.shape[0], 1, *s.shape[2:])) if i == place else s for i, s in enumerate(program.outputs))
+    return tuple(
+        replace(s, shape=(s.shape[0], 1, *s.shape[2:])) if i == place else s
+        for i, s in enumerate(program.outputs)
+    )

@@ -1,4 +1,6 @@
-"""Linears that read the same input computed as one: one larger GEMM, and activations quantised once instead of thrice."""
+"""Linears that read the same input computed as one: one larger GEMM, and activations quantised once instead
+of thrice.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ VIEW_SPLITS = frozenset({"torch-eager", "torch-inductor"})
 class Merge(Pass):
     """What a merge saves depends on the precision of its members, which another pass chooses.
 
-    So there is one option per format, `merged` (fp32), `merged@int8_dynamic`, ..., each requiring it of all members; its
-    seconds are t(M, K, ΣN) − Σ t(M, K, Nᵢ) + the split, usually negative.
+    So there is one option per format, `merged` (fp32), `merged@int8_dynamic`, ..., each requiring it of all
+    members; its seconds are t(M, K, ΣN) − Σ t(M, K, Nᵢ) + the split, usually negative.
     """
 
     name: ClassVar[str] = "merge"
@@ -47,7 +49,9 @@ class Merge(Pass):
                 if cost is None:
                     reason = reason or no_linear(context, held, site.members[0].dims)
                 if reason is not None:
-                    yield Declined(site=site.site, kind="merge", option=form.name, by=self.name, reason=reason, cost=cost)
+                    yield Declined(
+                        site=site.site, kind="merge", option=form.name, by=self.name, reason=reason, cost=cost
+                    )
                 else:
                     assert cost is not None
                     requires = {member.site: (held.name,) for member in site.members}
@@ -66,7 +70,10 @@ class Merge(Pass):
             if form.word == MERGED:
                 made += _merge(edited, site)
                 common = {chosen[m.site] for m in site.members if m.site in chosen}
-                assert len(common) <= 1, f"the plan gives the members of {site.site} several formats: {sorted(f.name for f in common)}"
+                assert len(common) <= 1, (
+                    f"the plan gives the members of {site.site} several formats: "
+                    f"{sorted(f.name for f in common)}"
+                )
                 if common:
                     tags[site.merged_site] = common.pop()
         edited.graph.lint()
@@ -100,7 +107,9 @@ def merge_cost(site: MergeSite, held: WeightFormat, context: Context) -> Cost | 
         seconds=merged.seconds + split.seconds - apart.seconds,
         roof_seconds=merged.roof_seconds + split.roof_seconds - apart.roof_seconds,
         weight_bytes=_zero_bias_bytes(site),
-        error_squared=max(context.sensitivity.get((site.site, Form(word=MERGED, weights=held).name), 0.0), 0.0),
+        error_squared=max(
+            context.sensitivity.get((site.site, Form(word=MERGED, weights=held).name), 0.0), 0.0
+        ),
     )
 
 
@@ -120,7 +129,9 @@ def _merge(program: Program, site: MergeSite) -> list[str]:
         target, args = _call(first, w, b)
         node = graph.call_function(target, args)
         sizes = [member.n for member in site.members]
-        split = graph.call_function(aten.split_with_sizes.default, (node, sizes, len(shape_of(first.node)) - 1))
+        split = graph.call_function(
+            aten.split_with_sizes.default, (node, sizes, len(shape_of(first.node)) - 1)
+        )
         parts = [graph.call_function(operator.getitem, (split, i)) for i in range(len(sizes))]
     _annotate(program, site, (w, b, node, split), parts)
     for member, part in zip(site.members, parts, strict=True):
@@ -152,7 +163,10 @@ def _register(program: Program, site: MergeSite) -> tuple[str, str | None]:
         trained = any(w.requires_grad for w in weights)
         holder.weight = nn.Parameter(stacked, requires_grad=trained)
         if any(m.bias is not None for m in site.members):
-            rows = [stacked.new_zeros(m.n) if m.bias is None else _value(program, m.bias).expand(m.n) for m in site.members]
+            rows = [
+                stacked.new_zeros(m.n) if m.bias is None else _value(program, m.bias).expand(m.n)
+                for m in site.members
+            ]
             holder.bias = nn.Parameter(torch.cat(rows), requires_grad=trained)
     if not program.module.add_submodule(site.merged_site, holder):
         raise AssertionError(f"{site.merged_site} cannot be added: a parent is no module")
@@ -165,7 +179,9 @@ def _value(program: Program, node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _annotate(program: Program, site: MergeSite, made: tuple[fx.Node | None, ...], parts: list[fx.Node]) -> None:
+def _annotate(
+    program: Program, site: MergeSite, made: tuple[fx.Node | None, ...], parts: list[fx.Node]
+) -> None:
     """Fake values and module stack, so that later passes find the merged linear under its own name."""
     first = site.members[0]
     stack = dict(first.node.meta.get("nn_module_stack") or {})
@@ -175,7 +191,9 @@ def _annotate(program: Program, site: MergeSite, made: tuple[fx.Node | None, ...
     w, b, node, split = made
     for each in (w, b, node, split, *parts):
         if each is not None:
-            each.meta = {key: first.node.meta[key] for key in ("stack_trace", "custom") if key in first.node.meta}
+            each.meta = {
+                key: first.node.meta[key] for key in ("stack_trace", "custom") if key in first.node.meta
+            }
             each.meta["nn_module_stack"] = dict(stack)
     value, sizes = first.node.meta.get("val"), [m.n for m in site.members]
     if not isinstance(value, torch.Tensor) or node is None or split is None:
@@ -191,7 +209,9 @@ def _annotate(program: Program, site: MergeSite, made: tuple[fx.Node | None, ...
 
 
 def _keep_viewable(part: fx.Node) -> None:
-    """A member's result was contiguous and a part of the split is not: views that merge axes become reshapes."""
+    """A member's result was contiguous and a part of the split is not: views that merge axes
+    become reshapes.
+    """
     for user in list(part.users):
         if user.target is aten.view.default and len(shape_of(user)) <= len(shape_of(part)):
             user.target = aten.reshape.default

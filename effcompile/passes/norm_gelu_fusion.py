@@ -17,7 +17,10 @@ from effcompile.sites.parts import add_norms, gelus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fuse(Pass):
-    """`norms`: add + LayerNorm as one kernel (exact). `gelu`: the tanh form, only where the goal allows error."""
+    """`norms`: add + LayerNorm as one kernel (exact).
+
+    `gelu`: the tanh form, only where the goal allows error.
+    """
 
     norms: bool = True
     gelu: bool = True
@@ -32,7 +35,13 @@ class Fuse(Pass):
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         if self.norms:
             for norm in add_norms(program):
-                empty = Choice(site=norm.site, kind="norm", baseline="split", options=(), covers=frozenset([norm.node, norm.add]))
+                empty = Choice(
+                    site=norm.site,
+                    kind="norm",
+                    baseline="split",
+                    options=(),
+                    covers=frozenset([norm.node, norm.add]),
+                )
                 yield from self._pair(context, empty, "add_norm", ("split", "fused"), (norm.rows, norm.cols))
         if not self.gelu:
             return
@@ -41,7 +50,9 @@ class Fuse(Pass):
             yield no_error_allowed("gelu", "tanh", self.name)
         for gelu in found:
             forms = ("erf",) if context.goal.exact else ("erf", "tanh")
-            empty = Choice(site=gelu.site, kind="gelu", baseline="erf", options=(), covers=frozenset([gelu.node]))
+            empty = Choice(
+                site=gelu.site, kind="gelu", baseline="erf", options=(), covers=frozenset([gelu.node])
+            )
             yield from self._pair(context, empty, "gelu", forms, (gelu.elements,))
 
     def apply(self, program: Program, plan: Plan) -> Program:
@@ -73,7 +84,9 @@ class Fuse(Pass):
                 reason = None if error is not None else NotMeasured()
                 cost = replace(cost, error_squared=error or 0.0)
             if reason is not None:
-                yield Declined(site=empty.site, kind=empty.kind, option=name, by=self.name, reason=reason, cost=cost)
+                yield Declined(
+                    site=empty.site, kind=empty.kind, option=name, by=self.name, reason=reason, cost=cost
+                )
             else:
                 assert cost is not None
                 options.append(Option(form=Form(word=name), cost=cost, by=self.name))

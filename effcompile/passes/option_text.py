@@ -15,12 +15,16 @@ def value_of(cls: type[Any], name: str, option: str, equals: str, text: str) -> 
     allowed = [f.name for f in fields(cls)]
     listing = ", ".join(f"{name}.{field}" for field in allowed) or "none"
     if option not in allowed or not equals:
-        raise UsageError(f"The pass {name!r} has no option {option!r}. Write NAME.OPTION=VALUE; options: {listing}.")
+        raise UsageError(
+            f"The pass {name!r} has no option {option!r}. Write NAME.OPTION=VALUE; options: {listing}."
+        )
     kind = get_type_hints(cls)[option]
     try:
         return _parse(kind, text)
     except ValueError as error:
-        raise UsageError(f"{name}.{option} = {text!r} is not {_describe(kind)}. Options of {name!r}: {listing}.") from error
+        raise UsageError(
+            f"{name}.{option} = {text!r} is not {_describe(kind)}. Options of {name!r}: {listing}."
+        ) from error
 
 
 def _parse(kind: Any, text: str) -> Any:
@@ -36,5 +40,8 @@ def _parse(kind: Any, text: str) -> Any:
 
 def _describe(kind: Any) -> str:
     names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    names |= {tuple[float, ...]: "a list of numbers like 0.5,0.9", tuple[int, ...]: "a list of whole numbers like 8,4"}
+    names |= {
+        tuple[float, ...]: "a list of numbers like 0.5,0.9",
+        tuple[int, ...]: "a list of whole numbers like 8,4",
+    }
     return names.get(kind, "a list like a,b,c")

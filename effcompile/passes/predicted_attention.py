@@ -1,4 +1,6 @@
-"""Attention of long inputs on the tiles that a predictor expects to matter: an approximation, where it pays and the goal allows it."""
+"""Attention of long inputs on the tiles that a predictor expects to matter: an approximation, where it pays
+and the goal allows it.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,24 @@ from effcompile.sites.attention.node_builder import Emitter
 from effcompile.sites.attention.predictor import Predictor
 from effcompile.sites.parts import AttentionSite, argument, attentions
 
-_trials: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[Predict, tuple[str, ...]], Trial]] = weakref.WeakKeyDictionary()
+_trials: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[Predict, tuple[str, ...]], Trial]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predict(Pass):
-    """Runs attentions on the tiles that hold `mass` of the softmax, by a cheap estimate of it. It takes part only where it is asked for.
+    """Runs attentions on the tiles that hold `mass` of the softmax, by a cheap estimate of it.
 
-    Measured by benchmarks/predictors.py on one busy core (noisy), 8 heads of 64, 4096 causal tokens, a fifth to a quarter of the tiles
-    kept: 0.5 to 0.7 of the time of exact attention. Where attention is spread out, nearly all tiles are kept and it is declined.
+    It takes part only where it is asked for.
+
+    Measured by benchmarks/predictors.py on one busy core (noisy), 8 heads of 64, 4096 causal tokens, a fifth
+    to a quarter of the tiles kept: 0.5 to 0.7 of the time of exact attention. Where attention is spread out,
+    nearly all tiles are kept and it is declined.
 
     Attributes:
-        method: which predictors compete: "pooled", "sanger", "elsa", "dota", "a3" look at each call's q and k, "vitcod" has its tiles
-            fixed on the calibration inputs (ops/tile_predictors.py has the papers).
+        method: which predictors compete: "pooled", "sanger", "elsa", "dota", "a3" look at each call's q and
+            k, "vitcod" has its tiles fixed on the calibration inputs (ops/tile_predictors.py has the papers).
         mass: share of the estimated softmax that the tiles of each block of queries shall hold.
         least: attentions with fewer keys are left alone.
         detail: the method's parameter (bits, dimensions, components); 0: its default.
@@ -83,12 +90,19 @@ class Predict(Pass):
         reasons = {site.site: self._why_not(program, site) for site in found}
         open_to = [site for site in found if not reasons[site.site]]
         trial: Trial | None = None
-        if open_to and self._priced(context, "attention/tiles", *open_to[0].dims, self.block, self.block) is not None:
+        if (
+            open_to
+            and self._priced(context, "attention/tiles", *open_to[0].dims, self.block, self.block) is not None
+        ):
             try:
                 trial = self._trial(program, [site.site for site in open_to])
             except NotThisFormError as error:
                 reasons |= dict.fromkeys((site.site for site in open_to), error.reason)
-        exact = {c.site: c for c in Attention().propose(program, context) if isinstance(c, Choice)} if trial else {}
+        exact = (
+            {c.site: c for c in Attention().propose(program, context) if isinstance(c, Choice)}
+            if trial
+            else {}
+        )
         for site in found:
             if trial is None or reasons[site.site] or site.site not in exact:
                 reason = reasons[site.site] or no_kernel(context, "attention/tiles")
@@ -108,7 +122,12 @@ class Predict(Pass):
             part = {site: nodes[site] for site in wanted if planned[site] == predictor}
             constants = calibrate(edited, part, [predictor])
             for site, node in part.items():
-                held = _constants(edited, node, f"{predictor.method}_{wanted.index(site)}", constants.get((site, predictor.method), ()))
+                held = _constants(
+                    edited,
+                    node,
+                    f"{predictor.method}_{wanted.index(site)}",
+                    constants.get((site, predictor.method), ()),
+                )
                 predictor.insert(Emitter(edited.graph), node, held)
         edited.graph.eliminate_dead_code()
         edited.module.recompile()
@@ -122,11 +141,17 @@ class Predict(Pass):
             known[key] = Trial.of(program, sites, self.predictors, self.seconds)
         return known[key]
 
-    def _at(self, program: Program, site: AttentionSite, trial: Trial, exact: Choice, context: Context) -> Iterator[Choice | Declined]:
+    def _at(
+        self, program: Program, site: AttentionSite, trial: Trial, exact: Choice, context: Context
+    ) -> Iterator[Choice | Declined]:
         best, options = min(exact.options, key=lambda option: option.cost.seconds), []
         for predictor in self.predictors:
             if predictor.static and _is_dynamic(program, site):
-                yield self._declined(site, predictor.method, Unsupported("its length is dynamic, and calibrated tiles hold for one length"))
+                yield self._declined(
+                    site,
+                    predictor.method,
+                    Unsupported("its length is dynamic, and calibrated tiles hold for one length"),
+                )
                 continue
             figure = trial.figures[site.site, predictor.method]
             cost = self._price(program, site, predictor, figure, context)
@@ -143,7 +168,9 @@ class Predict(Pass):
             else:
                 assert cost is not None and error is not None
                 cost = replace(cost, error_squared=error)
-                options.append(Option(form=predictor.as_option(), cost=cost, by=self.name, note=figure.reason))
+                options.append(
+                    Option(form=predictor.as_option(), cost=cost, by=self.name, note=figure.reason)
+                )
         if options:
             yield replace(exact, options=(exact.option(exact.baseline), *options))
 
@@ -152,11 +179,22 @@ class Predict(Pass):
         if error is None:
             return replace(figure.reason, but=NotMeasured(setting="predict.seconds", seconds=self.seconds))
         if not math.sqrt(error) <= (context.goal.max_error or 0.0):
-            return replace(figure.reason, but=OverError(error=math.sqrt(error), limit=context.goal.max_error or 0.0))
+            return replace(
+                figure.reason, but=OverError(error=math.sqrt(error), limit=context.goal.max_error or 0.0)
+            )
         return None
 
-    def _price(self, program: Program, site: AttentionSite, predictor: Predictor, figure: PredictorFigure, context: Context) -> Cost | None:
-        """Seconds of the predictor and of the attention on its tiles; None where the backend has no such kernel."""
+    def _price(
+        self,
+        program: Program,
+        site: AttentionSite,
+        predictor: Predictor,
+        figure: PredictorFigure,
+        context: Context,
+    ) -> Cost | None:
+        """Seconds of the predictor and of the attention on its tiles; None where the backend has no such
+        kernel.
+        """
         sk = site.dims[3]
         grain = max(self.block, sk // 32)  # sites of nearly the same density are measured once
         keys = max(grain, math.ceil(figure.keys / grain - 0.5) * grain)
@@ -166,7 +204,9 @@ class Predict(Pass):
         mask = mask_of(program, site.node)
         visible = visible_keys(mask, sk) if mask is not None else sk // 2 if site.causal else sk
         detail = predictor.detail or METHODS[predictor.method].detail or self.block
-        ahead = self._priced(context, f"predict/{predictor.method}", *site.dims, visible, self.pool, self.block, detail)
+        ahead = self._priced(
+            context, f"predict/{predictor.method}", *site.dims, visible, self.pool, self.block, detail
+        )
         return None if ahead is None else kernel + ahead
 
     def _priced(self, context: Context, kernel: str, *dims: int) -> Cost | None:
@@ -174,8 +214,12 @@ class Predict(Pass):
         cost = price(context, kernel, *dims)
         return cost if cost is not None and cost.provenance == Provenance.MEASURED else None
 
-    def _declined(self, site: AttentionSite, method: str, reason: Reason, cost: Cost | None = None) -> Declined:
-        return Declined(site=site.site, kind="attention", option=method, by=self.name, reason=reason, cost=cost)
+    def _declined(
+        self, site: AttentionSite, method: str, reason: Reason, cost: Cost | None = None
+    ) -> Declined:
+        return Declined(
+            site=site.site, kind="attention", option=method, by=self.name, reason=reason, cost=cost
+        )
 
     def _why_not(self, program: Program, site: AttentionSite) -> Reason | None:
         """Why no predictor can stand at an attention; None if one can."""
@@ -184,7 +228,10 @@ class Predict(Pass):
             return Unsupported("its {} keys are fewer than predict.least = {}", (sk, self.least))
         values = shape_of(site.node.args[2])  # type: ignore[arg-type]
         if values[-1] != site.dims[4]:
-            return Unsupported("v is {} wide and q {}: the kernel of listed tiles wants them equal", (values[-1], site.dims[4]))
+            return Unsupported(
+                "v is {} wide and q {}: the kernel of listed tiles wants them equal",
+                (values[-1], site.dims[4]),
+            )
         return self._unseen(program, site)
 
     @staticmethod
@@ -208,7 +255,12 @@ class Predict(Pass):
 def _is_dynamic(program: Program, site: AttentionSite) -> bool:
     """Whether a dynamic axis of the inputs is as long as the attention: it may be its length."""
     pairs = zip(program.inputs, program.flat_inputs(), strict=True)
-    sizes = {size for spec, tensor in pairs for dim, size in zip(spec.shape, tensor.shape, strict=True) if isinstance(dim, str)}
+    sizes = {
+        size
+        for spec, tensor in pairs
+        for dim, size in zip(spec.shape, tensor.shape, strict=True)
+        if isinstance(dim, str)
+    }
     return not sizes.isdisjoint(site.dims[2:4])
 
 

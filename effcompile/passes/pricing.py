@@ -22,7 +22,9 @@ def price(context: Context, kernel: str, *dims: int, backend: str | None = None)
 
 
 def price_linear(context: Context, held: WeightFormat, dims: Dims) -> Cost | None:
-    """Seconds of a dense linear (M, K, N) with its weight in this format; None where the backend has no such kernel."""
+    """Seconds of a dense linear (M, K, N) with its weight in this format; None where the backend has no such
+    kernel.
+    """
     found = price_call(context, linear_call(context.stored if held == FP32 else held, dims))
     return found if found is not None or held != FP32 else price_call(context, linear_call(FP32, dims))
 
@@ -32,7 +34,11 @@ def price_call(context: Context, call: KernelCall, backend: str | None = None) -
     if backend is None and context.lacks(call) is not None:
         return None
     found = context.target.price(backend or context.backend, call)
-    return None if found is None else Cost(seconds=found[0], roof_seconds=context.target.roof(call), provenance=found[1])
+    return (
+        None
+        if found is None
+        else Cost(seconds=found[0], roof_seconds=context.target.roof(call), provenance=found[1])
+    )
 
 
 def no_kernel(context: Context, kernel: str, because: str = "", others: tuple[str, ...] = ()) -> NoKernel:

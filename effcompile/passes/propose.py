@@ -10,15 +10,19 @@ from effcompile.core.stages import stage, without
 from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 
-#: What a site may be said to have when no pass proposes there: an excluded `quantize` leaves every linear at fp32, `merge` all separate.
+#: What a site may be said to have when no pass proposes there: an excluded `quantize` leaves every linear at
+#: fp32, `merge` all separate.
 _UNPLANNED = ("fp32", "separate")
 
 
-def propose_all(passes: Iterable[Pass], program: Program, context: Context) -> tuple[list[Choice], list[Declined]]:
-    """The choices and refusals of all passes; choices of one site are joined, and every `requires` names offered options.
+def propose_all(
+    passes: Iterable[Pass], program: Program, context: Context
+) -> tuple[list[Choice], list[Declined]]:
+    """The choices and refusals of all passes; choices of one site are joined, and every `requires` names
+    offered options.
 
-    An option whose requirement nobody offers becomes a Declined. A requirement on a site where no pass proposes is
-    dropped when what is there without one fulfils it.
+    An option whose requirement nobody offers becomes a Declined. A requirement on a site where no pass
+    proposes is dropped when what is there without one fulfils it.
     """
     choices: dict[str, Choice] = {}
     declined: list[Declined] = []
@@ -34,13 +38,17 @@ def propose_all(passes: Iterable[Pass], program: Program, context: Context) -> t
                 choices[item.site] = item
     while True:  # a dropped option may be what another one requires
         offered = {site: tuple(o.name for o in choice.options) for site, choice in choices.items()}
-        refused = [d for choice in choices.values() for o in choice.options if (d := _refusal(choice, o, offered))]
+        refused = [
+            d for choice in choices.values() for o in choice.options if (d := _refusal(choice, o, offered))
+        ]
         if not refused:
             return [_with_offered(choice, offered) for choice in choices.values()], declined
         declined += refused
         gone = {(d.site, d.option) for d in refused}
         for site, choice in choices.items():
-            choices[site] = replace(choice, options=tuple(o for o in choice.options if (site, o.name) not in gone))
+            choices[site] = replace(
+                choice, options=tuple(o for o in choice.options if (site, o.name) not in gone)
+            )
 
 
 def _joined(first: Choice, second: Choice) -> Choice:
@@ -56,7 +64,14 @@ def _refusal(choice: Choice, option: Option, offered: Mapping[str, tuple[str, ..
     for site, allowed in option.requires.items():
         if not set(offered.get(site, _UNPLANNED)) & set(allowed):
             reason = Requires(site=site, options=allowed, offered=False)
-            return Declined(site=choice.site, kind=choice.kind, option=option.name, by=option.by, reason=reason, cost=option.cost)
+            return Declined(
+                site=choice.site,
+                kind=choice.kind,
+                option=option.name,
+                by=option.by,
+                reason=reason,
+                cost=option.cost,
+            )
     return None
 
 
@@ -64,6 +79,10 @@ def _with_offered(choice: Choice, offered: Mapping[str, tuple[str, ...]]) -> Cho
     """The choice with its requirements cut down to what is offered."""
     options = []
     for option in choice.options:
-        requires = {site: tuple(a for a in allowed if a in offered[site]) for site, allowed in option.requires.items() if site in offered}
+        requires = {
+            site: tuple(a for a in allowed if a in offered[site])
+            for site, allowed in option.requires.items()
+            if site in offered
+        }
         options.append(replace(option, requires=requires))
     return replace(choice, options=tuple(options))

@@ -1,4 +1,6 @@
-"""Hidden neurons and attention heads as groups that can be removed: the linears that make them and read them, and what lies between."""
+"""Hidden neurons and attention heads as groups that can be removed: the linears that make them and read them,
+and what lies between.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def structures(program: Program, dtypes: Collection[torch.dtype] = (torch.float3
             structure = replace(structure, site=f"{structure.site}#{names[structure.site]}")
         clash = next((taken[member.site] for member in structure.members if member.site in taken), "")
         if not structure.refused and clash:
-            structure = replace(structure, refused=Unsupported("a linear of it is cut for {site} already", (clash,)))
+            structure = replace(
+                structure, refused=Unsupported("a linear of it is cut for {site} already", (clash,))
+            )
         if not structure.refused:
             taken |= dict.fromkeys((member.site for member in structure.members), structure.site)
         result.append(structure)
@@ -82,7 +86,9 @@ def _families(found: Channels) -> Iterator[tuple[list[str], list[str]]]:
     """(linears that make, linears that read) of units that hang together, in graph order."""
     home: dict[int, int] = {}  # unit → family
     members: dict[int, tuple[list[str], list[str], set[int]]] = {}
-    tables = [(0, site, units) for site, units in found.makes.items()] + [(1, site, units) for site, units in found.reads.items()]
+    tables = [(0, site, units) for site, units in found.makes.items()] + [
+        (1, site, units) for site, units in found.reads.items()
+    ]
     for family, (role, site, units) in enumerate(tables):
         own = set(units.unique().tolist())
         sites: tuple[list[str], list[str]] = ([], [])
@@ -95,12 +101,20 @@ def _families(found: Channels) -> Iterator[tuple[list[str], list[str]]]:
         members[family] = (*sites, own)
         home.update(dict.fromkeys(own, family))
     order = {site: place for place, site in enumerate(found.sites)}
-    families = [(sorted(makes, key=order.__getitem__), sorted(reads, key=order.__getitem__)) for makes, reads, _ in members.values()]
+    families = [
+        (sorted(makes, key=order.__getitem__), sorted(reads, key=order.__getitem__))
+        for makes, reads, _ in members.values()
+    ]
     yield from sorted((f for f in families if f[0] and f[1]), key=lambda f: order[f[0][0]])
 
 
 def _structure(
-    program: Program, found: Channels, makes: list[str], reads: list[str], shared: Mapping[int, int], dtypes: Collection[torch.dtype]
+    program: Program,
+    found: Channels,
+    makes: list[str],
+    reads: list[str],
+    shared: Mapping[int, int],
+    dtypes: Collection[torch.dtype],
 ) -> Structure | None:
     """None for what is no structure: channels of one unit, or units that some linears make for nobody."""
     units = torch.cat([found.makes[site] for site in makes]).unique()
@@ -137,17 +151,22 @@ def _uneven(tables: list[Tensor], count: int) -> Unsupported | None:
     return Unsupported("its units are of different sizes") if uneven else None
 
 
-def _weights(program: Program, members: list[LinearSite], shared: Mapping[int, int], dtypes: Collection[torch.dtype]) -> Unsupported | None:
+def _weights(
+    program: Program, members: list[LinearSite], shared: Mapping[int, int], dtypes: Collection[torch.dtype]
+) -> Unsupported | None:
     """Why the weights cannot be cut; None if they can."""
     for site in members:
         weight = program.tensor(site.weight)
         assert weight is not None
         if shared[storage_of(weight)] > 1:
-            return Unsupported("the weight of {site} is tied: something else reads it at its full size", (site.site,))
+            return Unsupported(
+                "the weight of {site} is tied: something else reads it at its full size", (site.site,)
+            )
         if weight.dtype not in dtypes:
             named = [str(dtype).removeprefix("torch.") for dtype in (weight.dtype, *dtypes)]
             return Unsupported(
-                "the weight of {site} is {name}; smaller layers are there in {name}", (site.site, named[0], " and ".join(named[1:]))
+                "the weight of {site} is {name}; smaller layers are there in {name}",
+                (site.site, named[0], " and ".join(named[1:])),
             )
     return None
 
@@ -181,7 +200,11 @@ def _fixed(node: fx.Node, found: Channels) -> Unsupported | None:
         if step != 1 or isinstance(start, fx.Node) or isinstance(end, fx.Node):
             return Unsupported.of("{} takes them by their number", node.name)
     made = found.lines.get((node, 0))
-    if node.target in (*VIEWS, *EXPANDS) and made is not None and isinstance(node.args[1][made.axis], fx.Node):  # type: ignore[index]
+    if (
+        node.target in (*VIEWS, *EXPANDS)
+        and made is not None
+        and isinstance(node.args[1][made.axis], fx.Node)  # type: ignore[index]
+    ):
         return Unsupported.of("{} counts them in a size that is computed", node.name)
     if node.target is aten.repeat_interleave.self_int and argument(node, "output_size") is not None:
         return Unsupported.of("{} counts them", node.name)
@@ -189,7 +212,9 @@ def _fixed(node: fx.Node, found: Channels) -> Unsupported | None:
 
 
 def cut(program: Program, structure: Structure, keep: Tensor) -> None:
-    """Leave only some units (U) bool of a structure of an editable program: smaller weights, constants, sizes and fake values."""
+    """Leave only some units (U) bool of a structure of an editable program: smaller weights, constants, sizes
+    and fake values.
+    """
     found = structure.channels
     gone = torch.tensor(structure.family)[~keep]
     family = set(structure.family)
@@ -201,7 +226,9 @@ def cut(program: Program, structure: Structure, keep: Tensor) -> None:
         if int(line.units[0]) in family:
             value = program.tensor(constant)
             assert value is not None
-            replace_constant(program, node, constant, value.detach().index_select(line.axis, left(line.units)))
+            replace_constant(
+                program, node, constant, value.detach().index_select(line.axis, left(line.units))
+            )
     for node in program.graph.nodes:
         if _touches(node, found, family):
             _resize(node, found, left)
@@ -233,7 +260,10 @@ def _resize(node: fx.Node, found: Channels, left: Callable[[Tensor], Tensor]) ->
             sizes[made.axis] = len(left(made.units))
         node.args = (node.args[0], sizes, *node.args[2:])
     elif node.target in SPLITS and _along(node, source, before.axis):
-        sizes = [len(left(part)) for part in before.units.split([int(part.shape[before.axis]) for part in node.meta["val"]])]
+        sizes = [
+            len(left(part))
+            for part in before.units.split([int(part.shape[before.axis]) for part in node.meta["val"]])
+        ]
         node.target, node.args, node.kwargs = aten.split_with_sizes.default, (source, sizes, before.axis), {}
     elif node.target is aten.slice.Tensor and _along(node, source, before.axis):
         start, end, _ = slice(argument(node, "start"), argument(node, "end")).indices(len(before.units))

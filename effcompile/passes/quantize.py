@@ -1,4 +1,6 @@
-"""Precision of each linear and embedding: fp32, bf16, 8-bit or weight-only, by price and measured sensitivity."""
+"""Precision of each linear and embedding: fp32, bf16, 8-bit or weight-only, by price and measured
+sensitivity.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ BASELINE = FP32.name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize(Pass):
-    """`options`: formats to consider, by name; `group_size`: weights per scale of w8 and w4; `embeddings`: tables too.
+    """`options`: formats to consider, by name; `group_size`: weights per scale of w8 and w4; `embeddings`:
+    tables too.
 
     Each option of a site costs its kernel's time, its weight's bytes as stored, and the output error that
-    `Context.sensitivity` holds. Several readers of one table (tied embeddings) are counted once; see `_Tables`.
+    `Context.sensitivity` holds. Several readers of one table (tied embeddings) are counted once; see
+    `_Tables`.
     """
 
     options: tuple[str, ...] = tuple(LINEAR_FORMATS)[1:]
@@ -43,7 +47,10 @@ class Quantize(Pass):
             if option not in LINEAR_FORMATS:
                 raise UnknownNameError("precision", option, LINEAR_FORMATS)
         if self.group_size not in GROUPS:
-            raise UsageError(f"quantize.group_size = {self.group_size} is not allowed. Choose one of: {', '.join(map(str, GROUPS))}.")
+            raise UsageError(
+                f"quantize.group_size = {self.group_size} is not allowed. Choose one of: "
+                f"{', '.join(map(str, GROUPS))}."
+            )
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
@@ -58,7 +65,8 @@ class Quantize(Pass):
     def measured_options(self) -> dict[str, tuple[Form, ...]]:
         """kind → options whose error has to be measured, as `estimate.sensitivity.measure` takes them."""
         return {
-            kind: tuple(Form(weights=held) for held in formats) for kind, formats in (("linear", self.formats), ("embedding", self.tables))
+            kind: tuple(Form(weights=held) for held in formats)
+            for kind, formats in (("linear", self.formats), ("embedding", self.tables))
         }
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
@@ -69,23 +77,45 @@ class Quantize(Pass):
             for held in self.tables if tables.embeddings else ():
                 yield no_error_allowed("embedding", held.name, self.name)
         for site in tables.linears:
-            yield from self._choose(context, tables, site, "linear", () if context.goal.exact else self.formats)
+            yield from self._choose(
+                context, tables, site, "linear", () if context.goal.exact else self.formats
+            )
         for table in tables.embeddings if self.embeddings else ():
-            yield from self._choose(context, tables, table, "embedding", () if context.goal.exact else self.tables)
+            yield from self._choose(
+                context, tables, table, "embedding", () if context.goal.exact else self.tables
+            )
 
     def apply(self, program: Program, plan: Plan) -> Program:
         """Tags; linears that a merge made carry their members' precision already."""
         chosen = plan.forms()
-        found: list[LinearSite | EmbeddingSite] = [*linears(program), *(embeddings(program) if self.embeddings else ())]
+        found: list[LinearSite | EmbeddingSite] = [
+            *linears(program),
+            *(embeddings(program) if self.embeddings else ()),
+        ]
         return program.tagged({s.site: chosen[s.site] for s in found if s.site in chosen}, self.name)
 
     def _choose(
-        self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, kind: str, formats: tuple[WeightFormat, ...]
+        self,
+        context: Context,
+        tables: _Tables,
+        site: LinearSite | EmbeddingSite,
+        kind: str,
+        formats: tuple[WeightFormat, ...],
     ) -> Iterator[Choice | Declined]:
         call = _call(site, FP32)
-        seconds = price_linear(context, FP32, site.dims) if isinstance(site, LinearSite) else price_call(context, call)
+        seconds = (
+            price_linear(context, FP32, site.dims)
+            if isinstance(site, LinearSite)
+            else price_call(context, call)
+        )
         if seconds is None:
-            yield Declined(site=site.site, kind=kind, option=BASELINE, by=self.name, reason=no_kernel(context, call.kernel))
+            yield Declined(
+                site=site.site,
+                kind=kind,
+                option=BASELINE,
+                by=self.name,
+                reason=no_kernel(context, call.kernel),
+            )
             return
         base = Option(
             form=Form(weights=FP32),
@@ -97,14 +127,27 @@ class Quantize(Pass):
         for held in formats:
             cost, reason = self._price(context, tables, site, held, base)
             if reason is not None:
-                yield Declined(site=site.site, kind=kind, option=held.name, by=self.name, reason=reason, cost=cost)
+                yield Declined(
+                    site=site.site, kind=kind, option=held.name, by=self.name, reason=reason, cost=cost
+                )
             else:
                 assert cost is not None
                 options.append(Option(form=Form(weights=held), cost=cost, by=self.name))
-        yield Choice(site=site.site, kind=kind, baseline=BASELINE, options=tuple(options), covers=frozenset([site.node]))
+        yield Choice(
+            site=site.site,
+            kind=kind,
+            baseline=BASELINE,
+            options=tuple(options),
+            covers=frozenset([site.node]),
+        )
 
     def _price(
-        self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, held: WeightFormat, base: Option
+        self,
+        context: Context,
+        tables: _Tables,
+        site: LinearSite | EmbeddingSite,
+        held: WeightFormat,
+        base: Option,
     ) -> tuple[Cost | None, Reason | None]:
         """What a format costs, None where there is no kernel; and why it is not offered, None if it is."""
         if held.group and isinstance(site, LinearSite) and site.k % held.group:
@@ -130,15 +173,20 @@ def _call(site: LinearSite | EmbeddingSite, held: WeightFormat) -> KernelCall:
 
 def stored_bytes(site: LinearSite | EmbeddingSite, held: WeightFormat) -> int:
     """Bytes of a site's weight as stored: biases stay fp32 in every format."""
-    return held.stored_bytes(site.n, site.k) if isinstance(site, LinearSite) else held.stored_bytes(site.count, site.width)
+    return (
+        held.stored_bytes(site.n, site.k)
+        if isinstance(site, LinearSite)
+        else held.stored_bytes(site.count, site.width)
+    )
 
 
 class _Tables:
     """Who reads which weight, so that bytes of shared ones are counted as they will be stored.
 
-    The first site that reads a table *owns* it: its fp32 option carries the bytes, the others' fp32 option costs none and
-    requires the owner to be fp32 (both are). A quantised reader adds its own copy. Where something that is no site
-    reads the table, or two readers have one name, the fp32 table stays whatever is chosen: every option of the owner carries it.
+    The first site that reads a table *owns* it: its fp32 option carries the bytes, the others' fp32 option
+    costs none and requires the owner to be fp32 (both are). A quantised reader adds its own copy. Where
+    something that is no site reads the table, or two readers have one name, the fp32 table stays whatever is
+    chosen: every option of the owner carries it.
     """
 
     def __init__(self, program: Program, *, with_embeddings: bool) -> None:
@@ -167,7 +215,9 @@ class _Tables:
         return {} if self._owns(site) or key in self._pinned else {self._readers[key][0]: (BASELINE,)}
 
     def kept_bytes(self, site: LinearSite | EmbeddingSite) -> int:
-        """Bytes of the fp32 table that stays although this site no longer reads it, counted with its owner."""
+        """Bytes of the fp32 table that stays although this site no longer reads it, counted with
+        its owner.
+        """
         key = self._key[site.site]
         return self._bytes[key] if key in self._pinned and self._owns(site) else 0
 
@@ -175,7 +225,9 @@ class _Tables:
         return self._readers[self._key[site.site]][0] == site.site
 
 
-def _read_otherwise(program: Program, site_nodes: set[torch.fx.Node], tables: Mapping[int, list[str]]) -> set[int]:
+def _read_otherwise(
+    program: Program, site_nodes: set[torch.fx.Node], tables: Mapping[int, list[str]]
+) -> set[int]:
     """Tables with a reader that is no site."""
     pinned = set()
     for node in program.graph.nodes:

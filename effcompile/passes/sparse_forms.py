@@ -1,4 +1,5 @@
-"""The sparse forms that a weight can be served in: those that its zeros allow as it is, and those that pruning makes.
+"""The sparse forms that a weight can be served in: those that its zeros allow as it is, and those that
+pruning makes.
 
 Legend: weight (N, K), block side b, grid (R, C) = (N / b, K / b).
 """
@@ -46,7 +47,8 @@ def fitting(shape: Sequence[int]) -> tuple[int, ...]:
 def given_forms(weight: Tensor) -> list[SparseForm]:
     """The forms that keep every entry of a weight that is not 0, the largest block first.
 
-    A block that keeps no fewer entries than a larger one is left out: it does the same products in smaller pieces.
+    A block that keeps no fewer entries than a larger one is left out: it does the same products in smaller
+    pieces.
     """
     if int(weight.count_nonzero()) > MOST_KEPT * weight.numel():
         return []
@@ -63,13 +65,19 @@ def masked_forms(weight: Tensor, mask: Tensor, blocks: Sequence[int]) -> list[Sp
     return [_of_mask(_blocks_of((weight != 0) & (mask != 0), block), block, given=False) for block in blocks]
 
 
-def pruned_forms(weight: Tensor, shares: Sequence[float], blocks: Sequence[int], score: Callable[[], Tensor]) -> list[SparseForm]:
-    """The forms that keep the best blocks by a score (N, K), made when a mask is asked for; with 2:4 where single weights are pruned."""
+def pruned_forms(
+    weight: Tensor, shares: Sequence[float], blocks: Sequence[int], score: Callable[[], Tensor]
+) -> list[SparseForm]:
+    """The forms that keep the best blocks by a score (N, K), made when a mask is asked for; with 2:4 where
+    single weights are pruned.
+    """
     forms = [_pruned(weight, share, block, score) for share in shares for block in blocks]
     if 1 in blocks and weight.shape[1] % 4 == 0:
         half = weight.numel() // 2
         mask = lambda: saliency.two_of_four(score())  # noqa: E731
-        forms.append(SparseForm(format=TWO_OF_FOUR, block=1, kept=half, blocks=2 * half, given=False, mask=mask))
+        forms.append(
+            SparseForm(format=TWO_OF_FOUR, block=1, kept=half, blocks=2 * half, given=False, mask=mask)
+        )
     return [form for form in forms if form.kept < form.blocks]
 
 
@@ -83,12 +91,19 @@ def _pruned(weight: Tensor, sparsity: float, block: int, score: Callable[[], Ten
         chosen[scores.flatten().topk(kept).indices] = True
         return chosen.view(scores.shape)
 
-    return SparseForm(format=sparse_format(kept, total, block), block=block, kept=kept, blocks=total, given=False, mask=mask)
+    return SparseForm(
+        format=sparse_format(kept, total, block), block=block, kept=kept, blocks=total, given=False, mask=mask
+    )
 
 
 def _of_mask(kept: Tensor, block: int, *, given: bool = True) -> SparseForm:
     return SparseForm(
-        format=pattern_format(kept, block), block=block, kept=int(kept.sum()), blocks=kept.numel(), given=given, mask=lambda: kept
+        format=pattern_format(kept, block),
+        block=block,
+        kept=int(kept.sum()),
+        blocks=kept.numel(),
+        given=given,
+        mask=lambda: kept,
     )
 
 

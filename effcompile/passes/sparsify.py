@@ -42,18 +42,21 @@ BASELINE = FP32.name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsify(Pass):
-    """Forms `sparse16@0.90` (blocks of 16, 90 % of them 0), `unstructured@0.90` (single weights) and `2:4` of single linears.
+    """Forms `sparse16@0.90` (blocks of 16, 90 % of them 0), `unstructured@0.90` (single weights) and `2:4` of
+    single linears.
 
-    A weight that is sparse as given (after `DynamicSparsity`, or multiplied with a mask) is offered in every form that keeps all that is
-    not 0: that makes no error. Pruning dense weights is asked for by `sparsity` or `masks`, and its error is measured like that of a
-    precision. A form is offered where it was measured to be faster, or smaller where memory counts; eps stands beside the break-even
-    in either case (Dietrich et al. 2108.06277, A.3).
+    A weight that is sparse as given (after `DynamicSparsity`, or multiplied with a mask) is offered in every
+    form that keeps all that is not 0: that makes no error. Pruning dense weights is asked for by `sparsity`
+    or `masks`, and its error is measured like that of a precision. A form is offered where it was measured to
+    be faster, or smaller where memory counts; eps stands beside the break-even in either case (Dietrich et
+    al. 2108.06277, A.3).
 
     Attributes:
-        sparsity: shares of the blocks to prune, each in [0, 1); the solve chooses one at each linear, or none.
+        sparsity: shares of the blocks to prune, each in [0, 1); the solve chooses one at each linear, or
+            none.
         block: side of the blocks; 0 chooses among all of BLOCKS that divide.
-        saliency: "magnitude" (L1 norm), "wanda" (times the norms of the inputs), "snip" (gradients; weight_saliency.py), or "given": only
-            by `masks`.
+        saliency: "magnitude" (L1 norm), "wanda" (times the norms of the inputs), "snip" (gradients;
+            weight_saliency.py), or "given": only by `masks`.
         sites: patterns of the linears to prune (`*.mlp.*`); none: all inside repeated blocks, so no heads.
         masks: file of `torch.save({site: mask (N, K)})` that says what to keep.
     """
@@ -70,11 +73,17 @@ class Sparsify(Pass):
     def __post_init__(self) -> None:
         check_shares(self.sparsity, "sparsify.sparsity", "blocks")
         if self.block not in (0, *BLOCKS):
-            raise UsageError(f"sparsify.block = {self.block} is not allowed. Choose one of: 0 (any), {', '.join(map(str, BLOCKS))}.")
+            raise UsageError(
+                f"sparsify.block = {self.block} is not allowed. Choose one of: 0 (any), "
+                f"{', '.join(map(str, BLOCKS))}."
+            )
         if self.saliency not in SALIENCIES:
             raise UnknownNameError("saliency", self.saliency, SALIENCIES)
         if (self.saliency == "given") != bool(self.masks) or (self.masks and self.sparsity):
-            raise UsageError("sparsify.masks says which weights to keep: it goes with saliency=given and without a sparsity.")
+            raise UsageError(
+                "sparsify.masks says which weights to keep: it goes with saliency=given and without a "
+                "sparsity."
+            )
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         forms = self._forms(program)
@@ -91,13 +100,21 @@ class Sparsify(Pass):
             possible = [form for form in found if form.given or not context.goal.exact]
             missing = no_kernel(context, f"linear/{BASELINE}") if base is None and not half else None
             reason = missing or _tied(weight, tied)
-            items = [self._declined(site.site, form.format.name, reason) if reason else self._item(context, site, weight, form, base)
-                     for form in possible]  # fmt: skip
+            items = [
+                self._declined(site.site, form.format.name, reason)
+                if reason
+                else self._item(context, site, weight, form, base)
+                for form in possible
+            ]
             yield from (item for item in items if isinstance(item, Declined))
             if base is not None and (options := [item for item in items if isinstance(item, Option)]):
-                dense = Option(form=Form(weights=FP32), cost=replace(base, weight_bytes=weight.nbytes), by=self.name)
+                dense = Option(
+                    form=Form(weights=FP32), cost=replace(base, weight_bytes=weight.nbytes), by=self.name
+                )
                 covers = frozenset([site.node])
-                yield Choice(site=site.site, kind="linear", baseline=BASELINE, options=(dense, *options), covers=covers)
+                yield Choice(
+                    site=site.site, kind="linear", baseline=BASELINE, options=(dense, *options), covers=covers
+                )
 
     def replaced_weights(self, program: Program) -> dict[tuple[str, str], Callable[[], Tensor]]:
         """(site, option) → the pruned weight (N, K), for those whose error has to be measured."""
@@ -116,14 +133,20 @@ class Sparsify(Pass):
         Raises:
             LoweringError: a form that this model's weights do not have, and these settings do not make.
         """
-        chosen = {site: form for site, form in plan.forms().items() if form.weights is not None and form.weights.block}
+        chosen = {
+            site: form
+            for site, form in plan.forms().items()
+            if form.weights is not None and form.weights.block
+        }
         if not chosen:
             return program.tagged({}, self.name)
         edited = program.editable(self.name)
         left = dict(chosen)
         for site, found in self._forms(edited):
             wanted = left.pop(site.site, None)
-            form = next((form for form in found if wanted is not None and form.format.name == wanted.name), None)
+            form = next(
+                (form for form in found if wanted is not None and form.format.name == wanted.name), None
+            )
             if wanted is not None and form is None:
                 raise _not_there(site.site, wanted.name)
             if form is not None and not form.given:
@@ -136,7 +159,9 @@ class Sparsify(Pass):
     # ------------------------------------------------------------------ what is possible
 
     def _forms(self, program: Program) -> list[tuple[LinearSite, list[SparseForm]]]:
-        """Every linear with sparse forms; forms that change no result come first and hide others of their name."""
+        """Every linear with sparse forms; forms that change no result come first and hide others of their
+        name.
+        """
         known = linears(program)
         pruned = {site.site for site in self._pruned(known)}
         scores = SaliencyScores(program, self.saliency, [site for site in known if site.site in pruned])
@@ -145,7 +170,11 @@ class Sparsify(Pass):
         for site in known:
             weight = weight_of(program, site)
             found = [] if torch_compat.is_fake(weight) else given_forms(weight)
-            blocks = fitting(weight.shape) if not self.block else tuple(b for b in (self.block,) if b in fitting(weight.shape))
+            blocks = (
+                fitting(weight.shape)
+                if not self.block
+                else tuple(b for b in (self.block,) if b in fitting(weight.shape))
+            )
             if site.site in masks:
                 found += masked_forms(weight, _checked(masks[site.site], site), blocks)
             elif self.sparsity and site.site in pruned:
@@ -156,7 +185,9 @@ class Sparsify(Pass):
         return result
 
     def _pruned(self, known: list[LinearSite]) -> list[LinearSite]:
-        """The linears to prune: those of `sites`, else all below a numbered module (Dietrich et al. 2021, sec. 2)."""
+        """The linears to prune: those of `sites`, else all below a numbered module (Dietrich et al. 2021,
+        sec. 2).
+        """
         for pattern in self.sites:
             if not any(fnmatchcase(site.site, pattern) for site in known):
                 raise UnknownNameError("linear site", pattern, [site.site for site in known])
@@ -176,7 +207,11 @@ class Sparsify(Pass):
         """Linears that were to be pruned in blocks that do not divide them."""
         known = linears(program)
         masks = self._masks(known)
-        for site in self._pruned(known) if self.block and self.sparsity else [site for site in known if self.block and site.site in masks]:
+        for site in (
+            self._pruned(known)
+            if self.block and self.sparsity
+            else [site for site in known if self.block and site.site in masks]
+        ):
             try:
                 check_block(site.n, site.k, self.block)
             except UsageError as error:
@@ -184,22 +219,29 @@ class Sparsify(Pass):
 
     # ------------------------------------------------------------------ what it costs
 
-    def _item(self, context: Context, site: LinearSite, weight: Tensor, form: SparseForm, base: Cost | None) -> Option | Declined:
+    def _item(
+        self, context: Context, site: LinearSite, weight: Tensor, form: SparseForm, base: Cost | None
+    ) -> Option | Declined:
         """A form as an option, or why it is none here."""
         if form.format == TWO_OF_FOUR and on_cores(context, weight):
             found = offered_on_cores(context, site, weight, form, self.name)
             return found if isinstance(found, Option) else self._declined(site.site, form.format.name, *found)
         reason = _refusal(weight)
         if reason or base is None:
-            return self._declined(site.site, form.format.name, reason or no_kernel(context, f"linear/{BASELINE}"))
+            return self._declined(
+                site.site, form.format.name, reason or no_kernel(context, f"linear/{BASELINE}")
+            )
         return self._option(context, site, form, base)
 
     def _option(self, context: Context, site: LinearSite, form: SparseForm, base: Cost) -> Option | Declined:
-        timed = min(form.blocks, int(float(f"{form.kept:.1e}")))  # two digits: layers that differ by a few blocks share a measurement
+        # two digits: layers that differ by a few blocks share a measurement
+        timed = min(form.blocks, int(float(f"{form.kept:.1e}")))
         cost = price(context, "linear/sparse", *site.dims, timed, form.block)
         if cost is None:
             return self._declined(
-                site.site, form.format.name, _no_kernel(context, KernelCall("linear/sparse", (*site.dims, timed, form.block)))
+                site.site,
+                form.format.name,
+                _no_kernel(context, KernelCall("linear/sparse", (*site.dims, timed, form.block))),
             )
         size = stored_bytes(form.kept, form.block, site.n, site.k)
         error = 0.0 if form.given else context.sensitivity.get((site.site, form.format.name))
@@ -211,7 +253,9 @@ class Sparsify(Pass):
         over = loose if f"{loose:.1f}" != f"{eps:.1f}" else None
         speed = SparseSpeed(epsilon=eps, over_stock=over, break_even=1 / form.density, gains=True)
         if cost.provenance is not Provenance.MEASURED:
-            reason: Reason = Unsupported("sparse products are not modelled, only measured, and this target has no measurement of them")
+            reason: Reason = Unsupported(
+                "sparse products are not modelled, only measured, and this target has no measurement of them"
+            )
         elif cost.seconds >= base.seconds and not (wanted and size < 4 * site.n * site.k):
             reason = replace(speed, gains=False)
         elif error is None:
@@ -225,17 +269,21 @@ class Sparsify(Pass):
 
 
 def _no_kernel(context: Context, call: KernelCall) -> NoKernel:
-    """Why there is no sparse product: what measuring it raised, what hinders every backend's kernels, or that other backends have them."""
+    """Why there is no sparse product: what measuring it raised, what hinders every backend's kernels, or that
+    other backends have them.
+    """
     failed = context.target.failure(context.backend, call) if context.target.failure is not None else None
     why = failed or fallback_reason(torch.empty(0), call.dims[-1])
     served = context.backend.startswith(("torch", "onnxruntime"))
-    return no_kernel(context, call.kernel, because=why or "", others=() if why or served else ("torch", "onnxruntime"))
+    return no_kernel(
+        context, call.kernel, because=why or "", others=() if why or served else ("torch", "onnxruntime")
+    )
 
 
 def _not_there(site: str, option: str) -> LoweringError:
     return LoweringError(
-        f"The plan has {site} as {option}, but its weight is not that sparse and pruning it so was not asked for. "
-        "Give the weights and the --pass sparsify settings that the plan was made with."
+        f"The plan has {site} as {option}, but its weight is not that sparse and pruning it so was not asked "
+        "for. Give the weights and the --pass sparsify settings that the plan was made with."
     )
 
 
@@ -253,7 +301,10 @@ def _refusal(weight: Tensor) -> Unsupported | None:
     if weight.device.type not in ("cpu", "meta"):
         return Unsupported.of("its weight is on {}; products of blocks are planned for CPU", weight.device)
     if weight.dtype != torch.float32:
-        return Unsupported.of("its weight is {}; products of blocks are measured in float32", str(weight.dtype).removeprefix("torch."))
+        return Unsupported.of(
+            "its weight is {}; products of blocks are measured in float32",
+            str(weight.dtype).removeprefix("torch."),
+        )
     return None
 
 

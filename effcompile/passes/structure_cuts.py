@@ -19,7 +19,9 @@ from effcompile.sites.parts import LinearSite, linears, weight_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """One way to shrink a structure: `kept` of its units; `given`: the others change no result, as nothing reads them."""
+    """One way to shrink a structure: `kept` of its units; `given`: the others change no result, as nothing
+    reads them.
+    """
 
     share: float  # of the units, that goes
     kept: int
@@ -34,7 +36,8 @@ class Cut:
 def worth(structure: Structure, scores: SaliencyScores) -> Tensor:
     """What each unit is worth, (U): the saliency of its rows and its columns, summed.
 
-    Of Wanda's only the columns': they weigh what the unit puts out, whereas its rows may be large and the unit still never fire.
+    Of Wanda's only the columns': they weigh what the unit puts out, whereas its rows may be large and the
+    unit still never fire.
     """
     found = torch.zeros(structure.count)
     for site, units in structure.makes if scores.how != "wanda" else ():
@@ -54,7 +57,11 @@ def share_gone(structure: Structure, kept: int) -> float:
 
 def has_empty_columns(program: Program) -> bool:
     """Whether some linear has columns that are all 0."""
-    return any(bool((weight_of(program, site) == 0).all(0).any()) for site in linears(program) if not _fake(program, site))
+    return any(
+        bool((weight_of(program, site) == 0).all(0).any())
+        for site in linears(program)
+        if not _fake(program, site)
+    )
 
 
 def _fake(program: Program, site: LinearSite) -> bool:
@@ -70,7 +77,9 @@ def without_unread(program: Program, structure: Structure) -> list[Cut]:
         read[units[(weight_of(program, site) != 0).any(0)]] = True
     if not read.any():
         read[0] = True
-    return [Cut(share=share_gone(structure, int(read.sum())), kept=int(read.sum()), given=True, keep=lambda: read)]
+    return [
+        Cut(share=share_gone(structure, int(read.sum())), kept=int(read.sum()), given=True, keep=lambda: read)
+    ]
 
 
 def by_mask(structure: Structure, mask: Tensor) -> Cut:
@@ -81,8 +90,9 @@ def by_mask(structure: Structure, mask: Tensor) -> Cut:
     """
     if mask.shape != (structure.count,) or not mask.any():
         raise UsageError(
-            f"A mask of {tuple(mask.shape)} that keeps {int(mask.count_nonzero())} is given where {structure.site} has {structure.count} "
-            f"{structure.kind}: it must be ({structure.count},) and keep one at least. A mask for another model?"
+            f"A mask of {tuple(mask.shape)} that keeps {int(mask.count_nonzero())} is given where "
+            f"{structure.site} has {structure.count} {structure.kind}: it must be ({structure.count},) and "
+            "keep one at least. A mask for another model?"
         )
     kept = int(mask.count_nonzero())
     return Cut(share=share_gone(structure, kept), kept=kept, given=False, keep=lambda: mask != 0)

@@ -1,4 +1,7 @@
-"""2:4 on sparse tensor cores: for weights that lie on a GPU, or are planned for one. Elsewhere it is a pattern of single weights."""
+"""2:4 on sparse tensor cores: for weights that lie on a GPU, or are planned for one.
+
+Elsewhere it is a pattern of single weights.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,19 @@ BACKENDS = ("torch-eager", "torch-inductor", "triton")
 
 def on_cores(context: Context, weight: Tensor) -> bool:
     """Whether products with this weight run on a CUDA GPU: it lies on one, or the target is one."""
-    return weight.device.type == "cuda" or (context.target.device == "cuda" and weight.device.type in ("cpu", "meta"))
+    return weight.device.type == "cuda" or (
+        context.target.device == "cuda" and weight.device.type in ("cpu", "meta")
+    )
 
 
-def offered(context: Context, site: LinearSite, weight: Tensor, form: SparseForm, by: str) -> Option | tuple[Reason, Cost | None]:
+def offered(
+    context: Context, site: LinearSite, weight: Tensor, form: SparseForm, by: str
+) -> Option | tuple[Reason, Cost | None]:
     """2:4 as an option of a linear, or why it is none, with what it would cost.
 
-    It is priced by the target's law, which gives it the published gain where arithmetic binds and nothing where bytes do, or as measured
-    where the GPU is. A weight in fp32 is multiplied in bf16: that error is added.
+    It is priced by the target's law, which gives it the published gain where arithmetic binds and nothing
+    where bytes do, or as measured where the GPU is. A weight in fp32 is multiplied in bf16: that error is
+    added.
     """
     half = weight.dtype in two_of_four.DTYPES
     cost, dense = (price(context, f"linear/{held.family}", *site.dims) for held in (TWO_OF_FOUR, BF16))
@@ -54,7 +62,9 @@ def offered(context: Context, site: LinearSite, weight: Tensor, form: SparseForm
     return Option(form=Form(weights=replace(TWO_OF_FOUR, bits=16)), cost=cost, by=by, note=speed)
 
 
-def _refusal(context: Context, site: LinearSite, weight: Tensor, form: SparseForm, half: bool) -> Reason | None:
+def _refusal(
+    context: Context, site: LinearSite, weight: Tensor, form: SparseForm, half: bool
+) -> Reason | None:
     """Why a linear has no such form, whatever it would cost; None if it has."""
     if context.backend not in BACKENDS:
         return no_kernel(context, f"linear/{TWO_OF_FOUR.family}", others=tuple(BACKENDS))
@@ -64,7 +74,10 @@ def _refusal(context: Context, site: LinearSite, weight: Tensor, form: SparseFor
 
 
 def _error(context: Context, site: LinearSite, form: SparseForm, half: bool) -> float | None:
-    """Squared, at the output: of what is pruned, and of bf16 where the model is in fp32. None where one of them was not measured."""
+    """Squared, at the output: of what is pruned, and of bf16 where the model is in fp32.
+
+    None where one of them was not measured.
+    """
     pruned = 0.0 if form.given else context.sensitivity.get((site.site, form.format.name))
     rounded = 0.0 if half else context.sensitivity.get((site.site, BF16.name))
     return None if pruned is None or rounded is None else pruned + rounded
@@ -75,5 +88,6 @@ def _no_cores(context: Context, option: str) -> Reason:
     if context.target.laws or context.target.probe is not None:
         return no_kernel(context, f"linear/{option}")
     return Unsupported(
-        "{name} has no sparse tensor cores on record: its file gives no [gains] for '2:4', or no bf16", (context.target.name,)
+        "{name} has no sparse tensor cores on record: its file gives no [gains] for '2:4', or no bf16",
+        (context.target.name,),
     )

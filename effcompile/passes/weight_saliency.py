@@ -1,4 +1,6 @@
-"""What the weights of a program's linears are worth, measured on its inputs: the element saliencies of `sparse.saliency` for passes."""
+"""What the weights of a program's linears are worth, measured on its inputs: the element saliencies of
+`sparse.saliency` for passes.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ _DRAWS = 4
 class SaliencyScores:
     """Element saliencies of some linears; what needs data is measured once, when the first is asked for.
 
-    magnitude: |W|. wanda: |W| ‖x‖ (Sun et al. 2023, eq. 1). snip: |W ∂L/∂W| (Lee et al. 2019, eq. 5); a program for inference has no loss,
-    so L is a sum of its outputs, each over its norm, with random signs, and the root mean square over the draws is taken.
+    magnitude: |W|. wanda: |W| ‖x‖ (Sun et al. 2023, eq. 1). snip: |W ∂L/∂W| (Lee et al. 2019, eq. 5); a
+    program for inference has no loss, so L is a sum of its outputs, each over its norm, with random signs,
+    and the root mean square over the draws is taken.
     """
 
     def __init__(self, program: Program, how: str, sites: Sequence[LinearSite]) -> None:
@@ -56,19 +59,30 @@ def input_norms(program: Program, sites: Sequence[LinearSite]) -> dict[str, Tens
 
 
 def output_gradients(program: Program, sites: Sequence[LinearSite]) -> dict[str, Tensor]:
-    """Root mean square of ∂(Σ ± y / ‖y‖) / ∂W over random signs, of every entry of the sites' weights, (N, K) each."""
+    """Root mean square of ∂(Σ ± y / ‖y‖) / ∂W over random signs, of every entry of the sites' weights, (N, K)
+    each.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = {site.weight: weight_of(program, site).clone().requires_grad_() for site in sites}
     transposed = {site.weight for site in sites if site.transposed}
     squares = {node: torch.zeros_like(weight) for node, weight in weights.items()}
     for inputs in _inputs(program):
         with torch.enable_grad():
-            outputs = floating(_Trained(program, weights, transposed).run(*inputs, enable_io_processing=False))
+            outputs = floating(
+                _Trained(program, weights, transposed).run(*inputs, enable_io_processing=False)
+            )
             made = [y for y in outputs if y.requires_grad]
             for _ in range(_DRAWS):
                 signs = [torch.randint(0, 2, y.shape, generator=generator).to(y) * 2 - 1 for y in made]
-                value = torch.stack([(y * v).sum() / y.detach().norm().clamp_min(1e-30) for y, v in zip(made, signs, strict=True)]).sum()
-                found = torch.autograd.grad(value, list(weights.values()), retain_graph=True, allow_unused=True)
+                value = torch.stack(
+                    [
+                        (y * v).sum() / y.detach().norm().clamp_min(1e-30)
+                        for y, v in zip(made, signs, strict=True)
+                    ]
+                ).sum()
+                found = torch.autograd.grad(
+                    value, list(weights.values()), retain_graph=True, allow_unused=True
+                )
                 for node, gradient in zip(weights, found, strict=True):
                     if gradient is not None:
                         squares[node] += gradient.square()
@@ -78,7 +92,10 @@ def output_gradients(program: Program, sites: Sequence[LinearSite]) -> dict[str,
 
 def _inputs(program: Program) -> list[list[Value]]:
     """The user's inputs, else the example's."""
-    return [leaves_of(program, given) for given in (program.calibration or ((program.args, program.kwargs),))[:_INPUTS]]
+    return [
+        leaves_of(program, given)
+        for given in (program.calibration or ((program.args, program.kwargs),))[:_INPUTS]
+    ]
 
 
 class _Norms(fx.Interpreter):
@@ -97,7 +114,9 @@ class _Norms(fx.Interpreter):
 
 
 class _Trained(fx.Interpreter):
-    """Runs the graph on other weights (N, K), so that results can be differentiated by them and by nothing else."""
+    """Runs the graph on other weights (N, K), so that results can be differentiated by them and by nothing
+    else.
+    """
 
     def __init__(self, program: Program, weights: Mapping[fx.Node, Tensor], transposed: set[fx.Node]) -> None:
         super().__init__(program.module)
@@ -121,9 +140,14 @@ def load_masks(path: Path, what: str) -> dict[str, Tensor]:
     try:
         found: Any = torch.load(path, weights_only=True)
     except Exception as error:
-        raise FormatError(f"{str(path)!r} holds no masks: {error}. Write it with torch.save({{site: mask}}).") from error
+        raise FormatError(
+            f"{str(path)!r} holds no masks: {error}. Write it with torch.save({{site: mask}})."
+        ) from error
     if not isinstance(found, dict) or not all(isinstance(mask, Tensor) for mask in found.values()):
-        raise FormatError(f"{str(path)!r} holds no masks: it must be a mapping of site → tensor. Write it with torch.save({{site: mask}}).")
+        raise FormatError(
+            f"{str(path)!r} holds no masks: it must be a mapping of site → tensor. Write it with "
+            f"torch.save({{site: mask}})."
+        )
     return found
 
 
@@ -131,4 +155,6 @@ def check_shares(shares: Sequence[float], what: str, of: str) -> None:
     """Raise UsageError for a share outside [0, 1)."""
     for share in shares:
         if not 0 <= share < 1:
-            raise UsageError(f"{what} = {share} is the share of {of} to remove, in [0, 1): 0.9 keeps a tenth.")
+            raise UsageError(
+                f"{what} = {share} is the share of {of} to remove, in [0, 1): 0.9 keeps a tenth."
+            )

@@ -1,8 +1,8 @@
 """Asking z3, which may give up: for its time, its limit of work, or memory.
 
-Where memory ends within a call, z3 5.4 seldom raises: with a limit of the address space it aborts, as it cannot start the thread that its
-timeout needs, or ends by a segmentation fault; and a control group ends the process. So where little is left, it is asked in a forked
-child, whose end is an answer that is not known.
+Where memory ends within a call, z3 5.4 seldom raises: with a limit of the address space it aborts, as it
+cannot start the thread that its timeout needs, or ends by a segmentation fault; and a control group ends the
+process. So where little is left, it is asked in a forked child, whose end is an answer that is not known.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import z3
 
 from effcompile.machine.memory import free_bytes
 
-#: Bytes that must be free for z3 to be asked in this process: blocks and chains of a hundred layers took up to 300 MiB.
+#: Bytes that must be free for z3 to be asked in this process: blocks and chains of a hundred layers took up
+#: to 300 MiB.
 _ROOM = 1 << 30
 _Answer = tuple[z3.CheckSatResult, z3.ModelRef | None]
 _ANSWERS = {"sat": z3.sat, "unsat": z3.unsat}
 
 
 def ask(solver: z3.Solver) -> _Answer:
-    """z3's answer, and its model where that is sat; unknown where it stopped by an exception: who asks has to live with unknown anyway."""
+    """z3's answer, and its model where that is sat; unknown where it stopped by an exception: who asks has to
+    live with unknown anyway.
+    """
     try:
         return answered(solver)
     except z3.Z3Exception:

@@ -1,17 +1,20 @@
 """The batch that takes the most examples a second within the memory, of a list of sizes.
 
-For a size b let T(b) be the least seconds of a step of b examples within the memory, infinite where nothing fits, and U(b) ≤ T(b) the
-least with no limit on memory. What is wanted is the largest b / T(b). Assumed is
+For a size b let T(b) be the least seconds of a step of b examples within the memory, infinite where nothing
+fits, and U(b) ≤ T(b) the least with no limit on memory. What is wanted is the largest b / T(b). Assumed is
 
     (1)  what fits for b examples fits for fewer;
-    (2)  U(b) / b does not grow with b, for larger batches share what is paid once: the update, weights that are read, launches;
-    (3)  U(c) − U(b) ≥ s · (c − b) for b ≤ c, s being what the last examples before b took each: U is convex, as the roofline of
-         every operator is (Williams et al. 2009: the larger of two affine functions of b, and a constant).
+    (2)  U(b) / b does not grow with b, for larger batches share what is paid once: the update, weights that
+        are read, launches;
+    (3)  U(c) − U(b) ≥ s · (c − b) for b ≤ c, s being what the last examples before b took each: U is convex,
+         as the roofline of every operator is (Williams et al. 2009: the larger of two affine functions of b,
+         and a constant).
 
-Sizes are tried upwards until none fits, or (3) says that no larger batch is faster by more than `worth`; between the largest that fits
-and the least that does not by bisection, with (1); then downwards while (2) leaves room: fewer than b examples take no more a
-second than b / U(b), which is what they are compared with. So no size that was left out is better than the best by more than `worth`, where
-the assumptions hold; on measured times they hold as far as the clock does. That the bytes of a step with everything kept grow by as
+Sizes are tried upwards until none fits, or (3) says that no larger batch is faster by more than `worth`;
+between the largest that fits and the least that does not by bisection, with (1); then downwards while (2)
+leaves room: fewer than b examples take no more a second than b / U(b), which is what they are compared with.
+So no size that was left out is better than the best by more than `worth`, where the assumptions hold; on
+measured times they hold as far as the clock does. That the bytes of a step with everything kept grow by as
 much with every example leads to the sizes worth trying, and decides nothing.
 """
 
@@ -41,7 +44,8 @@ class BatchTrial(Generic[T]):
     """A batch that was tried.
 
     Attributes:
-        seconds: of a step, None where nothing fits. unlimited: with no limit on memory, when it takes so many `bytes`.
+        seconds: of a step, None where nothing fits. unlimited: with no limit on memory, when it takes so many
+            `bytes`.
         made: the plan, where something fits.
     """
 
@@ -73,7 +77,9 @@ class BatchSearch(Generic[T]):
     tried: dict[int, BatchTrial[T]] = field(default_factory=dict)
 
     def best(self, start: int) -> BatchTrial[T] | None:
-        """The size that takes most examples a second, the search beginning at `start`; None where nothing fits at any size."""
+        """The size that takes most examples a second, the search beginning at `start`; None where nothing
+        fits at any size.
+        """
         at = next((i for i, size in enumerate(self.sizes) if size >= start), len(self.sizes) - 1)
         fits, not_fits = self._upwards(at)
         while not_fits - fits > 1:
@@ -91,7 +97,9 @@ class BatchSearch(Generic[T]):
         return [self._at(i) for i in (at - 1, at + 1) if 0 <= i < len(self.sizes) and self._fits(i)]
 
     def _upwards(self, at: int) -> tuple[int, int]:
-        """The last place that fits and the first that does not, as far as is known; the latter is the former + 1 where there is no need."""
+        """The last place that fits and the first that does not, as far as is known; the latter is the former
+        + 1 where there is no need.
+        """
         if not self._fits(at):
             return -1, at
         stride = 1
@@ -104,7 +112,9 @@ class BatchSearch(Generic[T]):
 
     @property
     def _keeping_all(self) -> int:
-        """The place of the largest size at which everything can be kept, as two that were tried foretell it."""
+        """The place of the largest size at which everything can be kept, as two that were tried
+        foretell it.
+        """
         tried = sorted(self.tried.values(), key=lambda trial: trial.batch)
         if len(tried) != 2 or tried[1].bytes <= tried[0].bytes:
             return 0
@@ -136,7 +146,9 @@ class BatchSearch(Generic[T]):
 
 
 def sizes(least: int = 1, most: int = LARGEST) -> list[int]:
-    """Powers of two and the halves between them, 1 2 3 4 6 8 12 16 ..., within a range whose ends are among them; every one of a few."""
+    """Powers of two and the halves between them, 1 2 3 4 6 8 12 16 ..., within a range whose ends are among
+    them; every one of a few.
+    """
     if most - least < _FEW:
         return list(range(least, most + 1))
     powers = [1 << i for i in range(most.bit_length() + 1)]
@@ -160,8 +172,8 @@ def wanted_sizes(batch: int | str | Sequence[int]) -> list[int]:
         found = []
     if not found or found[0] < 1 or found[-1] > LARGEST:
         raise UsageError(
-            f"batch = {batch!r} is no batch. Give 'auto', a range of examples a step as '8..64', a number, or a list of them, "
-            f"of 1 to {LARGEST:,}."
+            f"batch = {batch!r} is no batch. Give 'auto', a range of examples a step as '8..64', a number, "
+            f"or a list of them, of 1 to {LARGEST:,}."
         )
     return found
 

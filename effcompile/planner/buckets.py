@@ -1,11 +1,12 @@
 """Which lengths to plan a step for, of those that a loader gives: as few as pay.
 
-A batch of length l runs in the least bucket b ≥ l, and b − l of its tokens are padding. With k buckets the least padding over the histogram
-is found exactly by dynamic programming over the lengths in ascending order,
+A batch of length l runs in the least bucket b ≥ l, and b − l of its tokens are padding. With k buckets the
+least padding over the histogram is found exactly by dynamic programming over the lengths in ascending order,
 
     waste(k, j) = min over i < j of waste(k − 1, i) + Σ over i < m ≤ j of count(m) · (length(j) − length(m)),
 
-and a further bucket is taken while it saves at least `worth` of the tokens: every bucket is planned and verified by itself.
+and a further bucket is taken while it saves at least `worth` of the tokens: every bucket is planned and
+verified by itself.
 """
 
 from __future__ import annotations

@@ -8,15 +8,18 @@ With x_gc ∈ {0, 1} for configuration c of group g, all data exact integers (re
     (4) links              x_gc → ⋁_d x_hd                       for each tie        `_branch`
     (5) surrogates         Q·(3) + Σ_r p_r·(2), integers Q, p ≥ 0                    `_rows`
 
-(5) is implied by (2) and (3), whatever Q and p: it changes no answer. With p / Q near the dual multipliers it is the
-Farkas combination that refutes the LP relaxation, which z3's simplex alone takes minutes to find at 200 groups.
-By (1) each row may be shifted so that a group's least coefficient is 0; if the room left is then negative, the row is
-unsatisfiable over x ≥ 0 and z3's simplex says so at once (`_relaxation`). That is a complete proof.
+(5) is implied by (2) and (3), whatever Q and p: it changes no answer. With p / Q near the dual multipliers it
+    is the
+Farkas combination that refutes the LP relaxation, which z3's simplex alone takes minutes to find at 200
+groups. By (1) each row may be shifted so that a group's least coefficient is 0; if the room left is then
+negative, the row is unsatisfiable over x ≥ 0 and z3's simplex says so at once (`_relaxation`). That is a
+complete proof.
 
-Otherwise z3 branches (`_branch`), as pseudo-Boolean constraints over the configurations that (2), (3) and (5) leave
-possible one by one (reduced-cost fixing, exact). There the rows are scaled to a grid of 2^20 with coefficients rounded
-down: a relaxation, so that unsat is a proof still; a model is accepted only after an exact check, else it is excluded.
-Interchangeable groups are ordered (`_symmetry`), which does what counting them would.
+Otherwise z3 branches (`_branch`), as pseudo-Boolean constraints over the configurations that (2), (3) and (5)
+leave possible one by one (reduced-cost fixing, exact). There the rows are scaled to a grid of 2^20 with
+coefficients rounded down: a relaxation, so that unsat is a proof still; a model is accepted only after an
+exact check, else it is excluded. Interchangeable groups are ordered (`_symmetry`), which does what counting
+them would.
 """
 
 from __future__ import annotations
@@ -64,7 +67,10 @@ def surrogate_bound(reduced: Reduced, weights: Weights) -> int | None:
 
 
 def refute(reduced: Reduced, target: int | None, surrogates: Sequence[Weights], deadline: float) -> Verdict:
-    """Is there a feasible choice with objective < target (None: any)? Sound either way; "unknown" at the deadline."""
+    """Decide whether there is a feasible choice with objective < target (None: any).
+
+    Sound either way; "unknown" at the deadline.
+    """
     rows = _rows(reduced, target, surrogates)
     hopeless = next((row for row in rows if row.room < 0), None)
     if hopeless is not None:
@@ -73,10 +79,15 @@ def refute(reduced: Reduced, target: int | None, surrogates: Sequence[Weights], 
 
 
 def restrict(reduced: Reduced, target: int | None = None, surrogates: Sequence[Weights] = ()) -> Reduced:
-    """Drop configurations that alone, beside the least of all other groups, break a row; repeat until none does."""
+    """Drop configurations that alone, beside the least of all other groups, break a row; repeat until none
+    does.
+    """
     while True:
         rows = _rows(reduced, target, surrogates)
-        keep = [[i for i in range(len(g)) if all(r.coefficients[n][i] <= r.room for r in rows)] for n, g in enumerate(reduced.groups)]
+        keep = [
+            [i for i in range(len(g)) if all(r.coefficients[n][i] <= r.room for r in rows)]
+            for n, g in enumerate(reduced.groups)
+        ]
         if all(len(k) == len(g) for k, g in zip(keep, reduced.groups, strict=True)):
             return reduced
         reduced = _select(reduced, keep)
@@ -90,8 +101,14 @@ def _select(reduced: Reduced, keep: list[list[int]]) -> Reduced:
     def moved(group: int, indices: frozenset[int]) -> frozenset[int]:
         return frozenset(new[group][i] for i in indices if i in new[group])
 
-    links = tuple(Implication(k.left, moved(k.left, k.when), k.right, moved(k.right, k.then)) for k in reduced.links)
-    return replace(reduced, groups=tuple(tuple(g[i] for i in kept) for g, kept in zip(reduced.groups, keep, strict=True)), links=links)
+    links = tuple(
+        Implication(k.left, moved(k.left, k.when), k.right, moved(k.right, k.then)) for k in reduced.links
+    )
+    return replace(
+        reduced,
+        groups=tuple(tuple(g[i] for i in kept) for g, kept in zip(reduced.groups, keep, strict=True)),
+        links=links,
+    )
 
 
 def _rows(reduced: Reduced, target: int | None, surrogates: Sequence[Weights]) -> list[_Row]:
@@ -121,8 +138,9 @@ def _dot(weights: Sequence[int], vector: Sequence[int]) -> int:
 def _relaxation(row: _Row) -> bool:
     """True when z3's simplex refutes the row over real x ≥ 0, one per group.
 
-    Coefficients are divided by −room and rounded down, so the row says Σ ≤ −1 with small numbers and is no stronger.
-    Written as SMT-LIB text because building thousands of terms through z3's Python objects takes seconds.
+    Coefficients are divided by −room and rounded down, so the row says Σ ≤ −1 with small numbers and is no
+    stronger. Written as SMT-LIB text because building thousands of terms through z3's Python objects takes
+    seconds.
     """
     unit, lines, terms = max(1, -row.room), [], ["0.0"]
     for g, coefficients in enumerate(row.coefficients):
@@ -138,11 +156,18 @@ def _relaxation(row: _Row) -> bool:
 def _branch(reduced: Reduced, target: int | None, surrogates: Sequence[Weights], deadline: float) -> Verdict:
     names = [[z3.Bool(f"x{g}_{c}") for c in range(len(group))] for g, group in enumerate(reduced.groups)]
     solver = z3.Solver()
-    solver.add(*(z3.Or(group) for group in names), *(z3.AtMost(*group, 1) for group in names if len(group) > 1))
+    solver.add(
+        *(z3.Or(group) for group in names), *(z3.AtMost(*group, 1) for group in names if len(group) > 1)
+    )
     for row in _rows(reduced, target, surrogates):
         if row.room < 0:
             return Verdict("refuted" if _relaxation(row) else "unknown")
-        terms = [(x, c) for g, cs in zip(names, _to_grid(row), strict=True) for x, c in zip(g, cs, strict=True) if c]
+        terms = [
+            (x, c)
+            for g, cs in zip(names, _to_grid(row), strict=True)
+            for x, c in zip(g, cs, strict=True)
+            if c
+        ]
         if sum(c for _, c in terms) > _GRID:
             solver.add(z3.PbLe(terms, _GRID))
     for link in reduced.links:
@@ -153,7 +178,9 @@ def _branch(reduced: Reduced, target: int | None, surrogates: Sequence[Weights],
 
 
 def _to_grid(row: _Row) -> list[list[int]]:
-    """Coefficients on a grid where the room is 2^20, rounded down; what exceeds the room is capped just above it."""
+    """Coefficients on a grid where the room is 2^20, rounded down; what exceeds the room is capped just above
+    it.
+    """
     room = row.room
     if room == 0:
         return [[_GRID + 1 if v else 0 for v in cs] for cs in row.coefficients]
@@ -174,7 +201,9 @@ def _symmetry(reduced: Reduced, names: list[list[z3.BoolRef]]) -> list[z3.BoolRe
     return clauses
 
 
-def _search(solver: z3.Solver, names: list[list[z3.BoolRef]], reduced: Reduced, target: int | None, deadline: float) -> Verdict:
+def _search(
+    solver: z3.Solver, names: list[list[z3.BoolRef]], reduced: Reduced, target: int | None, deadline: float
+) -> Verdict:
     for _ in range(_SPURIOUS):
         left = deadline - time.monotonic()
         if left <= 0:
@@ -185,7 +214,9 @@ def _search(solver: z3.Solver, names: list[list[z3.BoolRef]], reduced: Reduced, 
             return Verdict("refuted")
         if model is None:
             break
-        picks = tuple(next(i for i, x in enumerate(group) if z3.is_true(model.eval(x))) for group in names)
+        picks = tuple(
+            next((i for i, x in enumerate(group) if z3.is_true(model.eval(x))), 0) for group in names
+        )
         if reduced.feasible(picks) and (target is None or reduced.sums(picks)[0] < target):
             return Verdict("found", reduced, picks)
         solver.add(z3.Not(z3.And([group[i] for group, i in zip(names, picks, strict=True)])))

@@ -30,12 +30,14 @@ def with_objective(problem: Problem, resource: str) -> Problem:
 def explain(problem: Problem, timeout: float) -> InfeasibleError:
     """The error to raise for a problem proven infeasible.
 
-    `binding` is an irreducible unsat core of the limits: proven impossible together, possible without any one of them.
-    `nearest` is minimised per limit with the others unchanged, exactly or within 0.1 %; a limit that no value of its
-    own would mend is left out.
+    `binding` is an irreducible unsat core of the limits: proven impossible together, possible without any one
+    of them. `nearest` is minimised per limit with the others unchanged, exactly or within 0.1 %; a limit that
+    no value of its own would mend is left out.
     """
     if not _possible(replace(problem, limits={}), timeout):
-        options = tuple((site, a.name) for site, alternatives in problem.sites.items() for a in alternatives if a.requires)
+        options = tuple(
+            (site, a.name) for site, alternatives in problem.sites.items() for a in alternatives if a.requires
+        )
         return InfeasibleError(Contradiction(options=options))
     core = dict(problem.limits)
     for resource in list(core):
@@ -68,7 +70,9 @@ def smallest(problem: Problem, resource: str, timeout: float) -> float | None:
 def _possible(problem: Problem, timeout: float) -> bool:
     """False only when proven infeasible."""
     try:
-        optimise(reduce_problem(_without_objective(problem)), base=0, gap=1.0, deadline=time.monotonic() + timeout)
+        optimise(
+            reduce_problem(_without_objective(problem)), base=0, gap=1.0, deadline=time.monotonic() + timeout
+        )
     except Impossible:
         return False
     except Undecided:

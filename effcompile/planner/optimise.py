@@ -40,7 +40,9 @@ def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> Sol
         Impossible: proven infeasible. Undecided: the deadline came before any feasible choice.
     """
     reduced = restrict(reduced)
-    if any(not group for group in reduced.groups) or (not reduced.groups and min(reduced.slack, default=0) < 0):
+    if any(not group for group in reduced.groups) or (
+        not reduced.groups and min(reduced.slack, default=0) < 0
+    ):
         raise Impossible  # some row, even at the least of every group, is exceeded
     problem = scaled(reduced)
     dual = maximise_dual(problem)
@@ -62,7 +64,9 @@ def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> Sol
 
 
 def _first(reduced: Reduced, problem: Scaled, dual: Dual, deadline: float) -> list[int]:
-    """A feasible choice: polished from the dual's, else from the leanest in the limits' own dual, else from z3."""
+    """A feasible choice: polished from the dual's, else from the leanest in the limits' own dual, else from
+    z3.
+    """
     if not reduced.groups:
         return []
     found = [p for picks in dual.picks[:_STARTS] if (p := polish(reduced, problem, picks, dual.multipliers))]
@@ -91,8 +95,12 @@ def _lift(whole: Reduced, part: Reduced, picks: Sequence[int]) -> list[int]:
 
 
 def _weights(problem: Scaled, dual: Dual, *, objective: bool) -> Weights:
-    """Integers in the ratio of the multipliers: λ_r is per unit of Scaled, so p_r / Q = λ_r · size_0 / size_r."""
-    ratios = [Fraction(m) * problem.sizes[0] / s for m, s in zip(dual.multipliers, problem.sizes[1:], strict=True)]
+    """Integers in the ratio of the multipliers: λ_r is per unit of Scaled, so p_r / Q = λ_r · size_0 /
+    size_r.
+    """
+    ratios = [
+        Fraction(m) * problem.sizes[0] / s for m, s in zip(dual.multipliers, problem.sizes[1:], strict=True)
+    ]
     top = max([Fraction(1) if objective else Fraction(0), *ratios])
     unit = Fraction(1 << _MULTIPLIER_BITS) / top if top else Fraction(0)
     spread = min([Fraction(1) if objective else top, *(r for r in ratios if r)]) if top else Fraction(1)

@@ -11,7 +11,9 @@ _PASSES = 60
 _Wanted = Callable[[list[float], list[float]], bool]  # (room, change of (objective, *resources))
 
 
-def polish(reduced: Reduced, problem: Scaled, picks: Sequence[int], multipliers: Sequence[float], weight: float = 1.0) -> list[int] | None:
+def polish(
+    reduced: Reduced, problem: Scaled, picks: Sequence[int], multipliers: Sequence[float], weight: float = 1.0
+) -> list[int] | None:
     """A feasible choice near `picks` that no single move improves, or None where repair fails.
 
     Repairs at prices weight · objective + multipliers · resources.
@@ -21,7 +23,8 @@ def polish(reduced: Reduced, problem: Scaled, picks: Sequence[int], multipliers:
     if current is None or not search.repair(current):
         return None
     search.improve(current)
-    return current if reduced.feasible(current) else None  # floats decided so far; exact integers have the last word
+    # floats decided so far; exact integers have the last word
+    return current if reduced.feasible(current) else None
 
 
 class _Search:
@@ -37,7 +40,10 @@ class _Search:
     def mend_links(self, picks: list[int]) -> list[int] | None:
         """Switch the cheaper side of each broken link until none is broken."""
         for _ in range(4 * len(self.reduced.links) + 1):
-            broken = next((k for k in self.reduced.links if picks[k.left] in k.when and picks[k.right] not in k.then), None)
+            broken = next(
+                (k for k in self.reduced.links if picks[k.left] in k.when and picks[k.right] not in k.then),
+                None,
+            )
             if broken is None:
                 return picks
             ways = [(broken.left, i) for i in range(len(self.prices[broken.left])) if i not in broken.when]
@@ -60,7 +66,9 @@ class _Search:
                 if relief > 1e-12:
                     price = self.prices[group][index] - self.prices[group][picks[group]]
                     scored.append(((price + 1e-9) / relief, group, index))
-            if not self._take(picks, room, sorted(scored), lambda now, delta: min(now) < 0 and _relief(now, delta) > 1e-12):
+            if not self._take(
+                picks, room, sorted(scored), lambda now, delta: min(now) < 0 and _relief(now, delta) > 1e-12
+            ):
                 return False
         return False
 
@@ -68,11 +76,17 @@ class _Search:
         """Take savings that keep every limit, largest first, until there is none."""
         for _ in range(_PASSES):
             room = self._room(picks)
-            scored = [(delta[0], group, index) for group, index, delta in self._moves(picks) if delta[0] < 0 and _fits(room, delta)]
+            scored = [
+                (delta[0], group, index)
+                for group, index, delta in self._moves(picks)
+                if delta[0] < 0 and _fits(room, delta)
+            ]
             if not self._take(picks, room, sorted(scored), _fits):
                 return
 
-    def _take(self, picks: list[int], room: list[float], scored: list[tuple[float, int, int]], wanted: _Wanted) -> int:
+    def _take(
+        self, picks: list[int], room: list[float], scored: list[tuple[float, int, int]], wanted: _Wanted
+    ) -> int:
         """Take moves in order, at most one per group, while `wanted` still holds; returns how many."""
         moved: set[int] = set()
         for _, group, index in scored:
@@ -87,7 +101,10 @@ class _Search:
     def _room(self, picks: list[int]) -> list[float]:
         """Exact totals, then divided: floats summed in another order could drift over a limit."""
         sums = self.reduced.sums(picks)[1:]
-        return [min(s - u, size << 20) / size for s, u, size in zip(self.reduced.slack, sums, self.problem.sizes[1:], strict=True)]
+        return [
+            min(s - u, size << 20) / size
+            for s, u, size in zip(self.reduced.slack, sums, self.problem.sizes[1:], strict=True)
+        ]
 
     def _moves(self, picks: list[int]) -> Iterator[tuple[int, int, list[float]]]:
         """Every change of one group that keeps the links, with its change of (objective, *resources)."""

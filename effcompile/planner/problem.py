@@ -75,15 +75,24 @@ class Problem:
     def used(self, choice: Mapping[str, str], resource: str) -> Fraction:
         """Exact use of a resource (the floats taken at face value) under a choice."""
         total = Fraction(self.base.get(resource, 0))
-        return total + sum((Fraction(self.alternative(s, o).resources.get(resource, 0)) for s, o in choice.items()), Fraction(0))
+        return total + sum(
+            (Fraction(self.alternative(s, o).resources.get(resource, 0)) for s, o in choice.items()),
+            Fraction(0),
+        )
 
     def cost(self, choice: Mapping[str, str]) -> Fraction:
         """Exact objective under a choice."""
-        return Fraction(self.base_objective) + sum((Fraction(self.alternative(s, o).objective) for s, o in choice.items()), Fraction(0))
+        return Fraction(self.base_objective) + sum(
+            (Fraction(self.alternative(s, o).objective) for s, o in choice.items()), Fraction(0)
+        )
 
     def violations(self, choice: Mapping[str, str]) -> list[str]:
         """What a complete choice breaks, one line each, in exact arithmetic; empty when it is feasible."""
-        broken = [f"{r} exceeds its limit" for r, limit in self.limits.items() if self.used(choice, r) > Fraction(limit)]
+        broken = [
+            f"{r} exceeds its limit"
+            for r, limit in self.limits.items()
+            if self.used(choice, r) > Fraction(limit)
+        ]
         for site, option in choice.items():
             for other, allowed in self.alternative(site, option).requires.items():
                 if choice[other] not in allowed:
@@ -121,7 +130,8 @@ def check(problem: Problem) -> None:
     """Refuse what cannot be solved as written.
 
     Raises:
-        UsageError: a site without alternatives, two alternatives of one name, or a number that is NaN or infinite.
+        UsageError: a site without alternatives, two alternatives of one name, or a number that is NaN or
+            infinite.
         UnknownNameError: `requires` names a site or an option that does not exist.
     """
     _finite("base_objective", problem.base_objective)
@@ -135,17 +145,23 @@ def check(problem: Problem) -> None:
 def _check_site(problem: Problem, site: str, alternatives: tuple[Alternative, ...]) -> None:
     names = [a.name for a in alternatives]
     if not names:
-        raise UsageError(f"Site {site!r} has no alternatives. Give at least its baseline, or leave the site out.")
+        raise UsageError(
+            f"Site {site!r} has no alternatives. Give at least its baseline, or leave the site out."
+        )
     if len(set(names)) < len(names):
         twice = next(n for n in names if names.count(n) > 1)
-        raise UsageError(f"Site {site!r} has two alternatives named {twice!r}. Names must differ within a site.")
+        raise UsageError(
+            f"Site {site!r} has two alternatives named {twice!r}. Names must differ within a site."
+        )
     for alternative in alternatives:
         _finite(f"objective of {site} = {alternative.name}", alternative.objective)
         for resource, value in alternative.resources.items():
             _finite(f"{resource} of {site} = {alternative.name}", value)
         for other, options in alternative.requires.items():
             if isinstance(options, str):
-                raise UsageError(f"{site} = {alternative.name} requires {other}: give a tuple of options, ({options!r},).")
+                raise UsageError(
+                    f"{site} = {alternative.name} requires {other}: give a tuple of options, ({options!r},)."
+                )
             for option in options:
                 problem.alternative(other, option)
             if other not in problem.sites:
@@ -154,7 +170,10 @@ def _check_site(problem: Problem, site: str, alternatives: tuple[Alternative, ..
 
 def _finite(what: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
-        raise UsageError(f"The {what} is {value!r}; it must be a finite number, at most 1e300. Leave out a limit that does not bind.")
+        raise UsageError(
+            f"The {what} is {value!r}; it must be a finite number, at most 1e300. Leave out a limit that "
+            "does not bind."
+        )
 
 
 def rounded_down(value: Fraction) -> float:

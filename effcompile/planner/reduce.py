@@ -1,7 +1,7 @@
 """Reduce a Problem to groups of configurations in exact integers.
 
-Floats are dyadic rationals, so each dimension (objective, each limit) times one power of two is an integer: sums and
-comparisons below are exact and nothing is ever rounded here.
+Floats are dyadic rationals, so each dimension (objective, each limit) times one power of two is an integer:
+sums and comparisons below are exact and nothing is ever rounded here.
 
     scale      c_a = objective_a · 2^k,  u_ra = resource_ra · 2^k_r,  slack_r = (limit_r − base_r) · 2^k_r
                (`_scale`)
@@ -30,7 +30,10 @@ GROUP_LIMIT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One combination of options at a group's sites. `vector` is (objective, *limited resources), exact integers."""
+    """One combination of options at a group's sites.
+
+    `vector` is (objective, *limited resources), exact integers.
+    """
 
     vector: tuple[int, ...]
     picks: Mapping[str, str]
@@ -69,11 +72,17 @@ class Reduced:
 
     def feasible(self, picked: Sequence[int]) -> bool:
         """True when the links and every limit hold."""
-        return self.linked(picked) and all(use <= room for use, room in zip(self.sums(picked)[1:], self.slack, strict=True))
+        return self.linked(picked) and all(
+            use <= room for use, room in zip(self.sums(picked)[1:], self.slack, strict=True)
+        )
 
     def choice(self, picked: Sequence[int]) -> dict[str, str]:
         """Site → option."""
-        return {s: o for group, index in zip(self.groups, picked, strict=True) for s, o in group[index].picks.items()}
+        return {
+            s: o
+            for group, index in zip(self.groups, picked, strict=True)
+            for s, o in group[index].picks.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +97,19 @@ class _Tie:
 
 
 def reduce_problem(problem: Problem) -> Reduced:
-    """The same problem as groups; a group may be empty when `requires` alone contradict each other inside it."""
+    """The same problem as groups; a group may be empty when `requires` alone contradict each
+    other inside it.
+    """
     limits = list(problem.limits)
     values = [problem.base_objective, *(a.objective for alts in problem.sites.values() for a in alts)]
     scales = [_scale(values)]
     for r in limits:
         used = [a.resources.get(r, 0) for alts in problem.sites.values() for a in alts]
         scales.append(_scale([problem.limits[r], problem.base.get(r, 0), *used]))
-    clusters = {site: [_config(site, a, limits, scales) for a in alternatives] for site, alternatives in problem.sites.items()}
+    clusters = {
+        site: [_config(site, a, limits, scales) for a in alternatives]
+        for site, alternatives in problem.sites.items()
+    }
     ties = [
         _Tie(site, a.name, other, frozenset(allowed))
         for site, alts in problem.sites.items()
@@ -104,14 +118,17 @@ def reduce_problem(problem: Problem) -> Reduced:
     ]
     groups, outside = _contract(clusters, ties)
     slack = tuple(
-        int((Fraction(problem.limits[r]) - Fraction(problem.base.get(r, 0))) * k) for r, k in zip(limits, scales[1:], strict=True)
+        int((Fraction(problem.limits[r]) - Fraction(problem.base.get(r, 0))) * k)
+        for r, k in zip(limits, scales[1:], strict=True)
     )
     return Reduced(tuple(tuple(g) for g in groups), _links(groups, outside), slack, scales[0])
 
 
 def _config(site: str, alternative: Alternative, limits: list[str], scales: list[int]) -> Config:
     values = (alternative.objective, *(alternative.resources.get(r, 0) for r in limits))
-    return Config(tuple(int(Fraction(v) * k) for v, k in zip(values, scales, strict=True)), {site: alternative.name})
+    return Config(
+        tuple(int(Fraction(v) * k) for v, k in zip(values, scales, strict=True)), {site: alternative.name}
+    )
 
 
 def _scale(values: Iterable[float]) -> int:
@@ -119,7 +136,9 @@ def _scale(values: Iterable[float]) -> int:
 
 
 def _contract(clusters: dict[str, list[Config]], ties: list[_Tie]) -> tuple[list[list[Config]], list[_Tie]]:
-    """Merge tied clusters while they stay small; returns the groups and the ties that remain between groups."""
+    """Merge tied clusters while they stay small; returns the groups and the ties that remain
+    between groups.
+    """
     home = {site: site for site in clusters}
     members = {site: {site} for site in clusters}
     for site, configs in clusters.items():
@@ -131,7 +150,11 @@ def _contract(clusters: dict[str, list[Config]], ties: list[_Tie]) -> tuple[list
         if a == b or len(clusters[a]) * len(clusters[b]) > 20 * GROUP_LIMIT:
             continue
         together = members[a] | members[b]
-        across = [t for t in ties if {t.site, t.other} <= together and (t.site in members[a]) != (t.other in members[a])]
+        across = [
+            t
+            for t in ties
+            if {t.site, t.other} <= together and (t.site in members[a]) != (t.other in members[a])
+        ]
         merged = _product(clusters[a], clusters[b], across)
         merged = _dominate(merged, _watched(together, ties))
         if len(merged) <= GROUP_LIMIT:
@@ -161,7 +184,8 @@ def _dominate(configs: list[Config], watched: list[str]) -> list[Config]:
     """Keep the Pareto set of each combination of options at the watched sites."""
     kept: dict[tuple[str, ...], list[Config]] = {}
     tails: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    for config in sorted(configs, key=lambda c: c.vector):  # a dominating vector sorts first, so only its tail is compared
+    for config in sorted(configs, key=lambda c: c.vector):
+        # a dominating vector sorts first, so only its tail is compared
         key, tail = tuple(config.picks[s] for s in watched), config.vector[1:]
         if not _beaten(tail, tails.setdefault(key, [])):
             tails[key].append(tail)

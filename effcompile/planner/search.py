@@ -1,13 +1,13 @@
 """One search over what is decided for a whole program, and the record from which every reason is written.
 
-A *case* is a program with all such choices made (how its batch is divided, what its products are computed in, which loss
-head it has, how optimizer states are held); what is left to decide in it are its parts, which an exact solver does. Cases
-are taken in the order of the least seconds that they may take. One whose least is no better than the best solution
-so far is not solved: branch and bound, with a bound that each case gives.
+A *case* is a program with all such choices made (how its batch is divided, what its products are computed in,
+which loss head it has, how optimizer states are held); what is left to decide in it are its parts, which an
+exact solver does. Cases are taken in the order of the least seconds that they may take. One whose least is no
+better than the best solution so far is not solved: branch and bound, with a bound that each case gives.
 
-What became of each case is kept. Of an option that was not taken it then follows why: the fastest solution with it takes
-so much longer, or would at the least; none with it is within the budget, and the nearest takes so many bytes; or it
-could not be had at all.
+What became of each case is kept. Of an option that was not taken it then follows why: the fastest solution
+with it takes so much longer, or would at the least; none with it is within the budget, and the nearest takes
+so many bytes; or it could not be had at all.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ S = TypeVar("S", bound=SearchSolution)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node(Generic[S]):
-    """One case of the record: its options, and what became of it. `least`: its bound, where it was not solved for that."""
+    """One case of the record: its options, and what became of it.
+
+    `least`: its bound, where it was not solved for that.
+    """
 
     options: Options
     solution: S | None = None
@@ -98,7 +101,10 @@ class Record(Generic[C, S]):
     @property
     def bound(self) -> float:
         """No solution of any case is below."""
-        return min([found.bound for found in self.solutions] + [node.least for node in self.nodes if node.least is not None])
+        return min(
+            [found.bound for found in self.solutions]
+            + [node.least for node in self.nodes if node.least is not None]
+        )
 
     @property
     def best(self) -> S:
@@ -115,17 +121,23 @@ class Record(Generic[C, S]):
     @property
     def nearest(self) -> InfeasibleError:
         """Why the case that comes nearest to the budget is above it."""
-        return min((node.error for node in self.nodes if node.error is not None), key=lambda error: error.needed)
+        return min(
+            (node.error for node in self.nodes if node.error is not None), key=lambda error: error.needed
+        )
 
     def seconds_with(self, kind: str, option: str) -> float | None:
-        """The seconds of the fastest solution with an option, or their bound; None where nothing with it is within the budget."""
+        """The seconds of the fastest solution with an option, or their bound; None where nothing with it is
+        within the budget.
+        """
         known = [s for node in self._with(kind, option) if (s := _seconds(node)) is not None]
         return min(known, default=None)
 
     def declined(self, kind: str) -> Iterator[tuple[str, Reason]]:
         """The options that were not taken, with the reasons."""
         fastest = self._fastest
-        taken = next((node.options for node in self.nodes if fastest is not None and node.solution is fastest), {})
+        taken = next(
+            (node.options for node in self.nodes if fastest is not None and node.solution is fastest), {}
+        )
         for option in dict.fromkeys(node.options[kind] for node in self.nodes if kind in node.options):
             if option != taken.get(kind):
                 yield option, self._reason(kind, option, taken)
@@ -135,9 +147,13 @@ class Record(Generic[C, S]):
         timed = [node for node in nodes if _seconds(node) is not None]
         if timed and self._fastest is not None:
             first = min(timed, key=lambda node: _seconds(node) or 0.0)
-            return Slower(seconds=(_seconds(first) or 0.0) - self._fastest.seconds, at_least=first.solution is None)
+            return Slower(
+                seconds=(_seconds(first) or 0.0) - self._fastest.seconds, at_least=first.solution is None
+            )
         refused = [node for node in nodes if node.refusal is not None]
-        beside = [node for node in refused if all(taken.get(k) == v for k, v in node.options.items() if k != kind)]
+        beside = [
+            node for node in refused if all(taken.get(k) == v for k, v in node.options.items() if k != kind)
+        ]
         over = [node.error.needed for node in nodes if node.error is not None]
         for node in beside or ([] if over else refused):
             assert node.refusal is not None

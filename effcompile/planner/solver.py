@@ -1,4 +1,6 @@
-"""`solve`: the least objective within all limits, with a certificate; `frontier`: objective against one resource."""
+"""`solve`: the least objective within all limits, with a certificate; `frontier`: objective against one
+resource.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class UndecidedError(EffcompileError):
 def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0) -> Solution:
     """Choose one alternative per site: least objective within all limits, proven to `gap` by z3.
 
-    The method and its mathematics stand in reduce.py, dual.py and certify.py. A returned choice meets every limit in
-    exact arithmetic on the floats as given.
+    The method and its mathematics stand in reduce.py, dual.py and certify.py. A returned choice meets every
+    limit in exact arithmetic on the floats as given.
 
     Args:
         problem: sites, alternatives and limits.
@@ -41,7 +43,10 @@ def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0) -> Solu
     """
     check(problem)
     if not (math.isfinite(gap) and gap >= 0) or not (math.isfinite(timeout) and timeout > 0):
-        raise UsageError(f"gap = {gap!r}, timeout = {timeout!r}: gap must be ≥ 0 (0.01 is 1 %), timeout a positive number of seconds.")
+        raise UsageError(
+            f"gap = {gap!r}, timeout = {timeout!r}: gap must be ≥ 0 (0.01 is 1 %), timeout a positive "
+            "number of seconds."
+        )
     return solve_checked(problem, gap=gap, timeout=timeout)
 
 
@@ -49,7 +54,8 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float) -> Solution:
     """`solve` without the checks of its input.
 
     Raises:
-        InfeasibleError: nothing is within the limits. UndecidedError: the solver stopped, or ran out of time, before it found a choice.
+        InfeasibleError: nothing is within the limits. UndecidedError: the solver stopped, or ran out of time,
+            before it found a choice.
     """
     start, timeout = time.monotonic(), effort.allowed(timeout)
     reduced = reduce_problem(problem)
@@ -59,14 +65,17 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float) -> Solution:
     except Impossible:
         raise explain(problem, timeout) from None
     except z3.Z3Exception as error:
-        # z3 is given no limit of memory of its own (memory_max_size): in z3 5.4 one ends in a segmentation fault. See ask.py.
+        # z3 is given no limit of memory of its own (memory_max_size): in z3 5.4 one ends in a segmentation
+        # fault. See ask.py.
         said = str(error).strip()
         raise UndecidedError(
-            f"The solver stopped before it found a choice within the limits, perhaps for lack of memory: {said}."
+            "The solver stopped before it found a choice within the limits, perhaps for lack of memory: "
+            f"{said}."
         ) from error
     except Undecided:
         raise UndecidedError(
-            f"No choice within the limits was found in {timeout:g} s, nor a proof that there is none. Raise the timeout or loosen a limit."
+            f"No choice within the limits was found in {timeout:g} s, nor a proof that there is none. "
+            "Raise the timeout or loosen a limit."
         ) from None
     return _solution(problem, outcome, reduced.scale, gap, start)
 
@@ -93,12 +102,15 @@ def _solution(problem: Problem, outcome: SolverOutcome, scale: int, gap: float, 
     )
 
 
-def frontier(problem: Problem, resource: str, points: int = 8, *, gap: float = 0.01, timeout: float = 20.0) -> list[Solution]:
+def frontier(
+    problem: Problem, resource: str, points: int = 8, *, gap: float = 0.01, timeout: float = 20.0
+) -> list[Solution]:
     """The Pareto front of the objective against one resource, by an epsilon-constraint sweep of its limit.
 
-    From the least use of the resource that the other limits allow to the use of the unlimited optimum (or its limit):
-    evenly spaced, geometrically where that spans more than a factor of 10. Sorted by the resource; each solution is
-    cheaper than the one before. May return fewer than `points`; `timeout` is for the whole sweep.
+    From the least use of the resource that the other limits allow to the use of the unlimited optimum (or its
+    limit): evenly spaced, geometrically where that spans more than a factor of 10. Sorted by the resource;
+    each solution is cheaper than the one before. May return fewer than `points`; `timeout` is for the whole
+    sweep.
 
     Raises:
         UsageError: fewer than two points, or a malformed problem. InfeasibleError: no point exists.
@@ -112,7 +124,9 @@ def frontier(problem: Problem, resource: str, points: int = 8, *, gap: float = 0
     low, high = lean.resources.get(resource, 0.0), top.resources.get(resource, 0.0)
     found = [top]
     for limit in _spaced(low, high, points):
-        ceiling = replace(problem, limits={**problem.limits, resource: _cover(problem, lean.choice, resource, limit)})
+        ceiling = replace(
+            problem, limits={**problem.limits, resource: _cover(problem, lean.choice, resource, limit)}
+        )
         with suppress(UndecidedError):  # the point exists, but was not found in its share of the time
             found.append(solve_checked(ceiling, gap=gap, timeout=share))
     return _pareto(found, resource)

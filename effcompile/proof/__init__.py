@@ -1,1 +1,4 @@
-"""Is what was lowered the model? Results, gradients, updates and peaks against the original, by means that the plan has no part in."""
+"""Whether what was lowered is the model.
+
+Results, gradients, updates and peaks against the original, by means that the plan has no part in.
+"""

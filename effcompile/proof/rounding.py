@@ -14,8 +14,9 @@ from effcompile.core.goal import Goal
 from effcompile.ir.resident import resident_bytes
 from effcompile.machine.room import Room, device_of
 
-#: No exact result may be further off than this, whatever the model's own rounding: beyond, rounding chose another branch (an expert).
-#: Of a model with weights in 16 bits it is a few times their unit roundoff (2^-8, 2^-11), as sums of such products are.
+#: No exact result may be further off than this, whatever the model's own rounding: beyond, rounding chose
+#: another branch (an expert). Of a model with weights in 16 bits it is a few times their unit roundoff (2^-8,
+#: 2^-11), as sums of such products are.
 _MOST = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _MOST_OTHERWISE = 1e-4
 
@@ -26,11 +27,13 @@ def most_rounding(model: nn.Module) -> float:
 
 
 def exact_limit(goal: Goal, error: float, most: float, rounding: Callable[[], float]) -> float:
-    """The largest error to accept: the goal's, or, of an exact goal, what tells two roundings of one value apart.
+    """The largest error to accept: the goal's, or, of an exact goal, what tells two roundings of one value
+    apart.
 
-    A result as near to the true value as the model's own is at most twice as far from the model's (triangle inequality). T5's
-    unscaled scores, for one, make of fp32 rounding 2e-5 at random weights, in eager PyTorch and in Inductor alike; a Llama in
-    bf16 differs by 3e-3 from itself when its prompt is given in two parts. `rounding` runs the model, where it is asked for.
+    A result as near to the true value as the model's own is at most twice as far from the model's (triangle
+    inequality). T5's unscaled scores, for one, make of fp32 rounding 2e-5 at random weights, in eager PyTorch
+    and in Inductor alike; a Llama in bf16 differs by 3e-3 from itself when its prompt is given in two parts.
+    `rounding` runs the model, where it is asked for.
     """
     if not goal.exact or not goal.tolerance < error <= most:
         return goal.tolerance
@@ -45,7 +48,8 @@ def doubled(values: object) -> Any:
 def in_float64(model: nn.Module, goal: Goal) -> nn.Module | None:
     """A copy of the model in float64; None where there is no room for one, or it cannot be copied."""
     nbytes = resident_bytes(model)
-    if Room.of(device_of(model), nbytes, goal.memory).refusal(3 * nbytes, 4 * nbytes):  # a copy, and what double() makes of it
+    if Room.of(device_of(model), nbytes, goal.memory).refusal(3 * nbytes, 4 * nbytes):
+        # a copy, and what double() makes of it
         return None
     try:
         return deepcopy(model).double()

@@ -18,7 +18,9 @@ _LARGE = 4 << 20  # bytes of tensors from which on they are worth a file
 
 
 def put_aside(values: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The same tensors, read from a file whenever one is asked for; small ones, and those that lie on a device, as they are."""
+    """The same tensors, read from a file whenever one is asked for; small ones, and those that lie on a
+    device, as they are.
+    """
     if sum(value.nbytes for value in values if value.device.type == "cpu") < _LARGE:
         return tuple(values)
     spool = Spool()
@@ -67,11 +69,13 @@ class _Place:
 class Spool(Mapping[str, Tensor | None]):
     """Tensors by name, each with its sizes and bits; None stays None. The file is unlinked as it is opened.
 
-    Strides stay, but those of a tensor with gaps. What is no plain tensor (sparse ones, subclasses) is kept as it is.
+    Strides stay, but those of a tensor with gaps. What is no plain tensor (sparse ones, subclasses) is kept
+    as it is.
     """
 
     def __init__(self, folder: str = "") -> None:
-        self._file = tempfile.TemporaryFile(dir=folder or None, prefix="effcompile-", buffering=0)  # noqa: SIM115  closed with the spool
+        # closed with the spool
+        self._file = tempfile.TemporaryFile(dir=folder or None, prefix="effcompile-", buffering=0)  # noqa: SIM115
         self._end = 0
         self._places: dict[str, _Place | Tensor | None] = {}
 
@@ -81,18 +85,26 @@ class Spool(Mapping[str, Tensor | None]):
         Raises:
             NoRoomError: the disk is full.
         """
-        if value is None or type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        if (
+            value is None
+            or type(value) not in (Tensor, torch.nn.Parameter)
+            or value.layout is not torch.strided
+        ):
             self._places[name] = value
             return
         plain = value.detach()
         plain = plain.contiguous() if _extent(plain.shape, plain.stride()) > plain.numel() else plain
-        place = _Place(self._place_of(name, plain), tuple(plain.shape), plain.stride(), plain.dtype, plain.device)
+        place = _Place(
+            self._place_of(name, plain), tuple(plain.shape), plain.stride(), plain.dtype, plain.device
+        )
         view = _memory(plain.cpu() if plain.device.type != "cpu" else plain)
         try:
             for start in range(0, len(view), _MOST_AT_ONCE):
                 self._write(view[start : start + _MOST_AT_ONCE], place.at + start)
         except OSError as error:
-            raise NoRoomError(f"{tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a folder with more room") from error
+            raise NoRoomError(
+                f"{tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a folder with more room"
+            ) from error
         self._places[name] = place
 
     def __getitem__(self, name: str) -> Tensor | None:
@@ -115,7 +127,11 @@ class Spool(Mapping[str, Tensor | None]):
     def _place_of(self, name: str, value: Tensor) -> int:
         """Where it is written: over the one of the same name and size, else at the end."""
         before = self._places.get(name)
-        if isinstance(before, _Place) and (before.size, before.stride, before.dtype) == (tuple(value.shape), value.stride(), value.dtype):
+        if isinstance(before, _Place) and (before.size, before.stride, before.dtype) == (
+            tuple(value.shape),
+            value.stride(),
+            value.dtype,
+        ):
             return before.at
         at, self._end = self._end, self._end + _extent(value.shape, value.stride()) * value.element_size()
         return at

@@ -29,13 +29,21 @@ from effcompile.proof.spool import put_aside
 
 Run = Callable[..., Any]
 
+#: An output this small beside the usual one may be no more than rounding ...
+_SMALL = 0.1
+#: ... which it is told to be by the model's own: this share of the tolerance, or more.
+_TOLD_APART = 0.25
+#: Elements of an output by which its usual size is told.
+_SAMPLED = 1 << 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
     """One input of the verification and what the original model returns for it.
 
-    `rounding`: how far that is from what the model computes in float64; 0 where it cannot. It runs the model when called. `most`: the
-    largest error that it may explain.
+    `rounding`: how far each output is from what the model computes in float64; nothing where it cannot. It
+    runs the model when called. `most`: the largest error that it may explain. `usual`: the usual size of an
+    element of the outputs.
     """
 
     name: str
@@ -44,16 +52,44 @@ class Reference:
     inputs: tuple[torch.Tensor, ...]
     outputs: Sequence[torch.Tensor]
     plain: tuple[Any, ...]
-    rounding: Callable[[], float] = lambda: 0.0
+    rounding: Callable[[], Sequence[float]] = lambda: ()
     most: float
+    usual: Callable[[], float] = lambda: 0.0
 
     def limit(self, goal: Goal, error: float) -> float:
         """The largest error to accept here."""
-        return exact_limit(goal, error, self.most, self.rounding)
+        return exact_limit(goal, error, self.most, self.most_rounding)
+
+    def most_rounding(self) -> float:
+        """Of the model's own in any output, as far as it may explain an error."""
+        return max((min(each, self.most) for each in self.rounding()), default=0.0)
+
+    def error(
+        self, at: int, found: torch.Tensor, wanted: torch.Tensor, tolerance: float
+    ) -> tuple[float, bool]:
+        """(relative L2 error of an output, whether it is a share of the outputs' usual size and not of its
+        own).
+
+        That it is of one that is no more than what rounding leaves of a sum (the mean of a layer norm, which
+        is zero): the model itself has it farther from float64's than may be told from right.
+        """
+        error = relative_error(found, wanted)
+        if error <= tolerance or not wanted.is_floating_point() or _kind(found) != _kind(wanted):
+            return error, False
+        usual = self.usual() * math.sqrt(wanted.numel())
+        if not float(wanted.norm()) < _SMALL * usual:  # most are not: the model is not run for them
+            return error, False
+        own = dict(enumerate(self.rounding())).get(at, 0.0)
+        apart = float((found.double() - wanted.double()).norm()) / usual
+        rounded = own > _TOLD_APART * tolerance and apart < error
+        return (apart if rounded else error), rounded
 
 
-def references(program: Program, model: nn.Module, goal: Goal, calibration: Sequence[Inputs] = ()) -> list[Reference]:
-    """The original's outputs on the example, a second shape, a padded mask, and one calibration input; with a robust goal on stress inputs.
+def references(
+    program: Program, model: nn.Module, goal: Goal, calibration: Sequence[Inputs] = ()
+) -> list[Reference]:
+    """The original's outputs on the example, a second shape, a padded mask, and one calibration input; with a
+    robust goal on stress inputs.
 
     Computed once: a plan that is corrected and lowered again is compared with the same outputs.
     """
@@ -68,14 +104,23 @@ def stress_references(program: Program, model: nn.Module, goal: Goal) -> list[Re
 
 
 def stressed(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> tuple[Check, ...]:
-    """How far the result is off under stress inputs; results that are not finite are left out, as are inputs that overflow the model."""
-    found = (_check(run, program, case, goal) for case in cases if all(bool(t.isfinite().all()) for t in case.outputs))
+    """How far the result is off under stress inputs; results that are not finite are left out, as are inputs
+    that overflow the model.
+    """
+    found = (
+        _check(run, program, case, goal)
+        for case in cases
+        if all(bool(t.isfinite().all()) for t in case.outputs)
+    )
     return tuple(check for check in found if math.isfinite(check.error))
 
 
-def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[tuple[str, Args, Kwargs]]) -> list[Reference]:
+def _references(
+    program: Program, model: nn.Module, goal: Goal, cases: Sequence[tuple[str, Args, Kwargs]]
+) -> list[Reference]:
     exact = cache(partial(_in_float64, model, program, goal, cases))
-    found, most = [], most_rounding(model)
+    found: list[Reference] = []
+    most, usual = most_rounding(model), cache(lambda: _usual_size(found))
     with as_reference(model):
         for name, args, kwargs in cases:
             try:
@@ -86,12 +131,34 @@ def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[
             rounding = partial(_rounding, exact, name, read, _mask(program, inputs))
             plain = tuple(_plain(outputs))
             found.append(
-                Reference(name=name, args=args, kwargs=kwargs, inputs=inputs, outputs=read, plain=plain, rounding=rounding, most=most)
+                Reference(
+                    name=name,
+                    args=args,
+                    kwargs=kwargs,
+                    inputs=inputs,
+                    outputs=read,
+                    plain=plain,
+                    rounding=rounding,
+                    most=most,
+                    usual=usual,
+                )
             )
     return found
 
 
-def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[tuple[str, Args, Kwargs]]) -> dict[str, list[torch.Tensor]]:
+def _usual_size(cases: Sequence[Reference]) -> float:
+    """Of an element, in the output that has the largest ones: the median of those that are not zero, for a
+    mask's fill may be any number.
+    """
+    outputs = (output.flatten() for case in cases for output in case.outputs if output.is_floating_point())
+    sizes = (output[:: len(output) // _SAMPLED + 1].abs() for output in outputs)
+    told = (size[size.isfinite() & (size > 0)] for size in sizes)
+    return max((float(size.median()) for size in told if len(size)), default=0.0)
+
+
+def _in_float64(
+    model: nn.Module, program: Program, goal: Goal, cases: Sequence[tuple[str, Args, Kwargs]]
+) -> dict[str, list[torch.Tensor]]:
     """What a copy of the model in float64 returns, by case; a model that does not run so is left out."""
     found: dict[str, list[torch.Tensor]] = {}
     wide = in_float64(model, goal)
@@ -108,13 +175,19 @@ def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[
 
 
 def _rounding(
-    exact: Callable[[], dict[str, list[torch.Tensor]]], name: str, outputs: Sequence[torch.Tensor], mask: torch.Tensor | None
-) -> float:
-    """Largest relative error of the model's outputs against the float64 ones, padded positions left out."""
+    exact: Callable[[], dict[str, list[torch.Tensor]]],
+    name: str,
+    outputs: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+) -> list[float]:
+    """Relative error of each of the model's outputs against the float64 ones, padded positions left out."""
     truth = exact().get(name, [])
     if len(truth) != len(outputs):
-        return 0.0
-    return max((relative_error(_seen(a, mask).double(), _seen(b, mask).double()) for a, b in zip(outputs, truth, strict=True)), default=0.0)
+        return []
+    return [
+        relative_error(_seen(a, mask).double(), _seen(b, mask).double())
+        for a, b in zip(outputs, truth, strict=True)
+    ]
 
 
 def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> list[Check]:
@@ -126,13 +199,23 @@ def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -
 
 
 def distance(tensors: Sequence[torch.Tensor], program: Program, case: Reference, goal: Goal) -> float:
-    """The largest relative L2 error of the tensors that a run gives in a case, padded positions left out; infinite for another number."""
+    """The largest relative L2 error of the tensors that a run gives in a case, padded positions left out;
+    infinite for another number.
+    """
     found, mask = _read(tensors, goal), _mask(program, case.inputs)
-    return _distance(found, case.outputs, mask) if len(found) == len(case.outputs) else math.inf
+    if len(found) != len(case.outputs):
+        return math.inf
+    return max((error for error, _ in _errors(found, case, mask, goal)), default=0.0)
 
 
-def _distance(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], mask: torch.Tensor | None) -> float:
-    return max((relative_error(_seen(a, mask), _seen(b, mask)) for a, b in zip(found, wanted, strict=True)), default=0.0)
+def _errors(
+    found: Sequence[torch.Tensor], case: Reference, mask: torch.Tensor | None, goal: Goal
+) -> list[tuple[float, bool]]:
+    """Reference.error of each output, padded positions left out."""
+    return [
+        case.error(at, _seen(a, mask), _seen(b, mask), goal.tolerance)
+        for at, (a, b) in enumerate(zip(found, case.outputs, strict=True))
+    ]
 
 
 def worst(checks: Sequence[Check]) -> float:
@@ -151,16 +234,33 @@ def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
     mask = _mask(program, case.inputs)
     if len(found) != len(case.outputs):
         return failed(note=Because("{} outputs instead of {}", (len(found), len(case.outputs))))
-    kinds = zip(map(_kind, found), map(_kind, case.outputs), strict=True)  # an output that was put aside is read, and let go
+    # an output that was put aside is read, and let go
+    kinds = zip(map(_kind, found), map(_kind, case.outputs), strict=True)
     if unlike := [(at, ours, theirs) for at, (ours, theirs) in enumerate(kinds) if ours != theirs]:
-        return failed(note=Together.of([Because("output {} is {name} instead of {name}", each) for each in unlike]))
+        return failed(
+            note=Together.of([Because("output {} is {name} instead of {name}", each) for each in unlike])
+        )
     if (plain := tuple(_plain(outputs))) != case.plain:
-        return failed(note=Because("beside the tensors it returns {name} instead of {name}", (str(plain), str(case.plain))))
-    error = _distance(found, case.outputs, mask)
+        return failed(
+            note=Because(
+                "beside the tensors it returns {name} instead of {name}", (str(plain), str(case.plain))
+            )
+        )
+    errors = _errors(found, case, mask, goal)
+    error = max((error for error, _ in errors), default=0.0)
     limit = case.limit(goal, error)
     hidden = mask is not None and not bool(mask.bool().all())
     notes = [Because("padded positions left out")] if hidden else []
-    notes += [Because("the model's own rounding is {error}", (case.rounding(),))] if limit > goal.tolerance else []
+    notes += (
+        [Because("the model's own rounding is {error}", (case.most_rounding(),))]
+        if limit > goal.tolerance
+        else []
+    )
+    notes += [
+        Because("output {} is zero but for rounding: its error is a share of the outputs' usual size", (at,))
+        for at, (_, rounded) in enumerate(errors)
+        if rounded
+    ]
     return Check(name=case.name, error=error, limit=limit, note=Together.of(notes))
 
 
@@ -187,7 +287,9 @@ def _mask(program: Program, inputs: Sequence[torch.Tensor]) -> torch.Tensor | No
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """What a result is beside its values, which an error would not show: 1 and 1.0 are alike, and so is what broadcasts."""
+    """What a result is beside its values, which an error would not show: 1 and 1.0 are alike, and so is what
+    broadcasts.
+    """
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

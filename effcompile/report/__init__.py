@@ -1,4 +1,7 @@
-"""The report layer: formats a Plan for terminals and browsers. It prices nothing and imports no torch; each part loads at its first use."""
+"""The report layer: formats a Plan for terminals and browsers.
+
+It prices nothing and imports no torch; each part loads at its first use.
+"""
 
 from __future__ import annotations
 

@@ -32,9 +32,17 @@ def remedy(error: InfeasibleError) -> str:
     if isinstance(first, c.Limits):
         said = " or ".join(limit(name, value) for name, value in error.nearest.items())
         others = ", the other limits unchanged" if len(first.limits) + first.beside > 1 else ""
-        return f"The smallest feasible value is {said}{others}." if said else "More than one limit must be loosened."
+        return (
+            f"The smallest feasible value is {said}{others}."
+            if said
+            else "More than one limit must be loosened."
+        )
     if isinstance(first, c.MachineTooSmall):
-        larger = f"Plan for a machine that has {_exactly(needed)}" if error.nearest and needed else "Plan for a larger machine"
+        larger = (
+            f"Plan for a machine that has {_exactly(needed)}"
+            if error.nearest and needed
+            else "Plan for a larger machine"
+        )
         return f"{larger}, or allow an error (max_error), so that weights and states take fewer bytes."
     if isinstance(first, c.NotReached):
         return "Allow a little more memory."
@@ -73,39 +81,53 @@ def _said(cause: c.Said, inner: bool = False) -> str:
 @head.register
 def _limits(cause: c.Limits, inner: bool = False) -> str:
     given = " and ".join(limit(name, value) for name, value in cause.limits)
-    return f"No plan is within {given}{': each can be met, but not together' if len(cause.limits) > 1 else ''}."
+    return (
+        f"No plan is within {given}{': each can be met, but not together' if len(cause.limits) > 1 else ''}."
+    )
 
 
 @head.register
 def _contradiction(cause: c.Contradiction, inner: bool = False) -> str:
     named = _listed(f"{site} = {option}" for site, option in cause.options)
-    return f"No combination of options satisfies what they require of each other, whatever the limits. Look at: {named}."
+    return (
+        "No combination of options satisfies what they require of each other, whatever the limits. "
+        f"Look at: {named}."
+    )
 
 
 @head.register
 def _instant(cause: c.Instant, inner: bool = False) -> str:
     takes = "binds: even with the least kept it takes"
     if inner:
-        return f"In the {format_bytes(max(0, cause.budget))} that are left, {cause.phase} {cause.site} {takes}"
+        return (
+            f"In the {format_bytes(max(0, cause.budget))} that are left, {cause.phase} {cause.site} {takes}"
+        )
     return f"No plan is within {format_bytes(cause.budget)}. {cause.phase.capitalize()} {cause.site} {takes}"
 
 
 @head.register
 def _over_when_run(cause: c.OverWhenRun, inner: bool = False) -> str:
-    return f"No plan is within {format_bytes(cause.budget)}: run, the one that was to be took {format_bytes(cause.over)} more."
+    return (
+        f"No plan is within {format_bytes(cause.budget)}: run, the one that was to be took "
+        f"{format_bytes(cause.over)} more."
+    )
 
 
 @head.register
 def _host_memory(cause: c.HostMemory, inner: bool = False) -> str:
     return (
-        f"No plan is within {format_bytes(cause.budget)} with {format_bytes(cause.host)} of host memory. It takes at least "
-        f"{_exactly(cause.needed)} of values offloaded to the host. Allow so much of it, or a budget of {_exactly(cause.instead)}."
+        f"No plan is within {format_bytes(cause.budget)} with {format_bytes(cause.host)} of host memory. It "
+        f"takes at least {_exactly(cause.needed)} of values offloaded to the host. Allow so much of it, or a "
+        f"budget of {_exactly(cause.instead)}."
     )
 
 
 @head.register
 def _update(cause: c.Update, inner: bool = False) -> str:
-    return f"With {' and '.join(cause.beside)} the optimizer's step needs {format_bytes(cause.needed)} at once, for"
+    return (
+        f"With {' and '.join(cause.beside)} the optimizer's step needs {format_bytes(cause.needed)} at "
+        "once, for"
+    )
 
 
 @head.register
@@ -117,8 +139,8 @@ def _no_room(cause: c.NoRoom, inner: bool = False) -> str:
 @head.register
 def _not_reached(cause: c.NotReached, inner: bool = False) -> str:
     return (
-        f"No schedule within the budget was found in {cause.rounds} rounds: the simulated peak stayed above it, lastly by "
-        f"{format_bytes(cause.over)} at {cause.node}."
+        f"No schedule within the budget was found in {cause.rounds} rounds: the simulated peak stayed above "
+        f"it, lastly by {format_bytes(cause.over)} at {cause.node}."
     )
 
 
@@ -126,7 +148,10 @@ def _not_reached(cause: c.NotReached, inner: bool = False) -> str:
 def _largest_context(cause: c.LargestContext, inner: bool = False) -> str:
     weights = f"the smallest weights within the error ({format_bytes(cause.weights)})"
     if not cause.context:
-        return f"No cache fits beside {weights}: a shorter context does not help. Allow more memory, or more error."
+        return (
+            f"No cache fits beside {weights}: a shorter context does not help. Allow more memory, or "
+            "more error."
+        )
     return f"A context of {cause.context} tokens fits beside {weights}: give context={cause.context}."
 
 
@@ -136,7 +161,9 @@ def _machine(cause: c.MachineTooSmall, inner: bool = False) -> str:
     has = f"{verdict}: {cause.target} has {format_bytes(cause.memory_bytes)} of memory"
     if cause.needed is None:
         return f"{has}."
-    between = f" ({' to '.join(map(format_bytes, cause.between))} with the model's error)" if cause.between else ""
+    between = (
+        f" ({' to '.join(map(format_bytes, cause.between))} with the model's error)" if cause.between else ""
+    )
     return f"{has}; the leanest plan needs {format_bytes(cause.needed)}{between}."
 
 
@@ -152,7 +179,9 @@ def _others(cause: c.Others, inner: bool = False) -> str:
 
 @head.register
 def _undivided(cause: c.Undivided, inner: bool = False) -> str:
-    return f"Not tried: micro-batches of the batch of {cause.batch}, with summed gradients (--pass microbatch)."
+    return (
+        f"Not tried: micro-batches of the batch of {cause.batch}, with summed gradients (--pass microbatch)."
+    )
 
 
 @head.register

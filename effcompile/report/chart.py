@@ -1,4 +1,6 @@
-"""Charts of block characters for terminals: memory over a training step, and a frontier of memory against time."""
+"""Charts of block characters for terminals: memory over a training step, and a frontier of memory against
+time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _PLOT_ROWS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dot:
-    """One point of a frontier plot: `ours` are joined by what each budget buys; others have a name and a letter."""
+    """One point of a frontier plot: `ours` are joined by what each budget buys; others have a name and a
+    letter.
+    """
 
     name: str
     peak_bytes: float
@@ -51,7 +55,9 @@ def far(timeline: MemoryTimeline, limit: int | None) -> bool:
 
 
 def memory_chart(timeline: MemoryTimeline, limit: int | None, width: int) -> list[Line]:
-    """Bytes live over the step, `width` columns wide: budget, divider of forward and backward, band of parameters, peak."""
+    """Bytes live over the step, `width` columns wide: budget, divider of forward and backward, band of
+    parameters, peak.
+    """
     columns, divider = _columns(timeline, width - _LABEL - 1)
     drawn = None if far(timeline, limit) else limit
     top = max(timeline.peak_bytes, drawn or 0, 1)
@@ -59,7 +65,9 @@ def memory_chart(timeline: MemoryTimeline, limit: int | None, width: int) -> lis
     lines = [[_cell(value, row, unit, timeline.parameter_bytes) for value in columns] for row in range(_ROWS)]
     lines.append([(" ", "")] * len(columns))
     at = _peak_column(columns, timeline.peak_phase == "forward", divider)
-    labels = {_ROWS: top} | {number: top * (number + 1) / _ROWS for number in (_ROWS // 3 - 1, 2 * _ROWS // 3 - 1)}
+    labels = {_ROWS: top} | {
+        number: top * (number + 1) / _ROWS for number in (_ROWS // 3 - 1, 2 * _ROWS // 3 - 1)
+    }
     budget = -1
     if drawn is not None:
         budget = min(int(drawn / unit + 1e-9), _ROWS)
@@ -71,7 +79,10 @@ def memory_chart(timeline: MemoryTimeline, limit: int | None, width: int) -> lis
         for row in lines:
             row.insert(divider, ("│", DIM))
     _name_band(lines, timeline.parameter_bytes, unit)
-    axes = [_axis(bytes_like(labels[n], top) if n in labels else "", BAD if n == budget else DIM) for n in range(_ROWS + 1)]
+    axes = [
+        _axis(bytes_like(labels[n], top) if n in labels else "", BAD if n == budget else DIM)
+        for n in range(_ROWS + 1)
+    ]
     return [*([*axes[n], *lines[n]] for n in reversed(range(_ROWS + 1))), _phases(len(lines[0]), divider)]
 
 
@@ -83,12 +94,17 @@ def bytes_like(size: float, largest: float) -> str:
 
 
 def _columns(timeline: MemoryTimeline, room: int) -> tuple[list[int], int | None]:
-    """One value per column; and before which column forward and backward are divided (one column is left for that)."""
+    """One value per column; and before which column forward and backward are divided (one column is left for
+    that).
+    """
     count, forward = len(timeline.points), timeline.forward_points
     if not 0 < forward < count:
         return resample(timeline.points, room), None
     left = min(max(round((room - 1) * forward / count), 1), room - 2)
-    return [*resample(timeline.points[:forward], left), *resample(timeline.points[forward:], room - 1 - left)], left
+    return [
+        *resample(timeline.points[:forward], left),
+        *resample(timeline.points[forward:], room - 1 - left),
+    ], left
 
 
 def _cell(value: int, row: int, unit: float, parameters: int) -> Run:
@@ -122,7 +138,10 @@ def _name_band(lines: list[Line], parameters: int, unit: float) -> None:
     """`parameters, buffers, inputs 474.7 MiB` within their band, or a shorter name, where there is room."""
     rows = int(parameters / unit + 0.5)
     row = lines[max(rows - 1, 0) // 2]
-    for name in (f" parameters, buffers, inputs {format_bytes(parameters)} ", f" parameters {format_bytes(parameters)} "):
+    for name in (
+        f" parameters, buffers, inputs {format_bytes(parameters)} ",
+        f" parameters {format_bytes(parameters)} ",
+    ):
         for start in range(2, len(row) - len(name) - 1):
             if rows > 0 and all(character == "░" for character, _ in row[start - 2 : start + len(name) + 2]):
                 row[start : start + len(name)] = [(character, "") for character in name]
@@ -154,7 +173,10 @@ def dots_of(plans: Sequence[Plan], others: Sequence[tuple[str, float, float]] = 
     ours = [Dot(name="", peak_bytes=p.predicted.peak_bytes, seconds=p.predicted.seconds) for p in plans
             if p.predicted.peak_bytes is not None and p.predicted.seconds is not None]  # fmt: skip
     ours.sort(key=lambda dot: (dot.peak_bytes, dot.seconds))
-    theirs = (Dot(name=name, peak_bytes=peak, seconds=seconds, mark=letter(n)) for n, (name, peak, seconds) in enumerate(others))
+    theirs = (
+        Dot(name=name, peak_bytes=peak, seconds=seconds, mark=letter(n))
+        for n, (name, peak, seconds) in enumerate(others)
+    )
     return [*ours, *theirs]
 
 
@@ -164,13 +186,17 @@ def letter(number: int) -> str:
 
 
 def frontier_chart(dots: Sequence[Dot], width: int) -> list[Line]:
-    """Memory to the right, time upwards: ours as ● with a line for what the budgets between buy, others as letters."""
+    """Memory to the right, time upwards: ours as ● with a line for what the budgets between buy, others as
+    letters.
+    """
     room = width - _LABEL - 2
     (low, high), (least, most) = span([d.peak_bytes for d in dots]), span([d.seconds for d in dots])
     grid: list[Line] = [[(" ", "")] * (room + 1) for _ in range(_PLOT_ROWS)]
 
     def place(dot: Dot) -> tuple[int, int]:
-        return round((dot.peak_bytes - low) / (high - low) * room), round((dot.seconds - least) / (most - least) * (_PLOT_ROWS - 1))
+        return round((dot.peak_bytes - low) / (high - low) * room), round(
+            (dot.seconds - least) / (most - least) * (_PLOT_ROWS - 1)
+        )
 
     ours = [place(dot) for dot in dots if dot.ours]
     for (x, y), following in zip(ours, [*(x for x, _ in ours[1:]), room + 1], strict=True):
@@ -179,11 +205,22 @@ def frontier_chart(dots: Sequence[Dot], width: int) -> list[Line]:
     for dot in dots:
         x, y = place(dot)
         grid[y][x] = (dot.mark, _FILL if dot.ours else STRONG)
-    labels = {0: least, _PLOT_ROWS // 2: least + (most - least) * (_PLOT_ROWS // 2) / (_PLOT_ROWS - 1), _PLOT_ROWS - 1: most}
-    lines = [[*_axis(format_seconds(labels[y]) if y in labels else ""), *grid[y]] for y in reversed(range(_PLOT_ROWS))]
+    labels = {
+        0: least,
+        _PLOT_ROWS // 2: least + (most - least) * (_PLOT_ROWS // 2) / (_PLOT_ROWS - 1),
+        _PLOT_ROWS - 1: most,
+    }
+    lines = [
+        [*_axis(format_seconds(labels[y]) if y in labels else ""), *grid[y]]
+        for y in reversed(range(_PLOT_ROWS))
+    ]
     left, middle, right = (bytes_like(low + (high - low) * part, high) for part in (0, 0.5, 1))
     inner = middle.center(room + 1 - len(left) - len(right))
-    return [*lines, [(" " * _LABEL, ""), ("└" + "─" * (room + 1), DIM)], [(" " * (_LABEL + 1), ""), (left + inner + right, DIM)]]
+    return [
+        *lines,
+        [(" " * _LABEL, ""), ("└" + "─" * (room + 1), DIM)],
+        [(" " * (_LABEL + 1), ""), (left + inner + right, DIM)],
+    ]
 
 
 def span(values: Sequence[float]) -> tuple[float, float]:

@@ -1,4 +1,6 @@
-"""Print a plan for many devices: does it fit, how the mesh is divided, who holds what, where the step's seconds go, what else there was."""
+"""Print a plan for many devices: does it fit, how the mesh is divided, who holds what, where the step's
+seconds go, what else there was.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def _without_cuts(strategy: Strategy) -> Strategy:
 
 def mesh_text(strategy: Strategy) -> str:
     """The axes that are in use, in the reader's order, and what goes with them."""
-    axes = " × ".join(f"{axis} {strategy.size(axis)}" for axis in ("dp", "tp", "pp", "cp") if strategy.size(axis) > 1) or "one device"
+    axes = (
+        " × ".join(
+            f"{axis} {strategy.size(axis)}" for axis in ("dp", "tp", "pp", "cp") if strategy.size(axis) > 1
+        )
+        or "one device"
+    )
     rest = [f"ZeRO-{strategy.zero}"] if strategy.shards > 1 else []
     rest += ["sp"] if strategy.sp else []
     rest += [f"{strategy.vpp} stages a rank"] if strategy.vpp > 1 else []
@@ -73,9 +80,15 @@ def print_devices(page: Page, plan: Plan, verbose: bool = False) -> None:
 def _head(page: Page, plan: Plan, d: Distributed) -> None:
     count = f"{d.devices} devices" if d.devices > 1 else "one device"
     title = f" · plan for {plan.model} ({format_count(plan.parameters)} parameters) · {count}"
-    page.line(Text(" "), Text("effcompile", style=STRONG), Text(page.cut(page.text(title).plain, page.width - 11)))
+    page.line(
+        Text(" "), Text("effcompile", style=STRONG), Text(page.cut(page.text(title).plain, page.width - 11))
+    )
     page.field("target", f"{f.target_text(plan)} · {d.nodes} × {d.per_node}")
-    page.field("batch", f"{d.global_batch} sequences of {d.sequence} tokens a step, {d.micro_batches} micro-batches on each rank")
+    page.field(
+        "batch",
+        f"{d.global_batch} sequences of {d.sequence} tokens a step, {d.micro_batches} micro-batches on "
+        "each rank",
+    )
     page.blank()
     word, style = VERDICTS[d.verdict]
     interval = f"{format_bytes(d.low_bytes)} to {format_bytes(d.high_bytes)} of {format_bytes(d.limit_bytes)}"
@@ -86,7 +99,12 @@ def _head(page: Page, plan: Plan, d: Distributed) -> None:
     page.field("step", Text(f"{format_seconds(d.seconds)} · {speed}", style=STRONG))
     page.field("proof", f"{_proof(d)} (predicted, {format_seconds(d.search_seconds)})")
     if d.fewest is not None:
-        page.field("fewest", f"{d.fewest} device{'s' * (d.fewest > 1)} would be enough" if d.fewest != d.devices else "no fewer are enough")
+        page.field(
+            "fewest",
+            f"{d.fewest} device{'s' * (d.fewest > 1)} would be enough"
+            if d.fewest != d.devices
+            else "no fewer are enough",
+        )
     page.fields("nearest", d.nearest)
 
 
@@ -127,19 +145,27 @@ def _mesh(page: Page, d: Distributed) -> None:
 
 def _holds(s: Strategy) -> list[str]:
     """Who holds what, axis by axis."""
-    shared = {0: "each holds all", 1: "optimizer states", 2: "states and gradients", 3: "states, gradients and weights"}[s.zero]
+    shared = {
+        0: "each holds all",
+        1: "optimizer states",
+        2: "states and gradients",
+        3: "states, gradients and weights",
+    }[s.zero]
     lines = []
     if s.pp > 1:
         lines.append(f"p: {s.pp} stages of the pipeline, {s.schedule}")
     if s.tp > 1:
-        lines.append(f"t: 1/{s.tp} of every head and neuron" + (", and of the sequence between them" if s.sp else ""))
+        lines.append(
+            f"t: 1/{s.tp} of every head and neuron" + (", and of the sequence between them" if s.sp else "")
+        )
     if s.cp > 1:
         lines.append(f"c: 1/{s.cp} of every sequence")
     if s.dp > 1:
         lines.append(f"d: 1/{s.dp} of the batch")
     if s.shards > 1:
         lines.append(
-            f"{'d and c' if s.dp > 1 and s.cp > 1 else 'd' if s.dp > 1 else 'c'}: {shared}" + (f", 1/{s.shards} each" * (s.zero > 0))
+            f"{'d and c' if s.dp > 1 and s.cp > 1 else 'd' if s.dp > 1 else 'c'}: {shared}"
+            + (f", 1/{s.shards} each" * (s.zero > 0))
         )
     return lines
 
@@ -160,7 +186,10 @@ def _time_line(page: Page, d: Distributed) -> None:
             page.field("", Text(f"… {len(d.stages) - _STAGES + 1} stages more", style=DIM))
             continue
         drawn = "".join(_SHADES[letter] for letter in _narrowed(stage.line, page.width - 12))
-        page.line(page.text(f" stage {stage.stage}".ljust(11), DIM), page.text(drawn, _STAGE_STYLES[stage.stage % len(_STAGE_STYLES)]))
+        page.line(
+            page.text(f" stage {stage.stage}".ljust(11), DIM),
+            page.text(drawn, _STAGE_STYLES[stage.stage % len(_STAGE_STYLES)]),
+        )
     room = len(_narrowed(d.stages[0].line, page.width - 12))
     page.line(Text(" " * 11), page.text("0".ljust(room - 8) + format_seconds(d.seconds).rjust(8), DIM))
 
@@ -177,7 +206,11 @@ def _memory(page: Page, d: Distributed) -> None:
     page.blank()
     page.line(page.text(" memory", LABEL), page.text(f" · of rank {d.rank} over the step", DIM))
     columns = min(page.width - 12, 64)
-    values = resample(d.memory, columns) if len(d.memory) >= columns else [d.memory[i * len(d.memory) // columns] for i in range(columns)]
+    values = (
+        resample(d.memory, columns)
+        if len(d.memory) >= columns
+        else [d.memory[i * len(d.memory) // columns] for i in range(columns)]
+    )
     top = max(max(values), 1)
     for row in reversed(range(_ROWS)):
         filled = [value / top * _ROWS - row for value in values]
@@ -193,13 +226,21 @@ def _ledger(page: Page, d: Distributed) -> None:
     shown = [stage for stage in _shown(d.stages, _LEDGER) if stage is not None]
     names = dict.fromkeys(name for stage in shown for name in stage.parts)
     several = len(d.stages) > 1
-    columns = [Column(fit="cut"), *(Column(header=f"stage {s.stage}" if several else "each rank", right=True) for s in shown)]
+    columns = [
+        Column(fit="cut"),
+        *(Column(header=f"stage {s.stage}" if several else "each rank", right=True) for s in shown),
+    ]
     columns += [] if several else [Column(style="cyan")]
     rows = []
     for name in names:
         cells: list[Cell] = [name, *(_gib(stage.parts.get(name, 0)) for stage in shown)]
-        rows.append(Row(cells=cells if several else [*cells, bar(shown[0].parts[name] / shown[0].peak_bytes, 24)]))
-    total: list[Cell] = [Text("peak", style=STRONG), *(Text(_gib(stage.peak_bytes), style=STRONG) for stage in shown)]
+        rows.append(
+            Row(cells=cells if several else [*cells, bar(shown[0].parts[name] / shown[0].peak_bytes, 24)])
+        )
+    total: list[Cell] = [
+        Text("peak", style=STRONG),
+        *(Text(_gib(stage.peak_bytes), style=STRONG) for stage in shown),
+    ]
     rows.append(Row(cells=total if several else [*total, ""]))
     if any(stage.host_bytes for stage in shown):
         host: list[Cell] = ["on the host", *(_gib(stage.host_bytes) for stage in shown)]
@@ -218,8 +259,11 @@ def _spent(page: Page, d: Distributed) -> None:
     columns = [Column(fit="cut"), Column(right=True, style=STRONG), Column(right=True), Column(style="cyan")]
     page.table(
         columns,
-        [Row(cells=[name, format_seconds(s), f"{s / d.seconds:.1%}", bar(s / d.seconds, 24)]) for name, s in spent.items()],
-    )  # fmt: skip
+        [
+            Row(cells=[name, format_seconds(s), f"{s / d.seconds:.1%}", bar(s / d.seconds, 24)])
+            for name, s in spent.items()
+        ],
+    )
 
 
 def _layers(page: Page, d: Distributed, verbose: bool) -> None:
@@ -239,7 +283,14 @@ def _layers(page: Page, d: Distributed, verbose: bool) -> None:
         for i, held in enumerate(stage.held):
             what = held.option + (" · weights kept gathered" if held.gathered else "")
             rows.append(
-                Row(cells=[str(stage.stage) if not i else "", f"{held.layers} of {_count(stage)}", what, format_bytes(held.kept_bytes)])
+                Row(
+                    cells=[
+                        str(stage.stage) if not i else "",
+                        f"{held.layers} of {_count(stage)}",
+                        what,
+                        format_bytes(held.kept_bytes),
+                    ]
+                )
             )
     page.table(columns, rows)
 
@@ -265,12 +316,25 @@ def _others(page: Page, d: Distributed) -> None:
 
 def _runner_up(d: Distributed, other: RunnerUp) -> Row:
     more = other.seconds / d.seconds - 1
-    return Row(cells=[mesh_text(other.strategy), format_seconds(other.seconds), f"{more:+.1%}", format_bytes(other.peak_bytes)])
+    return Row(
+        cells=[
+            mesh_text(other.strategy),
+            format_seconds(other.seconds),
+            f"{more:+.1%}",
+            format_bytes(other.peak_bytes),
+        ]
+    )
 
 
 def launch_lines(d: Distributed) -> tuple[str, str]:
-    """torchrun by hand on every node, and by Slurm. Elastic: the static rendezvous fails its first restart."""
-    run = f"torchrun --nnodes {d.nodes} --nproc-per-node {d.per_node} --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint $HOST:29500"
+    """torchrun by hand on every node, and by Slurm.
+
+    Elastic: the static rendezvous fails its first restart.
+    """
+    run = (
+        f"torchrun --nnodes {d.nodes} --nproc-per-node {d.per_node} --max-restarts 2 --rdzv-backend "
+        "c10d --rdzv-endpoint $HOST:29500"
+    )
     return f"{run} train.py", f"srun --nodes {d.nodes} --ntasks-per-node 1 {run} train.py"
 
 

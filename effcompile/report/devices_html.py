@@ -25,7 +25,12 @@ def devices_sections(d: Distributed, head: str) -> Iterator[str]:
     spent = [(name, format_seconds(s), f"{s / d.seconds:.1%}") for name, s in d.spent.items()]
     yield _section("Seconds of the slowest rank", _table(["", "seconds", "share"], spent))
     others = [
-        (mesh_text(r.strategy), format_seconds(r.seconds), f"{r.seconds / d.seconds - 1:+.1%}", format_bytes(r.peak_bytes))
+        (
+            mesh_text(r.strategy),
+            format_seconds(r.seconds),
+            f"{r.seconds / d.seconds - 1:+.1%}",
+            format_bytes(r.peak_bytes),
+        )
         for r in d.runners_up
     ]
     yield _section("Runners-up", _table(["", "step", "more", "peak"], others))
@@ -42,15 +47,22 @@ def _table(names: list[str], rows: Sequence[tuple[str, ...]]) -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows)
-    return f'<div class="scroll"><table class="numbers"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = "".join(
+        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
+        for row in rows
+    )
+    return (
+        '<div class="scroll"><table '
+        f'class="numbers"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _verdict(d: Distributed) -> str:
     word, style = VERDICTS[d.verdict]
     badge = {"green": "good", "yellow": "warn"}.get(style, "bad")
     interval = (
-        f"{format_bytes(d.peak_bytes)} ({format_bytes(d.low_bytes)} to {format_bytes(d.high_bytes)} of {format_bytes(d.limit_bytes)})"
+        f"{format_bytes(d.peak_bytes)} ({format_bytes(d.low_bytes)} to "
+        f"{format_bytes(d.high_bytes)} of {format_bytes(d.limit_bytes)})"
     )
     lines = [
         f"{format_seconds(d.seconds)} a step · {d.tokens_per_second:,.0f} tokens/s/device · MFU {d.mfu:.0%}",
@@ -59,8 +71,14 @@ def _verdict(d: Distributed) -> str:
         *d.nearest,
     ]
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    what = f'<span class="what">{escape(mesh_text(d.strategy))}</span><span class="badge {badge}">{word}: {interval}</span>'
-    return f'<div class="goal">{what}</div><section>{said}<pre>--strategy "{escape(strategy_text(d.strategy))}"</pre></section>'
+    what = (
+        f'<span class="what">{escape(mesh_text(d.strategy))}</span><span class="badge {badge}">{word}: '
+        f"{interval}</span>"
+    )
+    return (
+        f'<div class="goal">{what}</div><section>{said}<pre>--strategy '
+        f'"{escape(strategy_text(d.strategy))}"</pre></section>'
+    )
 
 
 def _mesh(d: Distributed) -> str:
@@ -71,11 +89,16 @@ def _mesh(d: Distributed) -> str:
     rows = []
     for first in range(0, min(len(d.ranks), _MOST_RANKS), d.per_node):
         cells = "".join(
-            f'<td style="border-left:4px solid var(--c{rank.pp % 7})">{" ".join(f"{axis[0]}{getattr(rank, axis)}" for axis in used)}</td>'
+            '<td style="border-left:4px solid '
+            f'var(--c{rank.pp % 7})">{" ".join(f"{axis[0]}{getattr(rank, axis)}" for axis in used)}</td>'
             for rank in d.ranks[first : first + d.per_node]
         )
         rows.append(f"<tr><th>node {first // d.per_node}</th>{cells}</tr>")
-    more = f"<p class='dim'>… {len(d.ranks) - _MOST_RANKS} devices more</p>" if len(d.ranks) > _MOST_RANKS else ""
+    more = (
+        f"<p class='dim'>… {len(d.ranks) - _MOST_RANKS} devices more</p>"
+        if len(d.ranks) > _MOST_RANKS
+        else ""
+    )
     return _section("Mesh", f'<div class="scroll"><table><tbody>{"".join(rows)}</tbody></table></div>{more}')
 
 
@@ -86,23 +109,36 @@ def _time_line(d: Distributed) -> str:
     for row, stage in enumerate(d.stages):
         unit = width / max(len(stage.line), 1)
         cells = "".join(
-            f'<rect x="{80 + i * unit:.1f}" y="{row * _HIGH}" width="{unit:.1f}" height="{_HIGH - 4}" fill="{_COLOURS[letter]}"/>'
+            f'<rect x="{80 + i * unit:.1f}" y="{row * _HIGH}" width="{unit:.1f}" height="{_HIGH - 4}" '
+            f'fill="{_COLOURS[letter]}"/>'
             for i, letter in enumerate(stage.line)
             if letter in _COLOURS
         )
         parts.append(f'<text class="label" x="0" y="{row * _HIGH + 9}">stage {stage.stage}</text>{cells}')
     legend = "<i style='background:var(--c0)'></i>forward <i style='background:var(--c1)'></i>backward"
     figure = f'<svg viewBox="0 0 {width + 80} {_HIGH * len(d.stages)}" role="img">{"".join(parts)}</svg>'
-    return f"<figure>{figure}</figure><div class='legend'><span>{legend}</span><span>{format_seconds(d.seconds)}</span></div>"
+    return (
+        f"<figure>{figure}</figure><div "
+        f"class='legend'><span>{legend}</span><span>{format_seconds(d.seconds)}</span></div>"
+    )
 
 
 def _memory(d: Distributed) -> str:
     if not d.memory:
         return ""
     top, width, height = max(d.memory), 640, 120
-    points = " ".join(f"{i * width / max(len(d.memory) - 1, 1):.1f},{height - size / top * height:.1f}" for i, size in enumerate(d.memory))
-    line = f'<polyline points="0,{height} {points} {width},{height}" fill="var(--c0)" fill-opacity=".3" stroke="var(--c0)"/>'
-    return f'<figure><svg viewBox="0 0 {width} {height}" role="img">{line}</svg></figure><p class="dim">{format_bytes(top)} at the most</p>'
+    points = " ".join(
+        f"{i * width / max(len(d.memory) - 1, 1):.1f},{height - size / top * height:.1f}"
+        for i, size in enumerate(d.memory)
+    )
+    line = (
+        f'<polyline points="0,{height} {points} {width},{height}" fill="var(--c0)" fill-opacity=".3" '
+        'stroke="var(--c0)"/>'
+    )
+    return (
+        f'<figure><svg viewBox="0 0 {width} {height}" role="img">{line}</svg></figure><p '
+        f'class="dim">{format_bytes(top)} at the most</p>'
+    )
 
 
 def _ledger(d: Distributed) -> str:

@@ -18,7 +18,9 @@ from effcompile.report.page import DIM, GOOD, STRONG, WARN, Cell, Column, Page, 
 
 
 def diff(a: Plan, b: Plan, console: Console | None = None) -> None:
-    """Print goal differences, totals side by side (measured where both were), and decisions that differ, grouped."""
+    """Print goal differences, totals side by side (measured where both were), and decisions that differ,
+    grouped.
+    """
     page = Page(console)
     page.field("plan a", f"{a.model}: {a.goal.describe()}")
     page.field("plan b", f"{b.model}: {b.goal.describe()}")
@@ -35,7 +37,9 @@ def _settings(page: Page, a: Plan, b: Plan) -> None:
     if a.fingerprint != b.fingerprint:
         rows.append(Row(cells=["fingerprint", a.fingerprint[:12], b.fingerprint[:12]]))
     if rows:
-        page.table([Column(header="asked"), Column(header="a", fit="cut"), Column(header="b", fit="cut")], rows)
+        page.table(
+            [Column(header="asked"), Column(header="a", fit="cut"), Column(header="b", fit="cut")], rows
+        )
     else:
         page.field("asked", "the same goal, model, target and backend")
     page.blank()
@@ -45,7 +49,13 @@ def _goal_value(goal: Goal, name: str) -> str:
     value = getattr(goal, name)
     if value is None:
         return f.NONE
-    return format_bytes(value) if name == "memory" else format_error(value) if name == "max_error" else str(value)
+    return (
+        format_bytes(value)
+        if name == "memory"
+        else format_error(value)
+        if name == "max_error"
+        else str(value)
+    )
 
 
 def _totals(page: Page, a: Plan, b: Plan) -> None:
@@ -82,11 +92,19 @@ def _decisions(page: Page, a: Plan, b: Plan) -> None:
     left, right = a.options(), b.options()
     differ = {site: (left[site], right[site]) for site in left if site in right and left[site] != right[site]}
     sections = [(left_right, sites) for left_right, sites in _by_change(differ, kinds).items()]
-    only = [(f"only in {name}", [s for s in mine if s not in other]) for name, mine, other in (("a", left, right), ("b", right, left))]
+    only = [
+        (f"only in {name}", [s for s in mine if s not in other])
+        for name, mine, other in (("a", left, right), ("b", right, left))
+    ]
     if not differ and not any(sites for _, sites in only):
         page.field("choices", f"the same at all {len(left)} sites")
         return
-    columns = [Column(header="what"), Column(header="a"), Column(header="b"), Column(header="sites", right=True)]
+    columns = [
+        Column(header="what"),
+        Column(header="a"),
+        Column(header="b"),
+        Column(header="sites", right=True),
+    ]
     rows: list[Row] = []
     for (kind, was, now), sites in sections:
         rows.append(Row(cells=[kind, was, Text(now, style=STRONG), str(len(sites))], below=_names(sites)))
@@ -99,7 +117,9 @@ def _decisions(page: Page, a: Plan, b: Plan) -> None:
     page.line(page.text(f"   the same at {same} other sites", DIM))
 
 
-def _by_change(differ: Mapping[str, tuple[str, str]], kinds: Mapping[str, str]) -> dict[tuple[str, str, str], list[str]]:
+def _by_change(
+    differ: Mapping[str, tuple[str, str]], kinds: Mapping[str, str]
+) -> dict[tuple[str, str, str], list[str]]:
     found: dict[tuple[str, str, str], list[str]] = {}
     for site, (was, now) in differ.items():
         found.setdefault((kinds[site], was, now), []).append(site)

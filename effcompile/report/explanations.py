@@ -49,22 +49,32 @@ def find_site(plan: Plan, name: str) -> str:
     if name in known:
         return name
     whole = [s for s in known if f".{name}." in f".{s}."]
-    for matches in (whole if len(whole) == 1 else [], [s for s in known if s.startswith(name)], [s for s in known if name in s]):
+    for matches in (
+        whole if len(whole) == 1 else [],
+        [s for s in known if s.startswith(name)],
+        [s for s in known if name in s],
+    ):
         if len(matches) == 1:
             return matches[0]
         if matches and name:
             listed = printed(collapse(matches))
             more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-            raise UsageError(f"{name!r} fits {len(matches)} sites. Give one in full: {', '.join(listed[:_LISTED])}{more}.")
+            raise UsageError(
+                f"{name!r} fits {len(matches)} sites. Give one in full: {', '.join(listed[:_LISTED])}{more}."
+            )
     return _enclosing(known, name) or plan.decision(name).site
 
 
 def _enclosing(known: Sequence[str], name: str) -> str | None:
-    """The innermost site that this name, in full or without its first parts, lies within; None when there is not one only."""
+    """The innermost site that this name, in full or without its first parts, lies within; None when there is
+    not one only.
+    """
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         head = ".".join(parts[:end])
-        found = [site for site in known if site == head] or [site for site in known if site.endswith(f".{head}")]
+        found = [site for site in known if site == head] or [
+            site for site in known if site.endswith(f".{head}")
+        ]
         if found:
             return found[0] if len(found) == 1 else None
     return None
@@ -92,7 +102,9 @@ def _site(page: Page, plan: Plan, site: str) -> None:
     declined = [d for d in plan.declined if d.site == site]
     kind = decision.kind if decision else declined[0].kind
     tail = page.text(f" · {kind}", DIM)
-    page.line(Text(" "), Text(page.cut(page.text(site).plain, page.width - 1 - tail.cell_len), style=STRONG), tail)
+    page.line(
+        Text(" "), Text(page.cut(page.text(site).plain, page.width - 1 - tail.cell_len), style=STRONG), tail
+    )
     page.blank()
     if decision is None:
         page.field("choice", "nothing was decided here: no option was possible")
@@ -104,7 +116,9 @@ def _site(page: Page, plan: Plan, site: str) -> None:
 
 def _decision(page: Page, plan: Plan, decision: Decision) -> None:
     page.field(
-        "choice", Text(choice(decision.kind, decision.option, decision.baseline), style=STRONG), Text(f"by {decision.by}", style=DIM)
+        "choice",
+        Text(choice(decision.kind, decision.option, decision.baseline), style=STRONG),
+        Text(f"by {decision.by}", style=DIM),
     )
     page.field("why", words(decision.why) or "the cheapest choice that fits with all others")
     if decision.known is not None:
@@ -123,7 +137,10 @@ def _decision(page: Page, plan: Plan, decision: Decision) -> None:
 def _against_baseline(plan: Plan, decision: Decision) -> str:
     if decision.option == decision.baseline:
         return "nothing: it is what the unplanned model has"
-    return f"{decision.cost.provenance.value} against {decision.baseline}: {' · '.join(ledger_of(plan).changes(plan, decision))}"
+    return (
+        f"{decision.cost.provenance.value} against {decision.baseline}: "
+        f"{' · '.join(ledger_of(plan).changes(plan, decision))}"
+    )
 
 
 def _alternatives(page: Page, plan: Plan, decision: Decision | None, declined: list[Declined]) -> None:
@@ -132,9 +149,13 @@ def _alternatives(page: Page, plan: Plan, decision: Decision | None, declined: l
     columns.append(Column(header="", fit="wrap"))
     rows: list[Row] = []
     if decision is not None:
-        rows.append(Row(cells=[Text(f"● {decision.option}", style=STRONG), *_costs(plan, decision.cost), "taken"]))
+        rows.append(
+            Row(cells=[Text(f"● {decision.option}", style=STRONG), *_costs(plan, decision.cost), "taken"])
+        )
         if decision.option != decision.baseline and decision.baseline not in {d.option for d in declined}:
-            rows.append(Row(cells=[f"  {decision.baseline}", *_costs(plan, decision.baseline_cost), "the baseline"]))
+            rows.append(
+                Row(cells=[f"  {decision.baseline}", *_costs(plan, decision.baseline_cost), "the baseline"])
+            )
     rows += [Row(cells=[f"  {d.option}", *_costs(plan, d.cost), words(d.reason)]) for d in declined]
     page.table(columns, rows)
 

@@ -1,4 +1,7 @@
-"""The plan's figures as text: totals side by side, ratios, the verdict, the proof. Shared by terminal and HTML."""
+"""The plan's figures as text: totals side by side, ratios, the verdict, the proof.
+
+Shared by terminal and HTML.
+"""
 
 from __future__ import annotations
 
@@ -52,26 +55,42 @@ class Measure:
 
 def target_text(plan: Plan) -> str:
     """The target's line, its name in front unless it is this machine."""
-    return plan.target_line if plan.target in ("auto", *plan.target_line.split()) else f"{plan.target}: {plan.target_line}"
+    return (
+        plan.target_line
+        if plan.target in ("auto", *plan.target_line.split())
+        else f"{plan.target}: {plan.target_line}"
+    )
 
 
 def measures(plan: Plan) -> list[Measure]:
-    """The rows of the totals: time, weight bytes, peak memory, error; of a training step: time, extra time, peak memory, error."""
+    """The rows of the totals: time, weight bytes, peak memory, error; of a training step: time, extra time,
+    peak memory, error.
+    """
     rows: list[tuple[str, Callable[[Totals], float | None], Callable[[float], str]]] = [
         ("time per step" if _training(plan) else "time", lambda t: t.seconds, format_seconds),
         ("weight bytes", lambda t: t.weight_bytes, format_bytes),
         ("peak memory", lambda t: t.peak_bytes, format_bytes),
         ("error", lambda t: t.error, format_error),
     ]
-    before, after = (plan.baseline, plan.measured_baseline or Totals()), (plan.predicted, plan.measured or Totals())
+    before, after = (
+        (plan.baseline, plan.measured_baseline or Totals()),
+        (plan.predicted, plan.measured or Totals()),
+    )
     found = [
-        Measure(name=name, before=(get(before[0]), get(before[1])), after=(get(after[0]), get(after[1])), show=show)
+        Measure(
+            name=name,
+            before=(get(before[0]), get(before[1])),
+            after=(get(after[0]), get(after[1])),
+            show=show,
+        )
         for name, get, show in rows
     ]
     if _training(plan):
         time = found[0]
         extras = extra(time.after[0], time.before[0]), extra(time.after[1], time.before[1])
-        found[1] = Measure(name="extra time", before=(None, None), after=extras, show=format_extra, comparable=False)
+        found[1] = Measure(
+            name="extra time", before=(None, None), after=extras, show=format_extra, comparable=False
+        )
     return found
 
 
@@ -96,9 +115,15 @@ def fit_line(fit: Fit) -> str:
 
 def shortfalls(plan: Plan) -> list[str]:
     """Why the goal is not met, one line each; empty when it is."""
-    lines = [f"check {c.name!r} failed: error {format_error(c.error)} > {format_error(c.limit)}" for c in plan.checks if not c.passed]
+    lines = [
+        f"check {c.name!r} failed: error {format_error(c.error)} > {format_error(c.limit)}"
+        for c in plan.checks
+        if not c.passed
+    ]
     if _over_tolerance(plan) and plan.measured is not None and plan.measured.error is not None:
-        lines.append(f"measured error {format_error(plan.measured.error)} > {format_error(plan.goal.tolerance)}")
+        lines.append(
+            f"measured error {format_error(plan.measured.error)} > {format_error(plan.goal.tolerance)}"
+        )
     if plan.over_memory is not None and plan.goal.memory is not None:
         how, peak = plan.over_memory
         lines.append(f"{how} peak memory {_more(peak, plan.goal.memory)}")
@@ -121,11 +146,12 @@ _SEEN = 0.005
 
 
 def where_time_goes(plan: Plan) -> str:
-    """`linear 36.6 ms (68 % of peak) · attention 3.10 ms (12 %) · norm 2.10 ms · the rest 0.3 ms`, predicted, most first.
+    """`linear 36.6 ms (68 % of peak) · attention 3.10 ms (12 %) · norm 2.10 ms · the rest 0.3 ms`, predicted,
+    most first.
 
-    Linears with what is merged, attention, then what memory binds. The part: what the arithmetic of its products takes at the
-    machine's peak rates, of its time. No part is told where one is more than all: then the rates were taken when the machine was
-    slower. Empty where no peak rate is known.
+    Linears with what is merged, attention, then what memory binds. The part: what the arithmetic of its
+    products takes at the machine's peak rates, of its time. No part is told where one is more than all: then
+    the rates were taken when the machine was slower. Empty where no peak rate is known.
     """
     whole, roof = plan.predicted.seconds, plan.predicted.roof_seconds
     if not whole or not roof:
@@ -137,21 +163,32 @@ def where_time_goes(plan: Plan) -> str:
         kinds[kind] = seconds + each.cost.seconds, own + each.cost.roof_seconds
     decided, least = (sum(pair[at] for pair in kinds.values()) for at in (0, 1))
     kinds["the rest"] = whole - decided, roof - least
-    shown = sorted(((seconds, own, kind) for kind, (seconds, own) in kinds.items() if seconds >= _SEEN * whole), reverse=True)
+    shown = sorted(
+        ((seconds, own, kind) for kind, (seconds, own) in kinds.items() if seconds >= _SEEN * whole),
+        reverse=True,
+    )
     texts, named, true = [], False, all(own <= seconds for seconds, own, _ in shown)
     for seconds, own, kind in shown:
-        part = f" ({format_share(own / seconds)}{'' if named else ' of peak'})" if true and own > _SEEN * seconds else ""
+        part = (
+            f" ({format_share(own / seconds)}{'' if named else ' of peak'})"
+            if true and own > _SEEN * seconds
+            else ""
+        )
         named = named or bool(part)
         texts.append(f"{kind} {format_seconds(seconds)}{part}")
     return " · ".join(texts)
 
 
 def headline(plan: Plan) -> str:
-    """What was gained, in one line: `3.83× faster: 175 ms → 45.8 ms · weights 0.25×`; of a training step, its memory first."""
+    """What was gained, in one line: `3.83× faster: 175 ms → 45.8 ms · weights 0.25×`; of a training step, its
+    memory first.
+    """
     time, weights, peak, error = measures(plan)
     how = 1 if plan.measured and plan.measured_baseline and None not in (time.before[1], time.after[1]) else 0
     if _training(plan):
-        return " · ".join(part for part in (_less_memory(peak), _step_time(time, how), _exactness(plan)) if part)
+        return " · ".join(
+            part for part in (_less_memory(peak), _step_time(time, how), _exactness(plan)) if part
+        )
     parts = []
     if (speed := ratio(time.before[how], time.after[how])) is not None:
         parts.append(f"{_speed(speed)}: {time.text(time.before[how])} → {time.text(time.after[how])}")
@@ -173,14 +210,24 @@ def _less_memory(peak: Measure) -> str:
 def _step_time(time: Measure, how: int) -> str:
     """`step +6.1 %: 4.31 s → 4.57 s`."""
     change = extra(time.after[how], time.before[how])
-    return "" if change is None else f"step {format_extra(change)}: {time.text(time.before[how])} → {time.text(time.after[how])}"
+    return (
+        ""
+        if change is None
+        else f"step {format_extra(change)}: {time.text(time.before[how])} → {time.text(time.after[how])}"
+    )
 
 
 def _exactness(plan: Plan) -> str:
     """What was verified of the numbers, else what is promised."""
     if plan.measured is not None and plan.measured.error is not None:
         return "bit-identical" if plan.measured.error == 0 else f"error {format_error(plan.measured.error)}"
-    return "" if plan.predicted.error is None else "exact" if plan.predicted.error == 0 else f"error {format_error(plan.predicted.error)}"
+    return (
+        ""
+        if plan.predicted.error is None
+        else "exact"
+        if plan.predicted.error == 0
+        else f"error {format_error(plan.predicted.error)}"
+    )
 
 
 def _speed(speed: float) -> str:
@@ -194,19 +241,30 @@ def borne_out(plan: Plan) -> list[str]:
     """Nothing where the measured time agrees with the predicted one; else what that means for the proof."""
     if (ratio := plan.misjudged) is None:
         return []
-    return [f"predicted ÷ measured time is {format_ratio(ratio)}: the proof is of the predicted times, which this run does not bear out"]
+    return [
+        f"predicted ÷ measured time is {format_ratio(ratio)}: the proof is of the predicted times, which "
+        "this run does not bear out"
+    ]
 
 
 def proof(certificate: Certificate, goal: Goal) -> list[str]:
     """What the certificate says, no more than it says; one line per statement."""
-    leanest = goal.mode == "training" and goal.minimize == "memory"  # first the least bytes are found, then the fastest step within them
+    # first the least bytes are found, then the fastest step within them
+    leanest = goal.mode == "training" and goal.minimize == "memory"
     better = "faster" if goal.minimize == "time" or leanest else "smaller"
     within = "within the least memory that was found to do" if leanest else "within this budget"
-    facts = f"({certificate.solver}, {certificate.seconds:.1f} s, {certificate.sites} sites, {certificate.alternatives} alternatives)"
+    facts = (
+        f"({certificate.solver}, {certificate.seconds:.1f} s, {certificate.sites} sites, "
+        f"{certificate.alternatives} alternatives)"
+    )
     if certificate.status == "only one alternative":
         lines = [f"there was only one alternative at every site: nothing to choose {facts}"]
     elif certificate.status == "optimal within gap":
-        by = f"more than {math.ceil(1000 * certificate.gap - 1e-6) / 10:.1f} % " if certificate.gap > 1e-9 else ""
+        by = (
+            f"more than {math.ceil(1000 * certificate.gap - 1e-6) / 10:.1f} % "
+            if certificate.gap > 1e-9
+            else ""
+        )
         lines = [f"no plan is {by}{better} {within} {facts}"]
     else:
         lines = [f"{certificate.status}: the best plan found {facts}"]
@@ -215,9 +273,13 @@ def proof(certificate: Certificate, goal: Goal) -> list[str]:
             lines.append(f"a plan up to {100 * slack:.1f} % {better} is not ruled out")
     if certificate.error_scale != 1.0:
         scale = format_ratio(certificate.error_scale)
-        lines.append(f"solved {certificate.rounds}×, at last with squared errors scaled by the measured {scale}")
+        lines.append(
+            f"solved {certificate.rounds}×, at last with squared errors scaled by the measured {scale}"
+        )
     elif certificate.rounds > 1:
-        lines.append(f"solved {certificate.rounds}×, at last with what simulating the plan found above the budget")
+        lines.append(
+            f"solved {certificate.rounds}×, at last with what simulating the plan found above the budget"
+        )
     return lines
 
 

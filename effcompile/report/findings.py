@@ -21,7 +21,11 @@ def print_findings(found: Iterable[tuple[str, str, str, str]], console: Console 
         below = [Text(f"→ {remedy}", style=BAD if status == "wrong" else DIM)] if remedy else []
         rows.append(
             Row(
-                cells=[Text.assemble((f"{mark} ", style), (part, STRONG)), Text(seen, style=DIM if status == "absent" else "")], below=below
+                cells=[
+                    Text.assemble((f"{mark} ", style), (part, STRONG)),
+                    Text(seen, style=DIM if status == "absent" else ""),
+                ],
+                below=below,
             )
         )
     page.table([Column(header="part"), Column(header="seen", fit="wrap")], rows)

@@ -18,7 +18,9 @@ Other = tuple[str, float, float]  # name, peak bytes, seconds: what was measured
 TITLES = ("budget", "peak memory", "time per step", "extra")
 
 
-def print_frontier(plans: Sequence[Plan], console: Console | None = None, *, others: Sequence[Other] = ()) -> None:
+def print_frontier(
+    plans: Sequence[Plan], console: Console | None = None, *, others: Sequence[Other] = ()
+) -> None:
     """A plot of peak memory against time, and one row per plan in the order given.
 
     Args:
@@ -44,7 +46,10 @@ def print_frontier(plans: Sequence[Plan], console: Console | None = None, *, oth
         page.table([Column(), *columns, Column(style=DIM, fit="wrap")], rows)
     else:
         columns = [Column(header=name, right=True) for name in ("peak memory", "weights", "time", "error")]
-        page.table([*columns, Column(header="changed", style=DIM)], [Row(cells=inference_row(plan)) for plan in plans])
+        page.table(
+            [*columns, Column(header="changed", style=DIM)],
+            [Row(cells=inference_row(plan)) for plan in plans],
+        )
 
 
 def print_side_by_side(made: Mapping[str, Plan | str], console: Console | None = None) -> None:
@@ -52,12 +57,30 @@ def print_side_by_side(made: Mapping[str, Plan | str], console: Console | None =
     page = Page(console)
     plans = [plan for plan in made.values() if isinstance(plan, Plan)]
     if plans:
-        page.line(Text(" "), page.text(f"{plans[0].model} · {plans[0].goal.mode}: {plans[0].goal.describe()}", STRONG))
+        page.line(
+            Text(" "),
+            page.text(f"{plans[0].model} · {plans[0].goal.mode}: {plans[0].goal.describe()}", STRONG),
+        )
         page.blank()
     headers = ("time", "against\nstock", "peak memory", "fits")
-    rows = [Row(cells=[name, *_machine_row(plan), "predicted"]) for name, plan in made.items() if isinstance(plan, Plan)]
-    rows += [Row(cells=[name, *[f.NONE] * len(headers), reason]) for name, reason in made.items() if isinstance(reason, str)]
-    page.table([Column(header="target"), *(Column(header=name, right=True) for name in headers), Column(style=DIM, fit="wrap")], rows)
+    rows = [
+        Row(cells=[name, *_machine_row(plan), "predicted"])
+        for name, plan in made.items()
+        if isinstance(plan, Plan)
+    ]
+    rows += [
+        Row(cells=[name, *[f.NONE] * len(headers), reason])
+        for name, reason in made.items()
+        if isinstance(reason, str)
+    ]
+    page.table(
+        [
+            Column(header="target"),
+            *(Column(header=name, right=True) for name in headers),
+            Column(style=DIM, fit="wrap"),
+        ],
+        rows,
+    )
     page.blank()
     page.verbatim("next", f"effcompile plan MODEL --target {next(iter(made))}", "shows one in full")
 
@@ -93,11 +116,18 @@ def inference_row(plan: Plan) -> list[str]:
 
 
 def other_row(plans: Sequence[Plan], other: Other) -> list[str]:
-    """The same columns of another tool; its extra time only against an unplanned step that was measured, too."""
+    """The same columns of another tool; its extra time only against an unplanned step that was
+    measured, too.
+    """
     _, peak, seconds = other
     before = next((p.measured_baseline.seconds for p in plans if p.measured_baseline is not None), None)
     extra = f.extra(seconds, before)
-    return [f.NONE, format_bytes(peak), format_seconds(seconds), f.NONE if extra is None else f.format_extra(extra)]
+    return [
+        f.NONE,
+        format_bytes(peak),
+        format_seconds(seconds),
+        f.NONE if extra is None else f.format_extra(extra),
+    ]
 
 
 def _other_row(plans: Sequence[Plan], other: Other, mark: str) -> Row:

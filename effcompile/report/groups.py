@@ -1,4 +1,7 @@
-"""Group equal decisions and equal refusals, so that a hundred sites print as a few rows. Sums given figures, prices nothing."""
+"""Group equal decisions and equal refusals, so that a hundred sites print as a few rows.
+
+Sums given figures, prices nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,13 @@ class DecisionGroup:
 
     @property
     def notes(self) -> dict[str, int]:
-        """What is known of the places, and of how many; notes that differ in figures only are one, with ranges."""
-        return {together(notes): len(notes) for notes in alike(d.known for d in self.decisions if d.known is not None)}
+        """What is known of the places, and of how many; notes that differ in figures only are one, with
+        ranges.
+        """
+        return {
+            together(notes): len(notes)
+            for notes in alike(d.known for d in self.decisions if d.known is not None)
+        }
 
     @property
     def error_squared(self) -> float:
@@ -79,12 +87,15 @@ def saved_weight_bytes(decision: Decision) -> int:
 def saved_bytes(decision: Decision) -> int:
     """Bytes that a training decision saves; negative where it adds.
 
-    Weights in another form save what is there throughout. A checkpoint saves what is no longer kept from forward to backward, and
-    optimizer states what stays between steps; a loss head and a gradient save working memory.
+    Weights in another form save what is there throughout. A checkpoint saves what is no longer kept from
+    forward to backward, and optimizer states what stays between steps; a loss head and a gradient save
+    working memory.
     """
     kept = decision.baseline_cost.bytes_kept - decision.cost.bytes_kept
     working = decision.baseline_cost.bytes_transient - decision.cost.bytes_transient
-    return saved_weight_bytes(decision) or (kept if decision.kind in ("checkpoint", "optimizer states") else working or kept)
+    return saved_weight_bytes(decision) or (
+        kept if decision.kind in ("checkpoint", "optimizer states") else working or kept
+    )
 
 
 def share(plan: Plan, error_squared: float) -> float | None:
@@ -92,19 +103,28 @@ def share(plan: Plan, error_squared: float) -> float | None:
     return error_squared / plan.goal.max_error**2 if plan.goal.max_error else None
 
 
-def groups(decisions: Iterable[Decision], worth: Callable[[Decision], float] = saved_seconds) -> list[DecisionGroup]:
-    """Groups, kinds together: changed before kept, then by what they are worth, among the kinds and within each."""
+def groups(
+    decisions: Iterable[Decision], worth: Callable[[Decision], float] = saved_seconds
+) -> list[DecisionGroup]:
+    """Groups, kinds together: changed before kept, then by what they are worth, among the kinds and within
+    each.
+    """
     found: dict[tuple[str, str, str, str], list[Decision]] = {}
     for d in decisions:
         found.setdefault((d.kind, d.option, d.baseline, d.by), []).append(d)
-    result = [DecisionGroup(kind=k, option=o, baseline=b, by=by, decisions=tuple(ds)) for (k, o, b, by), ds in found.items()]
+    result = [
+        DecisionGroup(kind=k, option=o, baseline=b, by=by, decisions=tuple(ds))
+        for (k, o, b, by), ds in found.items()
+    ]
     worths = {group: sum(map(worth, group.decisions)) for group in result}
     saved: dict[str, float] = {}
     kept: dict[str, bool] = {}
     for group in result:
         saved[group.kind] = saved.get(group.kind, 0.0) + worths[group]
         kept[group.kind] = kept.get(group.kind, True) and group.kept
-    order = {kind: rank for rank, kind in enumerate(sorted(saved, key=lambda kind: (kept[kind], -saved[kind])))}
+    order = {
+        kind: rank for rank, kind in enumerate(sorted(saved, key=lambda kind: (kept[kind], -saved[kind])))
+    }
     return sorted(result, key=lambda g: (order[g.kind], g.kept, -worths[g]))
 
 
@@ -115,7 +135,13 @@ def refusals(declined: Iterable[Declined]) -> list[RefusalGroup]:
         found.setdefault((d.kind, d.option, d.by, likeness(d.reason)), []).append(d)
     kinds = list(dict.fromkeys(kind for kind, *_ in found))
     result = [
-        RefusalGroup(kind=kind, option=option, by=by, reasons=tuple(d.reason for d in ds), sites=tuple(d.site for d in ds))
+        RefusalGroup(
+            kind=kind,
+            option=option,
+            by=by,
+            reasons=tuple(d.reason for d in ds),
+            sites=tuple(d.site for d in ds),
+        )
         for (kind, option, by, _), ds in found.items()
     ]
     return sorted(result, key=lambda r: kinds.index(r.kind))

@@ -1,4 +1,6 @@
-"""The plan as one self-contained HTML file: no network, one small script of its own, light and dark, every text escaped."""
+"""The plan as one self-contained HTML file: no network, one small script of its own, light and dark, every
+text escaped.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +35,46 @@ def html_report(plan: Plan) -> str:
     return document(f"effcompile · plan for {plan.model}", _plan_sections(plan))
 
 
-def frontier_html(plans: Sequence[Plan], others: Sequence[Other] = ()) -> str:
-    """The plot of `print_frontier` and its table as a document of its own."""
+def frontier_html(plans: Sequence[Plan], others: Sequence[Other] = (), command: str = "") -> str:
+    """The plot of `print_frontier` and its table as a document of its own.
+
+    `command`: what makes a plan of them, but for the memory.
+    """
     training = bool(plans) and plans[0].goal.mode == "training"
-    names = ["", *(f"#{name}" for name in TITLES), ""] if training else ["#peak memory", "#weights", "#time", "#error", "changed"]
+    names = (
+        ["", *(f"#{name}" for name in TITLES), ""]
+        if training
+        else ["#peak memory", "#weights", "#time", "#error", "changed"]
+    )
     rows = [["●", *training_row(plan), "predicted"] if training else inference_row(plan) for plan in plans]
     if training:
-        rows += [[letter(number), *other_row(plans, other), f"{other[0]}, measured"] for number, other in enumerate(others)]
-    head = f'<header><p class="brand">effcompile · frontier</p><h1>{escape(plans[0].model if plans else "no plans")}</h1>'
+        rows += [
+            [letter(number), *other_row(plans, other), f"{other[0]}, measured"]
+            for number, other in enumerate(others)
+        ]
+    head = (
+        '<header><p class="brand">effcompile · '
+        f"frontier</p><h1>{escape(plans[0].model if plans else 'no plans')}</h1>"
+    )
     target = f'<p class="dim">{escape(f.target_text(plans[0]))}</p>' if plans else ""
     plot = frontier_plot(dots_of(plans, others))
     sections = [
         f'{head}<p class="dim">{escape(title(plans))}</p>{target}</header>',
         section("Time against peak memory", plot) if plot else "",
         section("Plans", table(names, [[escape(cell) for cell in row] for row in rows])),
+        _commands(plans, command) if command and plans else "",
     ]
     return document(f"effcompile · frontier of {plans[0].model if plans else 'nothing'}", sections)
+
+
+def _commands(plans: Sequence[Plan], command: str) -> str:
+    """How each plan is made, with its predicted peak as the limit."""
+    made = [
+        f"# {format_bytes(size)}, {format_seconds(plan.predicted.seconds or 0.0)}\n{command} --memory {size}"
+        for plan in plans
+        if (size := plan.predicted.peak_bytes) is not None
+    ]
+    return section("Commands", "".join(f"<pre>{escape(each)}</pre>" for each in made))
 
 
 def _plan_sections(plan: Plan) -> Iterable[str]:
@@ -73,9 +99,11 @@ def _head(plan: Plan) -> str:
     facts = [f"{format_count(plan.parameters)} parameters", plan.goal.mode, *plan.inputs]
     shortfalls = "".join(f'<p class="bad">{escape(line)}</p>' for line in f.shortfalls(plan))
     return (
-        f'<header><p class="brand">effcompile</p><h1>{escape(plan.model)}</h1><p class="dim">{escape(" · ".join(facts))}</p>'
+        f'<header><p class="brand">effcompile</p><h1>{escape(plan.model)}</h1><p '
+        f'class="dim">{escape(" · ".join(facts))}</p>'
         f'<p class="dim">{escape(f.target_text(plan))}</p>'
-        f'<div class="goal"><div><p class="what">{escape(plan.goal.describe())}</p><p>{escape(f.headline(plan))}</p>{shortfalls}</div>'
+        '<div class="goal"><div><p '
+        f'class="what">{escape(plan.goal.describe())}</p><p>{escape(f.headline(plan))}</p>{shortfalls}</div>'
         f'<strong class="badge {_VERDICT_CLASS[verdict]}">{escape(verdict.value)}</strong></div></header>'
     )
 
@@ -93,7 +121,9 @@ def _totals(plan: Plan) -> str:
         values += [f.format_ratio(m.change), *([f.format_ratio(m.accuracy)] if measured else [])]
         rows.append(f"<tr><th>{m.name}</th>" + "".join(f"<td>{escape(v)}</td>" for v in values) + "</tr>")
     return section(
-        "Before and after", f'<div class="scroll"><table class="numbers"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+        "Before and after",
+        '<div class="scroll"><table '
+        f'class="numbers"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>',
     )
 
 
@@ -107,20 +137,33 @@ def _levers(plan: Plan) -> str:
 
 
 def _proof(plan: Plan) -> str:
-    return section("Proof", "".join(f"<p>{escape(line)}</p>" for line in (*f.proof(plan.certificate, plan.goal), *f.borne_out(plan))))
+    return section(
+        "Proof",
+        "".join(
+            f"<p>{escape(line)}</p>" for line in (*f.proof(plan.certificate, plan.goal), *f.borne_out(plan))
+        ),
+    )
 
 
 def _backends(plan: Plan) -> str:
     rows = []
     for c in sorted(plan.candidates, key=lambda c: c.backend != plan.backend):
-        times = [f.NONE if s is None else format_seconds(s) for s in (c.predicted_seconds, c.measured_seconds)]
+        times = [
+            f.NONE if s is None else format_seconds(s) for s in (c.predicted_seconds, c.measured_seconds)
+        ]
         error = f.NONE if c.error is None else format_error(c.error)
         name = f"<strong>{escape(c.backend)} ●</strong>" if c.backend == plan.backend else escape(c.backend)
         note = words(c.note) or ("" if c.measured_seconds is not None else "not measured")
         rows.append([name, *map(escape, (*times, error)), f'<span class="dim">{escape(note)}</span>'])
-    backends = table(["backend", "#predicted", "#measured", "#error", ""], rows) if rows else f"<p>{escape(plan.backend)}</p>"
+    backends = (
+        table(["backend", "#predicted", "#measured", "#error", ""], rows)
+        if rows
+        else f"<p>{escape(plan.backend)}</p>"
+    )
     settings = " · ".join(f"{name} {value}" for name, value in plan.settings.items())
-    return section("Backend", backends + (f'<p class="dim">settings: {escape(settings)}</p>' if settings else ""))
+    return section(
+        "Backend", backends + (f'<p class="dim">settings: {escape(settings)}</p>' if settings else "")
+    )
 
 
 def _decisions(plan: Plan) -> str:
@@ -144,7 +187,10 @@ def _group(plan: Plan, ledger: Ledger, group: DecisionGroup) -> str:
     option += f"<small>{escape(shared)}</small>"
     figures = _figures(plan, ledger, group.decisions)
     members = "".join(_member(plan, ledger, decision, shared) for decision in group.decisions)
-    return f'<details><summary class="row"><span>{where}</span><span>{option}</span>{figures}</summary>{members}</details>'
+    return (
+        "<details><summary "
+        f'class="row"><span>{where}</span><span>{option}</span>{figures}</summary>{members}</details>'
+    )
 
 
 def _member(plan: Plan, ledger: Ledger, decision: Decision, shared_why: str) -> str:
@@ -155,11 +201,16 @@ def _member(plan: Plan, ledger: Ledger, decision: Decision, shared_why: str) -> 
         applied = f'<span class="dim">{"✔ applied" if decision.applied else ""}</span>'
     else:
         applied = f'<span class="warn">⚠ applied: {escape(decision.applied)}</span>'
-    return f'<div class="row member"><span><code>{escape(decision.site)}</code>{why}</span>{applied}{figures}</div>'
+    return (
+        '<div class="row '
+        f'member"><span><code>{escape(decision.site)}</code>{why}</span>{applied}{figures}</div>'
+    )
 
 
 def _figures(plan: Plan, ledger: Ledger, decisions: Sequence[Decision]) -> str:
-    return "".join(f'<span class="n">{escape(figure.text)}</span>' for figure in ledger.figures(plan, decisions))
+    return "".join(
+        f'<span class="n">{escape(figure.text)}</span>' for figure in ledger.figures(plan, decisions)
+    )
 
 
 def _where(templates: Iterable[Template]) -> str:
@@ -179,7 +230,9 @@ def _declined(plan: Plan) -> str:
 
 
 def _all_names(sites: Sequence[str]) -> str:
-    return "<br>".join(f"<code>{escape(t.text)}</code>" + (f" ({t.count})" if t.count > 1 else "") for t in collapse(sites))
+    return "<br>".join(
+        f"<code>{escape(t.text)}</code>" + (f" ({t.count})" if t.count > 1 else "") for t in collapse(sites)
+    )
 
 
 def _checks(plan: Plan) -> str:
@@ -197,17 +250,38 @@ def _checks(plan: Plan) -> str:
         )
     for c in plan.stress:
         note = "" if c.passed else "above the limit for usual inputs"
-        rows.append(["· stress", escape(c.name), escape(format_error(c.error)), "none", f'<span class="dim">{note}</span>'])
-    source = f'<p class="dim">Each option’s error was measured on {escape(plan.calibration_inputs)}.</p>' if plan.calibration_inputs else ""
-    checks = table(["", "check", "#error", "#limit", ""], rows) if rows else "<p>Nothing was run: this is a prediction.</p>"
+        rows.append(
+            [
+                "· stress",
+                escape(c.name),
+                escape(format_error(c.error)),
+                "none",
+                f'<span class="dim">{note}</span>',
+            ]
+        )
+    source = (
+        f'<p class="dim">Each option’s error was measured on {escape(plan.calibration_inputs)}.</p>'
+        if plan.calibration_inputs
+        else ""
+    )
+    checks = (
+        table(["", "check", "#error", "#limit", ""], rows)
+        if rows
+        else "<p>Nothing was run: this is a prediction.</p>"
+    )
     return section("Verification", checks + source)
 
 
 def _foot(plan: Plan) -> str:
     notes = "".join(f"<li>{escape(words(note))}</li>" for note in plan.notes)
-    commands = 'model = effcompile.optimize(model, plan="plan.json")   # no solving\neffcompile explain plan.json SITE'
+    commands = (
+        'model = effcompile.optimize(model, plan="plan.json")   # no solving\neffcompile explain '
+        "plan.json SITE"
+    )
     if plan.measured is not None and plan.backend == "onnxruntime":
-        commands = 'onnxruntime.InferenceSession("model.onnx")               # plain ONNX Runtime\n' + commands
+        commands = (
+            'onnxruntime.InferenceSession("model.onnx")               # plain ONNX Runtime\n' + commands
+        )
     versions = " · ".join(f"{name} {version}" for name, version in plan.versions.items())
     return (
         (section("Notes", f"<ul>{notes}</ul>") if notes else "")

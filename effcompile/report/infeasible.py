@@ -19,8 +19,15 @@ from effcompile.report.page import BAD, DIM, STRONG, Column, Page, Row
 _GIB, _MIB = 2**30, 2**20
 
 
-def print_infeasible(error: InfeasibleError, goal: Goal, console: Console | None = None, *, arguments: Sequence[str] | None = None) -> None:
-    """Print the goal, the limits that cannot hold together, and for each limit the smallest value that would be feasible.
+def print_infeasible(
+    error: InfeasibleError,
+    goal: Goal,
+    console: Console | None = None,
+    *,
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Print the goal, the limits that cannot hold together, and for each limit the smallest value that would
+    be feasible.
 
     Args:
         error: says why, and what would be feasible.
@@ -40,10 +47,20 @@ def print_infeasible(error: InfeasibleError, goal: Goal, console: Console | None
         page.field("", remedy(error) or "Which limit to loosen is not known.")
         return
     page.blank()
-    only = "the smallest budget that is feasible:" if list(error.nearest) == ["memory"] and goal.mode == "training" else ""
+    only = (
+        "the smallest budget that is feasible:"
+        if list(error.nearest) == ["memory"] and goal.mode == "training"
+        else ""
+    )
     page.field("nearest", only or "changing any one of these makes it possible, all else unchanged:")
     columns = [Column(), Column(style=STRONG), Column(style=DIM, fit="wrap")]
-    page.table(columns, [Row(cells=[" " * 8, flag(name, value), _instead(goal, name, value)]) for name, value in error.nearest.items()])
+    page.table(
+        columns,
+        [
+            Row(cells=[" " * 8, flag(name, value), _instead(goal, name, value)])
+            for name, value in error.nearest.items()
+        ],
+    )
     if arguments:
         page.blank()
         for number, (name, value) in enumerate(error.nearest.items()):
@@ -64,7 +81,9 @@ def command(arguments: Sequence[str], limit: str, value: float) -> str:
 
 
 def flag(limit: str, value: float) -> str:
-    """The option to type, rounded up so that what is typed is feasible: `--memory 0.98GiB`, `--max-error 1.2e-2`."""
+    """The option to type, rounded up so that what is typed is feasible: `--memory 0.98GiB`, `--max-error
+    1.2e-2`.
+    """
     name = "--" + limit.replace("_", "-")
     if limit == "max_error":
         return f"{name} {_error_up(value)}"

@@ -1,4 +1,7 @@
-"""What decisions save and cost, as columns: one ledger for inference, one for training. Sums given figures, prices nothing."""
+"""What decisions save and cost, as columns: one ledger for inference, one for training.
+
+Sums given figures, prices nothing.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +67,25 @@ def _inference_figures(plan: Plan, decisions: Sequence[Decision]) -> list[Ledger
 
 def _inference_option(plan: Plan, cost: Cost) -> list[str]:
     size = format_bytes(cost.weight_bytes) if cost.weight_bytes else f.NONE
-    return [format_seconds(cost.seconds), size, format_error(cost.error), f.format_share(share(plan, cost.error_squared))]
+    return [
+        format_seconds(cost.seconds),
+        size,
+        format_error(cost.error),
+        f.format_share(share(plan, cost.error_squared)),
+    ]
 
 
 def _inference_changes(plan: Plan, decision: Decision) -> list[str]:
     seconds, size = saved_seconds(decision), saved_weight_bytes(decision)
     part = share(plan, decision.cost.error_squared)
-    error = f"error {format_error(decision.cost.error)}" + (f" ({f.format_share(part)} of the budget)" if part else "")
-    return [_change("time", seconds, format_seconds(abs(seconds))), _change("weights", size, format_bytes(abs(size))), error]
+    error = f"error {format_error(decision.cost.error)}" + (
+        f" ({f.format_share(part)} of the budget)" if part else ""
+    )
+    return [
+        _change("time", seconds, format_seconds(abs(seconds))),
+        _change("weights", size, format_bytes(abs(size))),
+        error,
+    ]
 
 
 def _training_figures(plan: Plan, decisions: Sequence[Decision]) -> list[LedgerFigure]:
@@ -92,7 +106,10 @@ def _training_changes(plan: Plan, decision: Decision) -> list[str]:
     seconds, size = saved_seconds(decision), saved_bytes(decision)
     part = _of_step(plan, -seconds)
     of_step = f" ({part} of the step)" if seconds and part != f.NONE else ""
-    return [_change("memory", size, format_bytes(abs(size))), _change("time", seconds, format_seconds(abs(seconds))) + of_step]
+    return [
+        _change("memory", size, format_bytes(abs(size))),
+        _change("time", seconds, format_seconds(abs(seconds))) + of_step,
+    ]
 
 
 def _of_step(plan: Plan, seconds: float) -> str:

@@ -21,15 +21,25 @@ def print_levers(page: Page, plan: Plan) -> None:
     if not plan.levers:
         return
     page.blank()
-    page.line(page.text(f" levers within {format_bytes(plan.goal.memory or 0)}", LABEL), page.text(" · predicted", DIM))
-    columns = [Column(header=TITLES[0], fit="wrap"), *(Column(header=name, right=True) for name in TITLES[1:]), Column(style="cyan")]
+    page.line(
+        page.text(f" levers within {format_bytes(plan.goal.memory or 0)}", LABEL),
+        page.text(" · predicted", DIM),
+    )
+    columns = [
+        Column(header=TITLES[0], fit="wrap"),
+        *(Column(header=name, right=True) for name in TITLES[1:]),
+        Column(style="cyan"),
+    ]
     most = max(row.peak_bytes for row in plan.levers)
     rows = []
     for row in plan.levers:
         fits, chosen = row.seconds is not None, row is plan.levers[-1]
         name, *figures = lever_cells(plan, row)
         style = STRONG if chosen else "" if fits else DIM
-        cells = [Text(name, style=style), *(Text(cell, style=GOOD if chosen and i == 1 else style) for i, cell in enumerate(figures))]
+        cells = [
+            Text(name, style=style),
+            *(Text(cell, style=GOOD if chosen and i == 1 else style) for i, cell in enumerate(figures)),
+        ]
         rows.append(Row(cells=[*cells, bar(row.peak_bytes / most, _BAR)]))
     page.table(columns, rows)
 

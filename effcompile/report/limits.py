@@ -21,8 +21,10 @@ class WhatIf:
     """What another limit would change, by the options that a plan holds.
 
     Attributes:
-        limit: "memory" or "error". was, now: the limit. binds: whether the plan comes near it, so that more of it could be used.
-        seconds_was, seconds_now: predicted, before and after the exchanges. exchanges: None where less cannot be had.
+        limit: "memory" or "error". was, now: the limit. binds: whether the plan comes near it, so that more
+            of it could be used.
+        seconds_was, seconds_now: predicted, before and after the exchanges. exchanges: None where less cannot
+            be had.
     """
 
     limit: str
@@ -35,8 +37,14 @@ class WhatIf:
 
     def data(self) -> dict[str, object]:
         """As JSON."""
-        return {**{name: getattr(self, name) for name in ("limit", "was", "now", "binds", "seconds_was", "seconds_now")},
-                "estimate": True, "exchanges": None if self.exchanges is None else [asdict(e) for e in self.exchanges]}  # fmt: skip
+        return {
+            **{
+                name: getattr(self, name)
+                for name in ("limit", "was", "now", "binds", "seconds_was", "seconds_now")
+            },
+            "estimate": True,
+            "exchanges": None if self.exchanges is None else [asdict(e) for e in self.exchanges],
+        }
 
 
 _AS_THE_GOAL_CALLS_IT = ("max_error", "max-error")
@@ -53,7 +61,9 @@ def what_if(plan: Plan, question: str) -> WhatIf:
     name, _, text = question.partition("=")
     limit = "error" if name in _AS_THE_GOAL_CALLS_IT else name
     if limit not in ("memory", "error") or not text:
-        raise UsageError(f"--if {question!r} is no question. Write memory=+10%, memory=6GiB, error=-20%, or error=0.02.")
+        raise UsageError(
+            f"--if {question!r} is no question. Write memory=+10%, memory=6GiB, error=-20%, or error=0.02."
+        )
     used = plan.predicted.peak_bytes if limit == "memory" else plan.predicted.error
     was = (plan.goal.memory if limit == "memory" else plan.goal.max_error) or used
     if not was or plan.predicted.seconds is None:
@@ -65,8 +75,15 @@ def what_if(plan: Plan, question: str) -> WhatIf:
     room = max(room, 0.0) if binds and room >= 0 else min(room + slack, 0.0)
     found = settled(plan, room, resource)
     after = None if found is None else plan.predicted.seconds + sum(e.seconds for e in found)
-    return WhatIf(limit=limit, was=float(was), now=now, binds=binds, seconds_was=plan.predicted.seconds, seconds_now=after,
-                  exchanges=None if found is None else tuple(found))  # fmt: skip
+    return WhatIf(
+        limit=limit,
+        was=float(was),
+        now=now,
+        binds=binds,
+        seconds_was=plan.predicted.seconds,
+        seconds_now=after,
+        exchanges=None if found is None else tuple(found),
+    )
 
 
 def print_what_if(plan: Plan, question: str, console: Console | None = None) -> None:
@@ -77,19 +94,44 @@ def print_what_if(plan: Plan, question: str, console: Console | None = None) -> 
     page.field("limit", f"{told.limit} {show(told.was)} → {show(told.now)}")
     page.field("now", f"{format_seconds(told.seconds_was)} per {per}, predicted")
     if told.seconds_now is None or told.exchanges is None:
-        page.field("then", Text("the options in this plan do not give back that much: it has to be solved again", style=STRONG))
+        page.field(
+            "then",
+            Text(
+                "the options in this plan do not give back that much: it has to be solved again", style=STRONG
+            ),
+        )
     elif not told.exchanges:
-        reason = "the plan is not held back by this limit" if not told.binds else "no option in this plan is faster for that much more"
-        page.field("then", Text(f"the same: {reason if told.now >= told.was else 'the plan is within that limit, too'}", style=STRONG))
+        reason = (
+            "the plan is not held back by this limit"
+            if not told.binds
+            else "no option in this plan is faster for that much more"
+        )
+        page.field(
+            "then",
+            Text(
+                f"the same: {reason if told.now >= told.was else 'the plan is within that limit, too'}",
+                style=STRONG,
+            ),
+        )
     else:
-        page.field("then", Text(f"about {format_seconds(told.seconds_now)} per {per} ({_change(told)})", style=STRONG))
+        page.field(
+            "then",
+            Text(f"about {format_seconds(told.seconds_now)} per {per} ({_change(told)})", style=STRONG),
+        )
         page.field("slope", _slope(told))
         _exchanged(page, told.exchanges, show if told.limit == "memory" else None)
     page.blank()
     page.field(
-        "", Text("an estimate from the options in this plan, each at its own price; a solver looks at all of them together", style=DIM)
+        "",
+        Text(
+            "an estimate from the options in this plan, each at its own price; a solver looks at all of "
+            "them together",
+            style=DIM,
+        ),
     )
-    flag = f"--memory {told.now / (1 << 20):.4g}MiB" if told.limit == "memory" else f"--max-error {told.now:.4g}"
+    flag = (
+        f"--memory {told.now / (1 << 20):.4g}MiB" if told.limit == "memory" else f"--max-error {told.now:.4g}"
+    )
     page.verbatim("next", f"effcompile plan MODEL {flag}", "solves it")
 
 
@@ -119,7 +161,12 @@ def _exchanged(page: Page, exchanges: Sequence[Exchange], size: Callable[[float]
     columns += [Column(header="memory", right=True)] * (size is not None)
     rows = []
     for exchange in exchanges[:TOP]:
-        cells: list[Cell] = [exchange.site, exchange.was, exchange.option, _signed(exchange.seconds, format_seconds)]
+        cells: list[Cell] = [
+            exchange.site,
+            exchange.was,
+            exchange.option,
+            _signed(exchange.seconds, format_seconds),
+        ]
         rows.append(Row(cells=[*cells, *([_signed(exchange.used, size)] if size else [])]))
     page.table(columns, rows)
     if len(exchanges) > TOP:
@@ -142,7 +189,12 @@ def _changed(limit: str, text: str, was: float) -> float:
         else:
             now = float(parse_bytes(text)) if limit == "memory" else float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is no change of a limit. Write +10%, -20%, or the limit itself: 6GiB, 0.02.") from error
+        raise UsageError(
+            f"{text!r} is no change of a limit. Write +10%, -20%, or the limit itself: 6GiB, 0.02."
+        ) from error
     if not 0 < now < 1 << 62:
-        raise UsageError(f"{limit} = {text} leaves nothing, or more than any machine has. Write +10%, -20%, or the limit itself.")
+        raise UsageError(
+            f"{limit} = {text} leaves nothing, or more than any machine has. Write +10%, -20%, or the "
+            "limit itself."
+        )
     return now

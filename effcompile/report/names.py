@@ -34,13 +34,17 @@ def collapse(sites: Iterable[str]) -> list[Template]:
         numbers = _INDEX.findall(site)
         indices = tuple(map(int, numbers))
         # numbers with leading zeros or other digits cannot be printed as a range: such a name stays as it is
-        simple = "\0" not in site and all(str(index) == number for index, number in zip(indices, numbers, strict=True))
+        simple = "\0" not in site and all(
+            str(index) == number for index, number in zip(indices, numbers, strict=True)
+        )
         key = (_INDEX.sub("\0", site), len(indices)) if simple else (site, 0)
         skeletons.setdefault(key, set()).add(indices if simple else ())
     counted: list[tuple[Tokens, int]] = []
     for (skeleton, _), members in skeletons.items():
         counted.extend((_tokens(skeleton, box), prod(map(len, box))) for box in _boxes(members))
-    return [Template(text="".join(map(_alternatives, tokens)), count=count) for tokens, count in _merge(counted)]
+    return [
+        Template(text="".join(map(_alternatives, tokens)), count=count) for tokens, count in _merge(counted)
+    ]
 
 
 def printed(templates: Sequence[Template]) -> list[str]:
@@ -88,8 +92,14 @@ def _merge(counted: list[tuple[Tokens, int]]) -> list[tuple[Tokens, int]]:
     for place in range(max((len(tokens) for tokens, _ in counted), default=0) - 1, -1, -1):
         joined: dict[tuple[object, ...], tuple[Tokens, int]] = {}
         for tokens, count in counted:
-            mergeable = place < len(tokens) and not tokens[place][0].startswith("{") and not tokens[place][0].isdigit()
-            key: tuple[object, ...] = (tokens[:place], tokens[place + 1 :]) if mergeable else (tokens, place, "as it is")
+            mergeable = (
+                place < len(tokens)
+                and not tokens[place][0].startswith("{")
+                and not tokens[place][0].isdigit()
+            )
+            key: tuple[object, ...] = (
+                (tokens[:place], tokens[place + 1 :]) if mergeable else (tokens, place, "as it is")
+            )
             if key in joined:
                 old, old_count = joined[key]
                 tokens = (*old[:place], old[place] + tokens[place], *old[place + 1 :])

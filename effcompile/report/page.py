@@ -1,4 +1,5 @@
-"""A printed page: fields and tables laid out for the console's width, in ASCII where the encoding has nothing else.
+"""A printed page: fields and tables laid out for the console's width, in ASCII where the encoding has nothing
+else.
 
 Lines are laid out here, not by rich, because names must lose their middle and never wrap; rich gives colour,
 the width and the rules about terminals (NO_COLOR, pipes).
@@ -24,14 +25,28 @@ _LEAST = 12  # a column that gives way keeps this much
 _LABEL_WIDTH = 10
 
 _ASCII = str.maketrans(
-    {"·": "-", "→": "->", "…": "~", "–": "-", "—": "-", "−": "-", "×": "x", "÷": "/", "≤": "<=", "≥": ">=", "✔": "+", "✘": "!"}
+    {
+        "·": "-",
+        "→": "->",
+        "…": "~",
+        "–": "-",
+        "—": "-",
+        "−": "-",
+        "×": "x",
+        "÷": "/",
+        "≤": "<=",
+        "≥": ">=",
+        "✔": "+",
+        "✘": "!",
+    }
     | {"●": "*", "◌": "?", "─": "-", "│": "|", "µ": "u", "²": "2", "•": "*", "⚠": "!", "▸": ">", "±": "+-"}
     | {"▒": "f", "▓": "w"}
     | {"‖": "||", "δ": "d", "§": "sec. "}
     | dict(zip("┄┤└┴▼░▁▂▃▄▅▆▇█", "-|++v:__--==##", strict=True))
     | dict(zip("▏▎▍▌▋▊▉", "--=====", strict=True))
 )
-_GLUE = re.compile(r"(?<=\d) (?=(?:s|ms|µs|us|B|[KMGT]i?B|[kMGT])\b|%)| (?=· |- )")  # figure and unit, and a separator, stay on a line
+# figure and unit, and a separator, stay on a line
+_GLUE = re.compile(r"(?<=\d) (?=(?:s|ms|µs|us|B|[KMGT]i?B|[kMGT])\b|%)| (?=· |- )")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 Cell = str | Text
@@ -41,8 +56,9 @@ Cell = str | Text
 class Column:
     """A table column.
 
-    `group` is written above adjacent columns that share it. Where the page is too narrow, a "cut" column loses the
-    middle of its texts and a "wrap" column breaks lines between words; "rigid" columns keep their width.
+    `group` is written above adjacent columns that share it. Where the page is too narrow, a "cut" column
+    loses the middle of its texts and a "wrap" column breaks lines between words; "rigid" columns keep their
+    width.
     """
 
     header: str = ""
@@ -54,7 +70,10 @@ class Column:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """Cells of one row; the first cell spans the first `span` columns. `below`: lines under it, indented, cut in the middle."""
+    """Cells of one row; the first cell spans the first `span` columns.
+
+    `below`: lines under it, indented, cut in the middle.
+    """
 
     cells: Sequence[Cell]
     below: Sequence[Cell] = field(default_factory=list)
@@ -74,7 +93,10 @@ class Page:
         return self.width >= WIDE
 
     def text(self, cell: Cell, style: str = "") -> Text:
-        """A cell as printable text: control characters out, ASCII where needed. Markup is never interpreted."""
+        """A cell as printable text: control characters out, ASCII where needed.
+
+        Markup is never interpreted.
+        """
         plain = _CONTROL.sub(" ", cell.plain if isinstance(cell, Text) else cell)
         if self.ascii:
             plain = plain.translate(_ASCII).encode("ascii", "replace").decode()
@@ -94,7 +116,9 @@ class Page:
         end = self.text(right)
         room = self.width - 1 - _LABEL_WIDTH
         first = room - (end.cell_len + 2 if end.plain else 0)
-        lines = self.wrap(content, first if self.text(content).cell_len <= first or first >= room // 2 else room)
+        lines = self.wrap(
+            content, first if self.text(content).cell_len <= first or first >= room // 2 else room
+        )
         for number, line in enumerate(lines):
             head = self.text(label if number == 0 else "", LABEL)
             tail = [Text(" " * (first - line.cell_len + 2)), end] if number == 0 and end.plain else []
@@ -125,7 +149,9 @@ class Page:
         return [Text(line, style=text.style) for line in [*lines, current]]
 
     def cut(self, plain: str, width: int) -> str:
-        """The text with its middle replaced by … so that it fits; a final `(12)` stays whole, names lose whole parts."""
+        """The text with its middle replaced by … so that it fits; a final `(12)` stays whole, names lose
+        whole parts.
+        """
         if cell_len(plain) <= width:
             return plain
         head, count, _ = plain.rpartition(" (") if plain.endswith(")") else (plain, "", "")
@@ -141,7 +167,10 @@ class Page:
     def table(self, columns: Sequence[Column], rows: Sequence[Row]) -> None:
         """Header and rows."""
         styles = [[column.style for column in (*columns[:1], *columns[row.span :])] for row in rows]
-        texts = [[self.text(cell, s) for cell, s in zip(row.cells, style, strict=True)] for row, style in zip(rows, styles, strict=True)]
+        texts = [
+            [self.text(cell, s) for cell, s in zip(row.cells, style, strict=True)]
+            for row, style in zip(rows, styles, strict=True)
+        ]
         widths = self._widths(columns, rows, texts)
         if sum(widths) + _GAP * (len(widths) - 1) + 1 > self.width:
             self._records(columns, rows, texts)
@@ -156,21 +185,33 @@ class Page:
                 self.line(line)
             for below in row.below:
                 text = self.text(below, DIM)
-                self.line(Text(" " * indent), Text(self.cut(text.plain, self.width - indent - 1), style=text.style))
+                self.line(
+                    Text(" " * indent), Text(self.cut(text.plain, self.width - indent - 1), style=text.style)
+                )
 
-    def _records(self, columns: Sequence[Column], rows: Sequence[Row], texts: Sequence[Sequence[Text]]) -> None:
+    def _records(
+        self, columns: Sequence[Column], rows: Sequence[Row], texts: Sequence[Sequence[Text]]
+    ) -> None:
         """A table too wide for the page: each row as its first cell and a line per figure."""
         for row, (first, *cells) in zip(rows, texts, strict=True):
             if first.plain.strip():
                 self.line(Text(" "), Text(self.cut(first.plain, self.width - 1), style=first.style))
             for column, cell in zip(columns[row.span :], cells, strict=True):
                 title = self.text(" ".join(f"{column.group} {column.header}".split()), DIM)
-                for number, line in enumerate(self.wrap(cell, self.width - 26) if cell.plain.strip() not in ("", "–", "-") else []):
-                    self.line(Text("   "), _pad(Text(self.cut(title.plain if number == 0 else "", 20), style=DIM), 22), line)
+                for number, line in enumerate(
+                    self.wrap(cell, self.width - 26) if cell.plain.strip() not in ("", "–", "-") else []
+                ):
+                    self.line(
+                        Text("   "),
+                        _pad(Text(self.cut(title.plain if number == 0 else "", 20), style=DIM), 22),
+                        line,
+                    )
             for below in row.below:
                 self.line(Text("     "), Text(self.cut(self.text(below).plain, self.width - 6), style=DIM))
 
-    def _widths(self, columns: Sequence[Column], rows: Sequence[Row], texts: Sequence[Sequence[Text]]) -> list[int]:
+    def _widths(
+        self, columns: Sequence[Column], rows: Sequence[Row], texts: Sequence[Sequence[Text]]
+    ) -> list[int]:
         widths = []
         for place, column in enumerate(columns):
             alone = column.group and sum(other.group == column.group for other in columns) == 1
@@ -183,10 +224,14 @@ class Page:
         for row, cells in zip(rows, texts, strict=True):
             missing = cells[0].cell_len - sum(widths[: row.span]) - _GAP * (row.span - 1)
             if row.span > 1 and missing > 0:
-                widths[next(i for i in range(row.span) if columns[i].fit == "cut" or i == row.span - 1)] += missing
+                widths[next(i for i in range(row.span) if columns[i].fit == "cut" or i == row.span - 1)] += (
+                    missing
+                )
         excess = sum(widths) + _GAP * (len(widths) - 1) + 2 - self.width
         for fit in ("wrap", "cut"):  # give way in this order
-            giving = [place for place, column in enumerate(columns) if column.fit == fit and widths[place] > _LEAST]
+            giving = [
+                place for place, column in enumerate(columns) if column.fit == fit and widths[place] > _LEAST
+            ]
             while excess > 0 and giving:  # the widest first, so that no column is a thread beside a broad one
                 widest = max(giving, key=widths.__getitem__)
                 widths[widest] -= 1
@@ -218,7 +263,9 @@ class Page:
 
     def _row(self, columns: Sequence[Column], widths: Sequence[int], cells: Sequence[Text]) -> Iterator[Text]:
         lines = [
-            self.wrap(cell, width) if column.fit == "wrap" else [Text(self.cut(cell.plain, width), style=cell.style)]
+            self.wrap(cell, width)
+            if column.fit == "wrap"
+            else [Text(self.cut(cell.plain, width), style=cell.style)]
             for column, width, cell in zip(columns, widths, cells, strict=True)
         ]
         for level in range(max(map(len, lines))):
@@ -231,7 +278,9 @@ class Page:
 
 
 def _cut_name(name: str, width: int, dots: str) -> str | None:
-    """A dotted name without the fewest characters of whole middle parts, numbers kept if possible; None if it has too few parts."""
+    """A dotted name without the fewest characters of whole middle parts, numbers kept if possible; None if it
+    has too few parts.
+    """
     parts = name.split(".")
     found = []
     for start in range(1, len(parts) - 1):

@@ -1,4 +1,6 @@
-"""What a phrase is made of: texts, figures, names of sites; and how those of reasons that are alike are one."""
+"""What a phrase is made of: texts, figures, names of sites; and how those of reasons that are
+alike are one.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def spread(parts: Sequence[Part]) -> str:
         return first
     if isinstance(first, SiteName):
         places = printed(collapse(part.name for part in parts if isinstance(part, SiteName)))
-        return ", ".join(places[:_PLACES]) + (f" and {len(places) - _PLACES} more" if len(places) > _PLACES else "")
+        return ", ".join(places[:_PLACES]) + (
+            f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
+        )
     values = [part.value for part in parts if isinstance(part, Figure)]
     return _span(first.show(min(values)), first.show(max(values)))
 

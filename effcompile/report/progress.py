@@ -1,4 +1,6 @@
-"""Progress on stderr: a spinner or bar while a step runs, one line for each step longer than a second, and where the time went."""
+"""Progress on stderr: a spinner or bar while a step runs, one line for each step longer than a second, and
+where the time went.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from effcompile.core.units import format_seconds
@@ -22,7 +33,10 @@ _WORTH_SHOWING = 0.001  # of the whole, in a profile
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What a step took: seconds, and those of processors, of compilers that it started too. `depth`: of how many steps it is a part."""
+    """What a step took: seconds, and those of processors, of compilers that it started too.
+
+    `depth`: of how many steps it is a part.
+    """
 
     name: str
     depth: int
@@ -41,7 +55,9 @@ class ProgressSteps:
         profile: say at the end what each step took.
     """
 
-    def __init__(self, console: Console | None = None, *, enabled: bool = True, profile: bool = False) -> None:
+    def __init__(
+        self, console: Console | None = None, *, enabled: bool = True, profile: bool = False
+    ) -> None:
         self.enabled, self.profile = enabled, profile
         self.took: list[Took] = []
         self._began = time.perf_counter(), _processors()
@@ -64,14 +80,19 @@ class ProgressSteps:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.stop()
         if self.profile:
             self._tell_profile()
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A named step; steps may nest. Its time is printed when it ends, if longer than a second or if it failed."""
+        """A named step; steps may nest.
+
+        Its time is printed when it ends, if longer than a second or if it failed.
+        """
         started, cpu = time.perf_counter(), _processors()
         at = len(self.took)
         task = self._live.add_task(name, total=None)
@@ -112,16 +133,24 @@ class ProgressSteps:
             return
         mark = self._page.text("✔" if done else "✘", GOOD if done else BAD)
         indent = " " + "  " * len(self._running)
-        self._page.line(Text(indent), mark, self._page.text(f" {name} "), self._page.text(format_seconds(seconds), DIM))
+        self._page.line(
+            Text(indent), mark, self._page.text(f" {name} "), self._page.text(format_seconds(seconds), DIM)
+        )
 
     def _tell_profile(self) -> None:
         """Seconds of every step, those of its parts among them, and what lies between the steps."""
         seconds, cpu = time.perf_counter() - self._began[0], _processors() - self._began[1]
         outer = [step for step in self.took if step.depth == 0]
-        rest = Took("between these steps", 0, seconds - sum(s.seconds for s in outer), cpu - sum(s.cpu for s in outer))
+        rest = Took(
+            "between these steps", 0, seconds - sum(s.seconds for s in outer), cpu - sum(s.cpu for s in outer)
+        )
         shown = [step for step in (*self.took, rest) if step.seconds >= _WORTH_SHOWING * seconds]
         rows = [("  " * step.depth + step.name, step.seconds, step.cpu) for step in shown]
-        figures = Column(header="seconds", right=True), Column(header="CPU", right=True), Column(header="share", right=True)
+        figures = (
+            Column(header="seconds", right=True),
+            Column(header="CPU", right=True),
+            Column(header="share", right=True),
+        )
         self._page.blank()
         self._page.table(
             [Column(header="planning", fit="cut"), *figures],
@@ -133,7 +162,9 @@ class ProgressSteps:
 
 
 class Shown:
-    """Progress of a call from Python: its display lives while a step runs, so that what holds this may be copied."""
+    """Progress of a call from Python: its display lives while a step runs, so that what holds this may be
+    copied.
+    """
 
     def __init__(self) -> None:
         self._steps: ProgressSteps | None = None

@@ -52,21 +52,41 @@ def print_ranked(plan: Plan, by: str, top: int = TOP, console: Console | None = 
         page.line(page.text(f"   {_NOTHING[by]}", DIM))
         return
     rows = [
-        Row(cells=[page.cut(item.site, max(page.width - 46, 16)), item.kind, item.choice, *_figures(item, show)]) for item in items[:top]
+        Row(
+            cells=[
+                page.cut(item.site, max(page.width - 46, 16)),
+                item.kind,
+                item.choice,
+                *_figures(item, show),
+            ]
+        )
+        for item in items[:top]
     ]
     rest = items[top:]
     if rest:
         parts = [item.part for item in rest if item.part is not None]
         together = Item(
-            site=f"{len(rest)} more", kind="", choice="", amount=sum(i.amount for i in rest), part=sum(parts) if parts else None
+            site=f"{len(rest)} more",
+            kind="",
+            choice="",
+            amount=sum(i.amount for i in rest),
+            part=sum(parts) if parts else None,
         )
         rows.append(Row(cells=[Text(together.site, style=DIM), "", "", *_figures(together, show)]))
     kinds = _by_kind(items)
     if len(kinds) > 1:
         page.field("kinds", " · ".join(f"{kind} {f.format_share(part)}" for kind, part in kinds))
         page.blank()
-    page.table([Column(header="site", fit="cut"), Column(header="what"), Column(header="choice", fit="cut"),
-                Column(header=_HEADERS[by], right=True), Column(header="part", right=True)], rows)  # fmt: skip
+    page.table(
+        [
+            Column(header="site", fit="cut"),
+            Column(header="what"),
+            Column(header="choice", fit="cut"),
+            Column(header=_HEADERS[by], right=True),
+            Column(header="part", right=True),
+        ],
+        rows,
+    )
     if rest:
         page.blank()
         page.verbatim("next", f"--top {len(items)}", "shows them all")
@@ -92,39 +112,76 @@ def _figures(item: Item, show: Callable[[float], str]) -> list[Cell]:
 
 
 def _by_time(plan: Plan) -> list[Item]:
-    """Of a call: each site's seconds. Of a training step: the seconds that each decision adds to the step that keeps everything."""
+    """Of a call: each site's seconds.
+
+    Of a training step: the seconds that each decision adds to the step that keeps everything.
+    """
     whole = plan.predicted.seconds or 0.0
     known = [_item(d, d.cost.seconds, whole) for d in plan.decisions if d.cost.seconds]
     rest = whole - sum(item.amount for item in known)
     name = "the step itself, all kept" if plan.goal.mode == "training" else _OTHERS
-    others = [Item(site=name, kind="", choice="", amount=rest, part=rest / whole)] if whole and rest > 0 else []
+    others = (
+        [Item(site=name, kind="", choice="", amount=rest, part=rest / whole)] if whole and rest > 0 else []
+    )
     return sorted([*known, *others], key=lambda item: -item.amount)
 
 
 def _by_error(plan: Plan) -> list[Item]:
     """Each site alone, never as one of a group: the error that its option adds."""
     found = [(d, d.cost.error) for d in plan.decisions if d.cost.error_squared]
-    items = [Item(site=d.site, kind=d.kind, choice=_choice(d), amount=error, part=share(plan, error**2)) for d, error in found]
+    items = [
+        Item(site=d.site, kind=d.kind, choice=_choice(d), amount=error, part=share(plan, error**2))
+        for d, error in found
+    ]
     return sorted(items, key=lambda item: -item.amount)
 
 
 def _by_memory(plan: Plan) -> list[Item]:
-    """What lives at the peak: of a training step its parts, then what each decision keeps; of a call the weights of each site."""
+    """What lives at the peak: of a training step its parts, then what each decision keeps; of a call the
+    weights of each site.
+    """
     whole = plan.predicted.peak_bytes or 0
     if plan.memory_timeline is not None:
         parts = [Item(site=name, kind="at the peak", choice="", amount=size, part=_of(size, whole))
                  for name, size in plan.memory_timeline.parts.items()]  # fmt: skip
-        kept = [Item(site=d.site, kind=d.kind, choice=_choice(d), amount=d.cost.bytes_kept, part=_of(d.cost.bytes_kept, whole))
-                for d in plan.decisions if d.cost.bytes_kept]  # fmt: skip
+        kept = [
+            Item(
+                site=d.site,
+                kind=d.kind,
+                choice=_choice(d),
+                amount=d.cost.bytes_kept,
+                part=_of(d.cost.bytes_kept, whole),
+            )
+            for d in plan.decisions
+            if d.cost.bytes_kept
+        ]
         return sorted(parts, key=lambda item: -item.amount) + sorted(kept, key=lambda item: -item.amount)
-    known = [_item(d, d.cost.weight_bytes + d.cost.bytes_kept, whole) for d in plan.decisions if d.cost.weight_bytes or d.cost.bytes_kept]
+    known = [
+        _item(d, d.cost.weight_bytes + d.cost.bytes_kept, whole)
+        for d in plan.decisions
+        if d.cost.weight_bytes or d.cost.bytes_kept
+    ]
     rest = whole - sum(item.amount for item in known)
-    others = [Item(site="activations, and weights that are not decided", kind="", choice="", amount=rest, part=_of(rest, whole))]
+    others = [
+        Item(
+            site="activations, and weights that are not decided",
+            kind="",
+            choice="",
+            amount=rest,
+            part=_of(rest, whole),
+        )
+    ]
     return sorted([*known, *(others if rest > 0 else [])], key=lambda item: -item.amount)
 
 
 def _item(decision: Decision, amount: float, whole: float) -> Item:
-    return Item(site=decision.site, kind=decision.kind, choice=_choice(decision), amount=amount, part=_of(amount, whole))
+    return Item(
+        site=decision.site,
+        kind=decision.kind,
+        choice=_choice(decision),
+        amount=amount,
+        part=_of(amount, whole),
+    )
 
 
 def _of(amount: float, whole: float) -> float | None:
@@ -136,30 +193,58 @@ def _choice(decision: Decision) -> str:
 
 
 def _error_title(plan: Plan) -> str:
-    limit = f", of the limit {format_error(plan.goal.max_error)}; the part is of its square" if plan.goal.max_error else ""
+    limit = (
+        f", of the limit {format_error(plan.goal.max_error)}; the part is of its square"
+        if plan.goal.max_error
+        else ""
+    )
     return f"what costs error in {plan.model}: the error that each site alone adds{limit}"
 
 
 def _memory_title(plan: Plan) -> str:
     peak = f.NONE if plan.predicted.peak_bytes is None else format_bytes(plan.predicted.peak_bytes)
-    where = f", in the {plan.memory_timeline.peak_phase} at {plan.memory_timeline.peak_site}" if plan.memory_timeline else ""
+    where = (
+        f", in the {plan.memory_timeline.peak_phase} at {plan.memory_timeline.peak_site}"
+        if plan.memory_timeline
+        else ""
+    )
     return f"what holds memory in {plan.model}: predicted peak {peak}{where}"
 
 
 def _time_title(plan: Plan) -> str:
     whole = f.NONE if plan.predicted.seconds is None else format_seconds(plan.predicted.seconds)
-    return f"where the time of {plan.model} goes: predicted {whole} per {'step' if plan.goal.mode == 'training' else 'call'}"
+    return (
+        f"where the time of {plan.model} goes: predicted {whole} per "
+        f"{'step' if plan.goal.mode == 'training' else 'call'}"
+    )
 
 
-RANKINGS: Mapping[str, Callable[[Plan], list[Item]]] = {"time": _by_time, "error": _by_error, "memory": _by_memory}
-_TITLES: Mapping[str, Callable[[Plan], str]] = {"time": _time_title, "error": _error_title, "memory": _memory_title}
-_SHOW: Mapping[str, Callable[[float], str]] = {"time": f.format_saved_seconds, "error": format_error, "memory": format_bytes}
+RANKINGS: Mapping[str, Callable[[Plan], list[Item]]] = {
+    "time": _by_time,
+    "error": _by_error,
+    "memory": _by_memory,
+}
+_TITLES: Mapping[str, Callable[[Plan], str]] = {
+    "time": _time_title,
+    "error": _error_title,
+    "memory": _memory_title,
+}
+_SHOW: Mapping[str, Callable[[float], str]] = {
+    "time": f.format_saved_seconds,
+    "error": format_error,
+    "memory": format_bytes,
+}
 _HEADERS = {"time": "time", "error": "error", "memory": "bytes"}
-_NOTHING = {"time": "nothing: no time was predicted", "error": "nothing: every choice is exact", "memory": "nothing is held"}
+_NOTHING = {
+    "time": "nothing: no time was predicted",
+    "error": "nothing: every choice is exact",
+    "memory": "nothing is held",
+}
 
 
 def curve(plan: Plan, points: int) -> list[tuple[float, float, str]]:
-    """(peak bytes, seconds, what changes) along the exchanges of a plan, least memory first, the plan itself among them.
+    """(peak bytes, seconds, what changes) along the exchanges of a plan, least memory first, the plan itself
+    among them.
 
     Raises:
         UsageError: the plan predicts no peak or no time.
@@ -177,7 +262,11 @@ def curve(plan: Plan, points: int) -> list[tuple[float, float, str]]:
     front = [point for at, point in enumerate(found) if all(point[1] < earlier[1] for earlier in found[:at])]
     if len(front) <= points:
         return front
-    return [front[round(at * (len(front) - 1) / (points - 1))] for at in range(points)] if points > 1 else front[:1]
+    return (
+        [front[round(at * (len(front) - 1) / (points - 1))] for at in range(points)]
+        if points > 1
+        else front[:1]
+    )
 
 
 def _most_freed(plan: Plan) -> float:
@@ -186,7 +275,10 @@ def _most_freed(plan: Plan) -> float:
     for declined in plan.declined:
         if declined.cost is not None:
             least[declined.site] = min(least.get(declined.site, float("inf")), held_bytes(declined.cost))
-    freed = sum(max(held_bytes(d.cost) - min(least.get(d.site, float("inf")), held_bytes(d.baseline_cost)), 0) for d in plan.decisions)
+    freed = sum(
+        max(held_bytes(d.cost) - min(least.get(d.site, float("inf")), held_bytes(d.baseline_cost)), 0)
+        for d in plan.decisions
+    )
     return freed * (1 - 1e-12)
 
 
@@ -195,9 +287,28 @@ def print_curve(plan: Plan, points: int, console: Console | None = None) -> None
     page = Page(console)
     _title(page, f"what memory buys {plan.model}, by the options in its plan: an estimate")
     page.blank()
-    rows = [Row(cells=[format_bytes(size), format_seconds(seconds), Text(change, style=STRONG if change == "the plan itself" else "")])
-            for size, seconds, change in curve(plan, points)]  # fmt: skip
-    page.table([Column(header="peak memory", right=True), Column(header="time", right=True), Column(header="last change", fit="cut")], rows)
+    rows = [
+        Row(
+            cells=[
+                format_bytes(size),
+                format_seconds(seconds),
+                Text(change, style=STRONG if change == "the plan itself" else ""),
+            ]
+        )
+        for size, seconds, change in curve(plan, points)
+    ]
+    page.table(
+        [
+            Column(header="peak memory", right=True),
+            Column(header="time", right=True),
+            Column(header="last change", fit="cut"),
+        ],
+        rows,
+    )
     if plan.levers:
         page.blank()
-        page.field("levers", "what each reaches by itself within the budget stands in `effcompile explain`, solved with the model")
+        page.field(
+            "levers",
+            "what each reaches by itself within the budget stands in `effcompile explain`, solved with "
+            "the model",
+        )

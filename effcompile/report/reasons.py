@@ -1,7 +1,8 @@
 """The words of every reason. Reasons of many sites that differ in figures only are one phrase, with ranges.
 
-A phrase is made of texts and of figures. Two reasons are alike when their phrases have the same texts and figures of the same
-nature at the same places; what is printed of many is then the first one's texts, with the least and the most of every figure.
+A phrase is made of texts and of figures. Two reasons are alike when their phrases have the same texts and
+figures of the same nature at the same places; what is printed of many is then the first one's texts, with the
+least and the most of every figure.
 """
 
 from __future__ import annotations
@@ -71,7 +72,13 @@ def _plain(value: float) -> str:
     return f"{value:d}" if isinstance(value, int) else f"{value:g}"
 
 
-_HOLES: dict[str | None, Callable[[float], Figure]] = {"": _number, "bytes": _size, "seconds": _time, "error": _error, "share": _share}
+_HOLES: dict[str | None, Callable[[float], Figure]] = {
+    "": _number,
+    "bytes": _size,
+    "seconds": _time,
+    "error": _error,
+    "share": _share,
+}
 
 
 # ------------------------------------------------------------------ the phrases
@@ -98,7 +105,11 @@ def _text(reason: r.Because | r.Unsupported) -> Phrase:
 
 @phrase.register
 def _slower(reason: r.Slower) -> Phrase:
-    return ("takes at least " if reason.at_least else "the fastest plan with it takes ", _time(reason.seconds), " more a step")
+    return (
+        "takes at least " if reason.at_least else "the fastest plan with it takes ",
+        _time(reason.seconds),
+        " more a step",
+    )
 
 
 @phrase.register
@@ -119,7 +130,13 @@ def _over_budget(reason: r.OverBudget) -> Phrase:
         return ("needs at least ", _size(reason.needed))
     if reason.saves is None:
         return ("would bring the peak memory to ", _size(reason.needed), ", above ", _size(reason.budget))
-    return ("saves ", _time(reason.saves), ", but its peak is ", _size(reason.needed - reason.budget), " above the budget")
+    return (
+        "saves ",
+        _time(reason.saves),
+        ", but its peak is ",
+        _size(reason.needed - reason.budget),
+        " above the budget",
+    )
 
 
 @phrase.register
@@ -193,7 +210,9 @@ def _kept(reason: r.Kept) -> Phrase:
         return (_size(reason.bytes), " are there at every instant, and fit")
     if reason.options is None:
         return ("all fits",)
-    return ("nothing else is possible here" if reason.options == 1 else "no alternative is worth its cost here",)
+    return (
+        "nothing else is possible here" if reason.options == 1 else "no alternative is worth its cost here",
+    )
 
 
 @phrase.register
@@ -201,15 +220,18 @@ def _frees(reason: r.Frees) -> Phrase:
     when = " at every instant" if reason.throughout else " between forward and backward"
     cost: Phrase = (_time(reason.seconds),) if reason.seconds > 0 else ("no more time",)
     host: Phrase = ("; ", _size(reason.host_bytes), " on the host") if reason.host_bytes else ()
-    link: Phrase = (", ", _size(reason.link_bytes), " over the link in every step") if reason.link_bytes else ()
+    link: Phrase = (
+        (", ", _size(reason.link_bytes), " over the link in every step") if reason.link_bytes else ()
+    )
     return ("frees ", _size(reason.bytes), f"{when} for ", *cost, *host, *link)
 
 
 @phrase.register
 def _divided(reason: r.Divided) -> Phrase:
     return (
-        "activations of ", _number(reason.examples), " of ", _number(reason.batch), " examples at a time, beside ",
-        _size(reason.gradient_bytes), " of summed gradients; the step takes ", Figure(reason.slower, _change), " against the unplanned one",
+        "activations of ", _number(reason.examples), " of ", _number(reason.batch),
+        " examples at a time, beside ", _size(reason.gradient_bytes), " of summed gradients; the step takes ",
+        Figure(reason.slower, _change), " against the unplanned one",
     )  # fmt: skip
 
 
@@ -218,7 +240,11 @@ def _sees(reason: m.Sees) -> Phrase:
     share: Phrase = (", ", _share(reason.share), " of the scores") if reason.share is not None else ()
     if reason.form is None:
         return ("sees what the plan does not keep", *share)  # an older one, which had it in words
-    check = f"; every call checks that {condition_words(reason.form)}, else the dense mask is read" if reason.form.guards else ""
+    check = (
+        f"; every call checks that {condition_words(reason.form)}, else the dense mask is read"
+        if reason.form.guards
+        else ""
+    )
     return (f"sees {mask_words(reason.form)}", *share, check)
 
 
@@ -237,19 +263,32 @@ def _only_where(reason: m.OnlyWhere) -> Phrase:
 @phrase.register
 def _sparse_speed(reason: r.SparseSpeed) -> Phrase:
     bits = f" in {reason.bits} bits" if reason.bits else ""
-    stock: Phrase = (" (", Figure(reason.over_stock, _tenths), " over F.linear)") if reason.over_stock is not None else ()
+    stock: Phrase = (
+        (" (", Figure(reason.over_stock, _tenths), " over F.linear)") if reason.over_stock is not None else ()
+    )
     start = "" if reason.gains else "no gain here: "
-    published = f"; ×{reason.published:.2f} where arithmetic binds: {reason.source}" if reason.published is not None else ""
+    published = (
+        f"; ×{reason.published:.2f} where arithmetic binds: {reason.source}"
+        if reason.published is not None
+        else ""
+    )
     return (
-        f"{start}eps = time per sparse FLOP / time per dense FLOP{bits} = ", Figure(reason.epsilon, _tenths), *stock, ", break-even ",
-        Figure(reason.break_even, _tenths), published,
+        f"{start}eps = time per sparse FLOP / time per dense FLOP{bits} = ", Figure(reason.epsilon, _tenths),
+        *stock, ", break-even ", Figure(reason.break_even, _tenths), published,
     )  # fmt: skip
 
 
 @phrase.register
 def _recall(reason: r.Recall) -> Phrase:
     but = ("; ", *phrase(reason.but)) if reason.but is not None else ()
-    return ("recall ", Figure(reason.recall, _thousandths), " of softmax mass at ", _share(reason.share), " of tiles", *but)
+    return (
+        "recall ",
+        Figure(reason.recall, _thousandths),
+        " of softmax mass at ",
+        _share(reason.share),
+        " of tiles",
+        *but,
+    )
 
 
 @phrase.register
@@ -270,15 +309,21 @@ def _not_built(reason: f.NotBuilt) -> Phrase:
 @phrase.register
 def _corrected(reason: f.Corrected) -> Phrase:
     return (
-        "before lowering: emulated" if reason.emulated else f"round {reason.round}: measured", " error ", _error(reason.measured),
-        " against predicted ", _error(reason.predicted),
-        "; errors scaled by ", Figure(reason.factor, _hundredths), " and solved again",
+        "before lowering: emulated" if reason.emulated else f"round {reason.round}: measured", " error ",
+        _error(reason.measured), " against predicted ", _error(reason.predicted), "; errors scaled by ",
+        Figure(reason.factor, _hundredths), " and solved again",
     )  # fmt: skip
 
 
 @phrase.register
 def _host_use(reason: f.HostUse) -> Phrase:
-    return ("host memory measured: ", _size(reason.bytes), " (", _number(reason.bytes), f" bytes) at its highest, in {reason.folder}")
+    return (
+        "host memory measured: ",
+        _size(reason.bytes),
+        " (",
+        _number(reason.bytes),
+        f" bytes) at its highest, in {reason.folder}",
+    )
 
 
 @phrase.register
@@ -288,7 +333,11 @@ def _unmeasured(reason: f.Unmeasured) -> Phrase:
 
 @phrase.register
 def _padding(reason: f.Padding) -> Phrase:
-    return ("padding changes the output by ", _error(reason.effect)) if reason.effect else ("the model itself ignores this mask",)
+    return (
+        ("padding changes the output by ", _error(reason.effect))
+        if reason.effect
+        else ("the model itself ignores this mask",)
+    )
 
 
 @phrase.register
@@ -305,7 +354,10 @@ def _of(reason: f.Of) -> Phrase:
 @phrase.register
 def _cosine(reason: f.Cosine) -> Phrase:
     alone = "" if reason.alone is None else f"{words(reason.alone)}, "
-    return (f"cosine of the whole gradient {reason.cosine:.6f}; of one parameter's alone {alone}", _error(reason.error))
+    return (
+        f"cosine of the whole gradient {reason.cosine:.6f}; of one parameter's alone {alone}",
+        _error(reason.error),
+    )
 
 
 @phrase.register

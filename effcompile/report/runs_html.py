@@ -13,6 +13,11 @@ def run_html(rows: Sequence[StageRow], machine: RunMachine) -> str:
     """The whole document; nothing in it is computed."""
     goal = f'<p class="dim">{escape(goal_of(rows))}</p>'
     head = f'<header><p class="brand">effcompile · run</p><h1>{escape(run_title(rows))}</h1>{goal}</header>'
-    stages = table(["stage", *(f"#{name}" for name in HEADS)], [[escape(cell) for cell in cells_of(row)] for row in rows])
+    stages = table(
+        ["stage", *(f"#{name}" for name in HEADS)], [[escape(cell) for cell in cells_of(row)] for row in rows]
+    )
     lines = table(["", ""], [[escape(name), escape(line)] for name, line in lines_of(rows, machine)])
-    return document(f"effcompile · {run_title(rows)}", [head, section("Stages", stages), section("What it comes to", lines)])
+    return document(
+        f"effcompile · {run_title(rows)}",
+        [head, section("Stages", stages), section("What it comes to", lines)],
+    )

@@ -1,4 +1,7 @@
-"""What the HTML report does in a browser: sort a table by a column, copy a command. Without it all is readable."""
+"""What the HTML report does in a browser: sort a table by a column, copy a command.
+
+Without it all is readable.
+"""
 
 from __future__ import annotations
 

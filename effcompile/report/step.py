@@ -34,6 +34,9 @@ def _peak(page: Page, timeline: MemoryTimeline) -> None:
     page.field("peak", f"{format_bytes(timeline.peak_bytes)} in the {timeline.peak_phase}{where}{node}")
     columns = [Column(), Column(right=True, style=STRONG), Column(fit="cut"), Column(style="cyan")]
     room, peak = min(_BAR, max(page.width - 56, 4)), max(timeline.peak_bytes, 1)
-    rows = [Row(cells=[" " * 8, format_bytes(size), name, bar(size / peak, room)]) for name, size in timeline.parts.items()]
+    rows = [
+        Row(cells=[" " * 8, format_bytes(size), name, bar(size / peak, room)])
+        for name, size in timeline.parts.items()
+    ]
     if rows:
         page.table(columns, rows)

@@ -1,4 +1,6 @@
-"""Small inline SVG charts: stacked bars whose colours come from the page's CSS variables, so that they follow light and dark."""
+"""Small inline SVG charts: stacked bars whose colours come from the page's CSS variables, so that they follow
+light and dark.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Bar:
 
 def stacked_bars(bars: Sequence[Bar], *, title: str, limit: tuple[float, str] | None = None) -> str:
     """An SVG of the bars on one scale, and a legend. `limit` draws a line at a length, with its text."""
-    longest = max([sum(p.length for p in bar.parts) for bar in bars] + ([limit[0]] if limit else []), default=0.0)
+    longest = max(
+        [sum(p.length for p in bar.parts) for bar in bars] + ([limit[0]] if limit else []), default=0.0
+    )
     if longest <= 0:
         return ""
     scale = (_WIDTH - _LABEL - _VALUE) / longest
@@ -42,7 +46,10 @@ def stacked_bars(bars: Sequence[Bar], *, title: str, limit: tuple[float, str] | 
         x = _LABEL + limit[0] * scale
         side, anchor = (-5, "end") if x > _WIDTH / 2 else (5, "start")
         body.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 3}" y2="{height - 6}"/>')
-        body.append(f'<text class="limit" x="{x + side:.1f}" y="{top - 6}" text-anchor="{anchor}">{escape(limit[1])}</text>')
+        body.append(
+            f'<text class="limit" x="{x + side:.1f}" y="{top - 6}" '
+            f'text-anchor="{anchor}">{escape(limit[1])}</text>'
+        )
     label = escape(title + ": " + "; ".join(f"{bar.label} {bar.total}" for bar in bars))
     svg = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(body)}</svg>'
     return f"<figure>{svg}{_legend(bars)}</figure>"
@@ -60,7 +67,8 @@ def _bar(bar: Bar, y: float, scale: float) -> str:
         hint = f"<title>{escape(part.name)}: {escape(part.text)}</title>"
         style = _fill(part.colour)
         out.append(
-            f'<rect x="{x:.1f}" y="{middle - _BAR / 2}" width="{shown:.1f}" height="{_BAR}" rx="2" style="fill:{style}">{hint}</rect>'
+            f'<rect x="{x:.1f}" y="{middle - _BAR / 2}" width="{shown:.1f}" height="{_BAR}" rx="2" '
+            f'style="fill:{style}">{hint}</rect>'
         )
         x += width
     out.append(f'<text class="value" x="{x + 8:.1f}" y="{middle}">{escape(bar.total)}</text>')
@@ -72,7 +80,10 @@ def _legend(bars: Sequence[Bar]) -> str:
     if all(len(bar.parts) == 1 for bar in bars):
         return ""
     names = {part.name: part.colour for bar in bars for part in bar.parts if part.length > 0}
-    items = "".join(f'<span><i style="background:{_fill(colour)}"></i>{escape(name)}</span>' for name, colour in names.items())
+    items = "".join(
+        f'<span><i style="background:{_fill(colour)}"></i>{escape(name)}</span>'
+        for name, colour in names.items()
+    )
     return f'<figcaption class="legend">{items}</figcaption>'
 
 

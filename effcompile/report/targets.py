@@ -15,7 +15,10 @@ _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4")
 
 
 def targets_table(targets: Iterable[Target], console: Console | None = None, verbose: bool = False) -> None:
-    """One row per target; peaks in TFLOP/s (TOP/s for integers), bandwidth in GB/s. Verbose: each figure's source."""
+    """One row per target; peaks in TFLOP/s (TOP/s for integers), bandwidth in GB/s.
+
+    Verbose: each figure's source.
+    """
     page, listed = Page(console), list(targets)
     dtypes = _dtypes(listed)
     columns = [Column(header="target", style=STRONG, fit="cut"), Column(header="memory", right=True)]
@@ -35,7 +38,11 @@ def _row(page: Page, target: Target, dtypes: Sequence[str], verbose: bool) -> Ro
     below = []
     if verbose:
         wrapped = [target.describe(), *(f"{name}: {source}" for name, source in target.sources.items())]
-        below = [line.plain if i == 0 else f"  {line.plain}" for text in wrapped for i, line in enumerate(page.wrap(text, page.width - 8))]
+        below = [
+            line.plain if i == 0 else f"  {line.plain}"
+            for text in wrapped
+            for i, line in enumerate(page.wrap(text, page.width - 8))
+        ]
     memory = format_bytes(target.memory_bytes)
     return Row(cells=[target.name, memory, f"{target.memory_bandwidth / 1e9:.0f}", *peaks], below=below)
 

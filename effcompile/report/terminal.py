@@ -25,10 +25,17 @@ from effcompile.report.step import print_memory
 
 _TEMPLATES_SHOWN = 2
 
-VERDICT_STYLE = {f.PlanVerdict.MET: GOOD, f.PlanVerdict.NOT_MET: BAD, f.PlanVerdict.UNVERIFIED: WARN, f.PlanVerdict.PREDICTED: WARN}
+VERDICT_STYLE = {
+    f.PlanVerdict.MET: GOOD,
+    f.PlanVerdict.NOT_MET: BAD,
+    f.PlanVerdict.UNVERIFIED: WARN,
+    f.PlanVerdict.PREDICTED: WARN,
+}
 
 
-def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False, directory: str | None = None) -> None:
+def print_plan(
+    plan: Plan, console: Console | None = None, verbose: bool = False, directory: str | None = None
+) -> None:
     """Print the plan to the console (default: stdout).
 
     Args:
@@ -72,7 +79,9 @@ def _head(page: Page, plan: Plan) -> None:
     inputs = page.text(" · ".join(plan.inputs)).plain
     rest = page.cut(page.text(f" · {title}").plain, page.width - len(" effcompile"))
     fits = inputs and cell_len(f" effcompile{rest} - {inputs}") <= page.width
-    page.line(Text(" "), Text("effcompile", style=STRONG), Text(rest), page.text(f" · {inputs}" if fits else ""))
+    page.line(
+        Text(" "), Text("effcompile", style=STRONG), Text(rest), page.text(f" · {inputs}" if fits else "")
+    )
     page.field("target", f.target_text(plan))
     if inputs and not fits:
         page.field("inputs", inputs)
@@ -81,7 +90,9 @@ def _head(page: Page, plan: Plan) -> None:
 
 def _goal(page: Page, plan: Plan) -> None:
     verdict = f.verdict(plan)
-    page.field("goal", Text(plan.goal.describe(), style=STRONG), Text(verdict.value, style=VERDICT_STYLE[verdict]))
+    page.field(
+        "goal", Text(plan.goal.describe(), style=STRONG), Text(verdict.value, style=VERDICT_STYLE[verdict])
+    )
     headline = f.headline(plan)
     if headline:
         page.field("", headline)
@@ -131,11 +142,17 @@ def _backends(page: Page, plan: Plan) -> None:
         chosen_first = sorted(plan.candidates, key=lambda c: c.backend != plan.backend)
         page.table(columns, [_candidate(c, plan.backend) for c in chosen_first])
     if plan.settings:
-        page.field("settings", Text(" · ".join(f"{name} {value}" for name, value in plan.settings.items()), style=DIM))
+        page.field(
+            "settings",
+            Text(" · ".join(f"{name} {value}" for name, value in plan.settings.items()), style=DIM),
+        )
 
 
 def _candidate(candidate: Candidate, chosen: str) -> Row:
-    times = [f.NONE if s is None else format_seconds(s) for s in (candidate.predicted_seconds, candidate.measured_seconds)]
+    times = [
+        f.NONE if s is None else format_seconds(s)
+        for s in (candidate.predicted_seconds, candidate.measured_seconds)
+    ]
     error = f.NONE if candidate.error is None else format_error(candidate.error)
     taken = candidate.backend == chosen
     name = Text(f"{'●' if taken else ' '} {candidate.backend}", style=STRONG if taken else "")
@@ -161,9 +178,16 @@ def _decisions(page: Page, plan: Plan, verbose: bool) -> None:
     page.table(columns, rows)
 
 
-def _group_rows(page: Page, plan: Plan, ledger: Ledger, group: DecisionGroup, kind: str, verbose: bool) -> list[Row]:
+def _group_rows(
+    page: Page, plan: Plan, ledger: Ledger, group: DecisionGroup, kind: str, verbose: bool
+) -> list[Row]:
     option = Text(choice(group.kind, group.option, group.baseline), style=DIM if group.kept else STRONG)
-    cells: list[Cell] = [kind, option, str(len(group.decisions)), *_figures(ledger.figures(plan, group.decisions))]
+    cells: list[Cell] = [
+        kind,
+        option,
+        str(len(group.decisions)),
+        *_figures(ledger.figures(plan, group.decisions)),
+    ]
     where: list[Cell] = [] if verbose else _where(group.sites)
     for note, count in group.notes.items():
         line = Text(note + (f" ({count})" if len(group.notes) > 1 else ""), style=DIM)
@@ -182,7 +206,10 @@ def _group_rows(page: Page, plan: Plan, ledger: Ledger, group: DecisionGroup, ki
 
 def _site_row(plan: Plan, ledger: Ledger, decision: Decision, span: int) -> Row:
     """One site of a group: its name across the columns at the left, its own figures."""
-    return Row(cells=[Text(f"  · {decision.site}", style=DIM), *_figures(ledger.figures(plan, [decision]))], span=span)
+    return Row(
+        cells=[Text(f"  · {decision.site}", style=DIM), *_figures(ledger.figures(plan, [decision]))],
+        span=span,
+    )
 
 
 def _figures(figures: Sequence[LedgerFigure]) -> list[Cell]:
@@ -204,20 +231,37 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
         return
     page.blank()
     shown = found if verbose else _most_telling(found, ledger_of(plan).refusals)
-    columns = [Column(header="declined"), Column(header="option", fit="wrap"), Column(header="sites", right=True)]
+    columns = [
+        Column(header="declined"),
+        Column(header="option", fit="wrap"),
+        Column(header="sites", right=True),
+    ]
     columns.append(Column(header="reason", fit="wrap"))
     rows = []
     for place, refusal in enumerate(shown):
         kind = "" if place and shown[place - 1].kind == refusal.kind else refusal.kind
-        cells = [kind, refusal.option, str(len(refusal.sites)) if any(refusal.sites) else "all", refusal.reason]
+        cells = [
+            kind,
+            refusal.option,
+            str(len(refusal.sites)) if any(refusal.sites) else "all",
+            refusal.reason,
+        ]
         rows.append(Row(cells=cells, below=_refused_where(plan, refusal, verbose)))
     page.table(columns, rows)
     if len(found) > len(shown):
-        page.field("", Text(f"+{len(found) - len(shown)} more groups: --verbose, or effcompile explain plan.json SITE", style=DIM))
+        page.field(
+            "",
+            Text(
+                f"+{len(found) - len(shown)} more groups: --verbose, or effcompile explain plan.json SITE",
+                style=DIM,
+            ),
+        )
 
 
 def _most_telling(found: Sequence[RefusalGroup], most: int) -> list[RefusalGroup]:
-    """At most so many, in their order: what was declined everywhere first, what only follows from decisions at other sites last."""
+    """At most so many, in their order: what was declined everywhere first, what only follows from decisions
+    at other sites last.
+    """
     chosen = sorted(found, key=lambda refusal: (any(refusal.sites), refusal.follows))[:most]
     return [refusal for refusal in found if refusal in chosen]
 
@@ -237,9 +281,15 @@ def _refused_where(plan: Plan, refusal: RefusalGroup, verbose: bool) -> list[Cel
 def _checks(page: Page, plan: Plan) -> None:
     if plan.checks:
         page.blank()
-        columns = [Column(header="verified"), Column(fit="cut"), Column(header="error", right=True), Column(header="limit", right=True)]
+        columns = [
+            Column(header="verified"),
+            Column(fit="cut"),
+            Column(header="error", right=True),
+            Column(header="limit", right=True),
+        ]
         page.table(
-            [*columns, Column(fit="wrap", style=DIM)], [_check(check) for check in plan.checks] + [_stress(check) for check in plan.stress]
+            [*columns, Column(fit="wrap", style=DIM)],
+            [_check(check) for check in plan.checks] + [_stress(check) for check in plan.stress],
         )
     if plan.calibration_inputs:
         if not plan.checks:
@@ -249,7 +299,9 @@ def _checks(page: Page, plan: Plan) -> None:
 
 def _check(check: Check) -> Row:
     mark = Text("✔ passed", style=GOOD) if check.passed else Text("✘ failed", style=BAD)
-    return Row(cells=[mark, check.name, format_error(check.error), format_error(check.limit), words(check.note)])
+    return Row(
+        cells=[mark, check.name, format_error(check.error), format_error(check.limit), words(check.note)]
+    )
 
 
 def _stress(check: Check) -> Row:

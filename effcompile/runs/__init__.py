@@ -7,4 +7,15 @@ from effcompile.runs.scoring import Scores, scores
 from effcompile.runs.sparse_choice import SparseLayers, sparse_layers
 from effcompile.runs.stage import Stage
 
-__all__ = ["Active", "CriticalBatch", "Run", "Scores", "SparseLayers", "Stage", "critical_batch", "schedule", "scores", "sparse_layers"]
+__all__ = [
+    "Active",
+    "CriticalBatch",
+    "Run",
+    "Scores",
+    "SparseLayers",
+    "Stage",
+    "critical_batch",
+    "schedule",
+    "scores",
+    "sparse_layers",
+]

@@ -1,4 +1,6 @@
-"""The residual branches of a layer: the linears that end them, by the names that models give them, and the norms that stand at them."""
+"""The residual branches of a layer: the linears that end them, by the names that models give them, and the
+norms that stand at them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from effcompile.core.errors import UsageError
 
 #: Ends of names of the modules whose output is added to the residual stream.
 _ENDS = (
-    "o_proj", "out_proj", "c_proj", "down_proj", "fc2", "w2", "wo", "output.dense", "dense_4h_to_h", "attention.dense", "proj", "down",
-    "linear2", "out",
+    "o_proj", "out_proj", "c_proj", "down_proj", "fc2", "w2", "wo", "output.dense", "dense_4h_to_h",
+    "attention.dense", "proj", "down", "linear2", "out",
 )  # fmt: skip
 
 
@@ -23,8 +25,8 @@ def branch_ends(layer: nn.Module) -> list[nn.Module]:
     if not found:
         names = ", ".join(name for name, module in layer.named_modules() if is_linear(module))
         raise UsageError(
-            f"It cannot be told which linears of {type(layer).__name__} end its residual branches: it has {names or 'none'}, and known "
-            f"are names that end in {', '.join(_ENDS)}."
+            f"It cannot be told which linears of {type(layer).__name__} end its residual branches: it has "
+            f"{names or 'none'}, and known are names that end in {', '.join(_ENDS)}."
         )
     return found
 

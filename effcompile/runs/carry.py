@@ -1,4 +1,6 @@
-"""What the optimizer knows, carried along when parameters change: a fresh one of the new parameters, with the moments moved."""
+"""What the optimizer knows, carried along when parameters change: a fresh one of the new parameters, with the
+moments moved.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Origin:
     """Where a parameter comes from.
 
     Attributes:
-        source: qualified name of one before, whose group it joins. moved: what becomes of that one's moments; None: it has none yet.
+        source: qualified name of one before, whose group it joins. moved: what becomes of that one's moments;
+            None: it has none yet.
     """
 
     source: str
@@ -58,14 +61,16 @@ def states_of(optimizer: Optimizer, groups: list[list[str]]) -> States:
         held = optimizer.state_dict()
     except KeyError as error:
         raise UsageError(
-            "The optimizer has states of a parameter that is in none of its groups any more, which cannot be handed on. Put it back, or "
-            "drop them: optimizer.state.pop(parameter)."
+            "The optimizer has states of a parameter that is in none of its groups any more, which cannot "
+            "be handed on. Put it back, or drop them: optimizer.state.pop(parameter)."
         ) from error
     flat = [name for group in groups for name in group]
     return {flat[number]: state for number, state in held["state"].items()}
 
 
-def moved_states(states: States, origins: Origins, parameters: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> States:
+def moved_states(
+    states: States, origins: Origins, parameters: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> States:
     """States of the parameters that there are now. `shapes`: of those before, by name.
 
     Raises:
@@ -78,16 +83,21 @@ def moved_states(states: States, origins: Origins, parameters: Mapping[str, Tens
             if name in states:
                 moved[name] = states[name]
         elif origin.moved is not None and origin.source in states:
-            moved[name] = {key: _moved(key, value, origin, shapes[origin.source]) for key, value in states[origin.source].items()}
+            moved[name] = {
+                key: _moved(key, value, origin, shapes[origin.source])
+                for key, value in states[origin.source].items()
+            }
     return moved
 
 
 def _moved(key: str, value: object, origin: Origin, shape: torch.Size) -> object:
     assert origin.moved is not None
-    if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and type(value) is not Tensor):
+    if not isinstance(value, (Tensor, int, float)) or (
+        isinstance(value, Tensor) and type(value) is not Tensor
+    ):
         raise UsageError(
-            f"The optimizer's state {key!r} of {origin.source} is held in a form that cannot follow a change of the model. Give the run "
-            "passes=['states.eight_bit=false', 'states.offload=false']."
+            f"The optimizer's state {key!r} of {origin.source} is held in a form that cannot follow a change "
+            "of the model. Give the run passes=['states.eight_bit=false', 'states.offload=false']."
         )
     if isinstance(value, Tensor) and value.shape == shape:
         return origin.moved(value)
@@ -95,12 +105,17 @@ def _moved(key: str, value: object, origin: Origin, shape: torch.Size) -> object
 
 
 def of_changed(
-    optimizer: Optimizer, groups: list[list[str]], model: nn.Module, origins: Origins, rates: Mapping[str, float] | None = None
+    optimizer: Optimizer,
+    groups: list[list[str]],
+    model: nn.Module,
+    origins: Origins,
+    rates: Mapping[str, float] | None = None,
 ) -> Optimizer:
-    """An optimizer of the given one's class and options for the parameters that there are now, without states.
+    """An optimizer of the given one's class and options for the parameters that there are now, without
+    states.
 
-    A parameter that is new joins the group of its source; one that is no more leaves its own. `rates`: what learning rates of parameters
-    are multiplied with, which then have groups of their own.
+    A parameter that is new joins the group of its source; one that is no more leaves its own. `rates`: what
+    learning rates of parameters are multiplied with, which then have groups of their own.
     """
     now = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name for group in groups for name in group}
@@ -108,7 +123,11 @@ def of_changed(
     made.state = defaultdict(dict)
     made.param_groups = []
     for given, members in zip(optimizer.param_groups, groups, strict=True):
-        mine = [name for name in now if name in members or (name not in before and name in origins and origins[name].source in members)]
+        mine = [
+            name
+            for name in now
+            if name in members or (name not in before and name in origins and origins[name].source in members)
+        ]
         for factor in sorted({(rates or {}).get(name, 1.0) for name in mine}):
             chosen = [now[name] for name in mine if (rates or {}).get(name, 1.0) == factor]
             made.param_groups.append({**given, "lr": given["lr"] * factor, "params": chosen})
@@ -128,8 +147,8 @@ def load_states(optimizer: Optimizer, names: Mapping[int, str], states: States, 
         optimizer.load_state_dict({"state": mine, "param_groups": held["param_groups"]})
     except FormatError as error:
         raise UsageError(
-            f"Stage {number + 1} holds the optimizer's states in another form than the one before: {error} Give all stages the same, with "
-            "passes=['states.eight_bit=false'] or max_error=None."
+            f"Stage {number + 1} holds the optimizer's states in another form than the one before: {error} "
+            "Give all stages the same, with passes=['states.eight_bit=false'] or max_error=None."
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""How much a change of a model changes what it computes: measured on a stage's example inputs, in evaluation mode."""
+"""How much a change of a model changes what it computes: measured on a stage's example inputs, in evaluation
+mode.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from effcompile.loader.loaded import as_inputs
 
 
 def change_of_function(model: nn.Module, example: Example, change: Callable[[], object]) -> float | None:
-    """Carry out a change; returns ‖after − before‖ / ‖before‖ over the model's outputs, None on the meta device."""
+    """Carry out a change; returns ‖after − before‖ / ‖before‖ over the model's outputs, None on the meta
+    device.
+    """
     if any(p.is_meta for p in model.parameters()):
         change()
         return None

@@ -1,4 +1,6 @@
-"""A stage is entered: its fields change the model, the optimizer follows, and what holds for the stage begins."""
+"""A stage is entered: its fields change the model, the optimizer follows, and what holds for the stage
+begins.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Entered:
     """A model in the form of a stage.
 
     Attributes:
-        optimizer: of its parameters. states: that were carried to it, by parameter. taken_up: whether it has them already.
+        optimizer: of its parameters. states: that were carried to it, by parameter. taken_up: whether it has
+            them already.
         layers: qualified name of the list of layers, "" where no field needs it.
     """
 
@@ -36,7 +39,9 @@ class Entered:
     skipped: dict[Graph, Forwards] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """What holds for the stage begins; where it moves the optimizer's states itself, the optimizer takes them up first."""
+        """What holds for the stage begins; where it moves the optimizer's states itself, the optimizer takes
+        them up first.
+        """
         if any(effect.moves_states for effect in self.effects) and self.states:
             self.take_up(self.optimizer)
         for effect in self.effects:
@@ -59,7 +64,8 @@ class Entered:
     @property
     def passes(self) -> list[str]:
         """The stage's own, and those of its fields."""
-        added = [item for effect in self.effects for item in effect.passes] + ["no-frozen"]  # what is carried on has its weights
+        # what is carried on has its weights
+        added = [item for effect in self.effects for item in effect.passes] + ["no-frozen"]
         if len(self.graphs) > 1:
             added.append("states.in_backward=false")
         return [*(self.stage.passes or ()), *added]
@@ -84,25 +90,50 @@ class Entered:
             yield
 
     def _skipping(self, graph: Graph) -> Forwards:
-        """The same for a graph each time: what is planned has the forwards of its modules among its guards."""
+        """The same for a graph each time: what is planned has the forwards of its modules among
+        its guards.
+        """
         if graph not in self.skipped:
             layers = list(self.model.get_submodule(self.layers).children()) if graph.dropped else []
             self.skipped[graph] = skipping(layers, graph.dropped)
         return self.skipped[graph]
 
 
-def enter(model: nn.Module, optimizer: Optimizer, states: States, stage: Stage, number: int, layers: str, example: Example) -> Entered:
+def enter(
+    model: nn.Module,
+    optimizer: Optimizer,
+    states: States,
+    stage: Stage,
+    number: int,
+    layers: str,
+    example: Example,
+) -> Entered:
     """Bring a model into the form of a stage, in place, and the optimizer and its states with it.
 
     Raises:
         UsageError: what a field asks for cannot be had of this model.
     """
-    effects = [field(stage=stage, first=number == 0, layers=layers) for name, field in FIELDS.items() if getattr(stage, name) is not None]
-    groups, shapes = group_names(optimizer, names_of(model)), {name: p.shape for name, p in model.named_parameters()}
+    effects = [
+        field(stage=stage, first=number == 0, layers=layers)
+        for name, field in FIELDS.items()
+        if getattr(stage, name) is not None
+    ]
+    groups, shapes = (
+        group_names(optimizer, names_of(model)),
+        {name: p.shape for name, p in model.named_parameters()},
+    )
     before = [id(p) for p in model.parameters()]
     origins = {name: origin for effect in effects for name, origin in effect.change(model, example).items()}
     rates = {name: factor for effect in effects for name, factor in effect.rates(model).items()}
     if before != [id(p) for p in model.parameters()] or rates:
         optimizer = of_changed(optimizer, groups, model, origins, rates)
         states = moved_states(states, origins, dict(model.named_parameters()), shapes)
-    return Entered(model=model, stage=stage, number=number, optimizer=optimizer, states=states, effects=effects, layers=layers)
+    return Entered(
+        model=model,
+        stage=stage,
+        number=number,
+        optimizer=optimizer,
+        states=states,
+        effects=effects,
+        layers=layers,
+    )

@@ -17,5 +17,12 @@ def examples_of(example: Example) -> int:
 def units_of(example: Example) -> int:
     """Tokens, or patches, of one example: entries of its first integer tensor; 0 where there is none."""
     args, kwargs = as_inputs(example)
-    found = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1 and not v.is_floating_point()), None)
+    found = next(
+        (
+            v
+            for v in (*args, *kwargs.values())
+            if isinstance(v, Tensor) and v.dim() > 1 and not v.is_floating_point()
+        ),
+        None,
+    )
     return 0 if found is None else int(found[0].numel())

@@ -26,9 +26,16 @@ class Common(TypedDict, total=False):
 
 
 def planned_graphs(
-    model: nn.Module, entered: Entered, example: Example, batch: int | None, memory: int | str | None, common: Common
+    model: nn.Module,
+    entered: Entered,
+    example: Example,
+    batch: int | None,
+    memory: int | str | None,
+    common: Common,
 ) -> list[TrainingExecutable]:
-    """The planned models of the graphs of a stage that was entered, with these inputs; the first has the optimizer."""
+    """The planned models of the graphs of a stage that was entered, with these inputs; the first has the
+    optimizer.
+    """
     made: list[TrainingExecutable] = []
     for graph, most in zip(entered.graphs, limits(entered, memory, common["target"]).memory, strict=True):
         optimizer = None if made else entered.optimizer
@@ -42,7 +49,9 @@ def planned_graphs(
 
 
 def drawn(graphs: Sequence[Graph], number: int, step: int) -> int:
-    """Which of its graphs a stage takes at a step: drawn by the two numbers, so that a run that is resumed draws the same."""
+    """Which of its graphs a stage takes at a step: drawn by the two numbers, so that a run that is resumed
+    draws the same.
+    """
     if len(graphs) == 1:
         return 0
     generator = torch.Generator().manual_seed(7919 * number + step)

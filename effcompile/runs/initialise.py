@@ -1,11 +1,13 @@
-"""The initialisations that a run can begin with. Each changes the model in place and says which parameters are new.
+"""The initialisations that a run can begin with.
+
+Each changes the model in place and says which parameters are new.
 
 fixup       Zhang et al. 2019 (arXiv 1901.09321): no norms in the layers; the linears of a branch scaled by
             L^(−1/(2m−2)) with m = 2, its end zero.
 t-fixup     Huang et al. 2020 (ICML, "Improving transformer optimization through better initialization"): no
             norms; Xavier, then the ends of the branches and the value and feed-forward linears scaled by
             0.67 · N^(−1/4); embeddings of standard deviation d^(−1/2) and scaled alike.
-rezero      Bachlechner et al. 2020 (arXiv 2003.04887): no norms; one scale, of zero, for all branches of a layer.
+rezero      Bachlechner et al. 2020 (arXiv 2003.04887): no norms; one scale, of zero, for a layer's branches.
 skipinit    De & Smith 2020 (arXiv 2002.10444): no norms; a scale of zero at the end of each branch.
 layerscale  Touvron et al. 2021 (arXiv 2103.17239): norms stay; a scale for each channel at the end of each
             branch: 0.1 to 18 layers, 1e-5 to 24, else 1e-6.
@@ -32,7 +34,9 @@ _VALUES = ("v_proj", "value", "fc1", "up_proj", "gate_proj", "c_fc", "linear1", 
 
 
 class _Scaled(nn.Module):
-    """A linear whose output is multiplied with a learnable `gain`: mixed into the linear's own class, so that all names stay."""
+    """A linear whose output is multiplied with a learnable `gain`: mixed into the linear's own class, so that
+    all names stay.
+    """
 
     gain: nn.Parameter
 
@@ -60,7 +64,9 @@ def _without_norms(model: nn.Module, layers: str) -> None:
                 setattr(layer.get_submodule(owner), attribute, nn.Identity())
 
 
-def _with_gains(model: nn.Module, layers: str, make: Callable[[nn.Module], nn.Parameter], *, shared: bool = False) -> Origins:
+def _with_gains(
+    model: nn.Module, layers: str, make: Callable[[nn.Module], nn.Parameter], *, shared: bool = False
+) -> Origins:
     origins: dict[str, Origin] = {}
     names = {id(module): name for name, module in model.named_modules()}
     for layer in _stack(model, layers):
@@ -166,7 +172,10 @@ def mup_rates(model: nn.Module, layers: str) -> dict[str, float]:
 def _weight(linear: nn.Module) -> nn.Parameter:
     weight: Any = linear.weight
     if not isinstance(weight, nn.Parameter):
-        raise UsageError(f"A {type(linear).__name__} has no plain weight: `init` begins with untrained, unquantised models.")
+        raise UsageError(
+            f"A {type(linear).__name__} has no plain weight: `init` begins with untrained, unquantised "
+            "models."
+        )
     return weight
 
 
@@ -177,5 +186,6 @@ def _zero_bias(linear: nn.Module) -> None:
 
 
 RECIPES: Mapping[str, Recipe] = {
-    "fixup": _fixup, "t-fixup": _t_fixup, "rezero": _rezero, "skipinit": _skipinit, "layerscale": _layerscale, "mup": _mup,
+    "fixup": _fixup, "t-fixup": _t_fixup, "rezero": _rezero, "skipinit": _skipinit, "layerscale": _layerscale,
+    "mup": _mup,
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""When a loss no longer falls: the mean of the last window of steps is not lower than that of the window before by more than a share."""
+"""When a loss no longer falls: the mean of the last window of steps is not lower than that of the window
+before by more than a share.
+"""
 
 from __future__ import annotations
 

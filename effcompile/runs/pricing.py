@@ -1,4 +1,6 @@
-"""What a stage's step costs: of several graphs the expected seconds and the largest peak, with what stands beside."""
+"""What a stage's step costs: of several graphs the expected seconds and the largest peak, with what stands
+beside.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ class Priced:
     """A stage's plans, one for each of its graphs; the first has the optimizer.
 
     Attributes:
-        beside: bytes that the stage's fields keep on the device. states: of the optimizer, beside the graphs after the first.
-        flops: of a step's forward and backward, expected; None where they could not be counted. parameters: of the model.
+        beside: bytes that the stage's fields keep on the device. states: of the optimizer, beside the graphs
+            after the first.
+        flops: of a step's forward and backward, expected; None where they could not be counted. parameters:
+            of the model.
     """
 
     plans: tuple[Plan, ...]
@@ -40,10 +44,18 @@ class Priced:
 
     @property
     def seconds(self) -> float:
-        """Expected of a step. Graphs after the first have no update in their plans: that of the first is added."""
-        update = next((decision.cost.seconds for decision in self.plan.decisions if decision.site == SITE), 0.0)
+        """Expected of a step.
+
+        Graphs after the first have no update in their plans: that of the first is added.
+        """
+        update = next(
+            (decision.cost.seconds for decision in self.plan.decisions if decision.site == SITE), 0.0
+        )
         steps = [plan.predicted.seconds or 0.0 for plan in self.plans]
-        return sum(graph.share * (step + update * (place > 0)) for place, (graph, step) in enumerate(zip(self.graphs, steps, strict=True)))
+        return sum(
+            graph.share * (step + update * (place > 0))
+            for place, (graph, step) in enumerate(zip(self.graphs, steps, strict=True))
+        )
 
     @property
     def peak(self) -> int | None:
@@ -70,7 +82,9 @@ def limits(entered: Entered, memory: int | str | None, target: str | Target) -> 
     beside, graphs = entered.bytes_beside, entered.graphs
     device = next(iter(entered.model.parameters())).device.type
     parameters = [(group, p) for group in entered.optimizer.param_groups for p in group["params"]]
-    states = state_bytes(StatesForm(), entered.optimizer, parameters, device).state_bytes if len(graphs) > 1 else 0
+    states = (
+        state_bytes(StatesForm(), entered.optimizer, parameters, device).state_bytes if len(graphs) > 1 else 0
+    )
     if memory is None:
         return Budgets(memory=(None,) * len(graphs), beside=beside, states=states)
     limit = Goal.of(mode="training", memory=memory).memory
@@ -78,7 +92,8 @@ def limits(entered: Entered, memory: int | str | None, target: str | Target) -> 
     left = limit - beside
     if left <= states:
         raise UsageError(
-            f"Stage {entered.number + 1} keeps {format_bytes(beside + states)} beside its step, of {format_bytes(limit)}: nothing is left."
+            f"Stage {entered.number + 1} keeps {format_bytes(beside + states)} beside its step, of "
+            f"{format_bytes(limit)}: nothing is left."
         )
     return Budgets(memory=(left, *[left - states] * (len(graphs) - 1)), beside=beside, states=states)
 

@@ -81,12 +81,20 @@ class Active:
             UsageError: the stage is over, or another one has begun.
         """
         if self.run.active is not self or self.left < 1:
-            raise UsageError(f"Stage {self.number + 1} of the run is over. Take the next one: `for stage in run: ...`.")
+            raise UsageError(
+                f"Stage {self.number + 1} of the run is over. Take the next one: `for stage in run: ...`."
+            )
         start = perf_counter()
         graph, model = self._drawn()
         with self.entered.around(graph):
             outputs = model(*args, **kwargs)
-            loss: Tensor = outputs if isinstance(outputs, Tensor) else outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
+            loss: Tensor = (
+                outputs
+                if isinstance(outputs, Tensor)
+                else outputs["loss"]
+                if isinstance(outputs, Mapping)
+                else outputs.loss
+            )
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -103,11 +111,15 @@ class Active:
 
 @dataclass(kw_only=True)
 class Run:
-    """Stages with their plans. Iterate over it to run them: `for stage in run: while stage.left: stage.step(...)`.
+    """Stages with their plans.
+
+    Iterate over it to run them: `for stage in run: while stage.left: stage.step(...)`.
 
     Attributes:
-        priced: what each stage's step costs, predicted. notes: what each stage's fields say. done: steps taken of each.
-        active: the stage that runs. layers: qualified name of the model's list of layers, "" where no field needs it.
+        priced: what each stage's step costs, predicted. notes: what each stage's fields say. done: steps
+            taken of each.
+        active: the stage that runs. layers: qualified name of the model's list of layers, "" where no field
+            needs it.
     """
 
     model: nn.Module
@@ -142,7 +154,10 @@ class Run:
     @property
     def batches(self) -> list[int]:
         """Examples of a step, stage by stage."""
-        return [plan.batch or examples_of(example) for plan, example in zip(self.plans, self.examples, strict=True)]
+        return [
+            plan.batch or examples_of(example)
+            for plan, example in zip(self.plans, self.examples, strict=True)
+        ]
 
     def left(self, number: int) -> int:
         """Steps that are left of a stage, at the most."""
@@ -166,12 +181,16 @@ class Run:
                 yield self.active
                 if left := self.left(number):
                     raise UsageError(
-                        f"Stage {number + 1} has {left} steps left, and the next one was asked for. Take them all, or save the run and "
-                        "resume it later."
+                        f"Stage {number + 1} has {left} steps left, and the next one was asked for. Take "
+                        "them all, or save the run and resume it later."
                     )
 
     def _begun(self, number: int) -> Active:
-        entered = self._entered if self._entered is not None and self._entered.number == number else self._enter(number)
+        entered = (
+            self._entered
+            if self._entered is not None and self._entered.number == number
+            else self._enter(number)
+        )
         priced, models = self._made(entered)
         optimizer = models[0].optimizer
         assert optimizer is not None
@@ -182,7 +201,9 @@ class Run:
         for group, given in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = given * self._factor(number)
         self.priced[number] = priced
-        return Active(run=self, number=number, entered=entered, model=models[0], others=models[1:], optimizer=optimizer)
+        return Active(
+            run=self, number=number, entered=entered, model=models[0], others=models[1:], optimizer=optimizer
+        )
 
     def _enter(self, number: int, *, begin: bool = True) -> Entered:
         """The model in the form of a stage, from that of the stage before."""
@@ -195,12 +216,16 @@ class Run:
                 held = optimizer if self.active is None else self.active.optimizer
                 states = states_of(held, group_names(held, names_of(self.model)))
         self._rates = self._rates_now() or [group["lr"] for group in optimizer.param_groups]
-        entered = enter(self.model, optimizer, states, self.stages[number], number, self.layers, self.examples[number])
+        entered = enter(
+            self.model, optimizer, states, self.stages[number], number, self.layers, self.examples[number]
+        )
         if entered.optimizer is not optimizer:
             self._rates = self._following(optimizer, entered.optimizer)
             self.optimizer = entered.optimizer
         else:
-            entered.taken_up = before is not None and (before.taken_up if self.active is None else self.active.optimizer is optimizer)
+            entered.taken_up = before is not None and (
+                before.taken_up if self.active is None else self.active.optimizer is optimizer
+            )
         if begin:
             entered.begin()
         self._entered = entered
@@ -208,11 +233,16 @@ class Run:
         return entered
 
     def _rates_now(self) -> list[float]:
-        """The rates as given, at the batch that they are for: those set since the stage began, by hand or by a schedule, are given."""
+        """The rates as given, at the batch that they are for: those set since the stage began, by hand or by
+        a schedule, are given.
+        """
         if (active := self.active) is None:
             return self._rates
         factor, groups = self._factor(active.number), active.optimizer.param_groups
-        return [given if group["lr"] == given * factor else group["lr"] / factor for given, group in zip(self._rates, groups, strict=True)]
+        return [
+            given if group["lr"] == given * factor else group["lr"] / factor
+            for given, group in zip(self._rates, groups, strict=True)
+        ]
 
     def _following(self, before: Optimizer, after: Optimizer) -> list[float]:
         """The given rates of groups that may have been split: each by its factor."""
@@ -226,7 +256,9 @@ class Run:
         number = entered.number
         batch = None if entered.stage.batch is None else self.batches[number]
         made = planned_graphs(self.model, entered, self.examples[number], batch, self.memory, self.common)
-        return replace(self.priced[number], plans=tuple(one.plan for one in made), graphs=entered.graphs), made
+        return replace(
+            self.priced[number], plans=tuple(one.plan for one in made), graphs=entered.graphs
+        ), made
 
     def _factor(self, number: int) -> float:
         """What the law of the optimizer makes of its learning rates at the stage's batch."""
@@ -235,7 +267,8 @@ class Run:
         return self.rate.at(self.batches[number], type(self.optimizer).__name__) / self.rate.rate
 
     def averaged(self) -> nn.Module:
-        """A copy of the model with the mean of the last checkpoints of the stage that runs, which has `average`.
+        """A copy of the model with the mean of the last checkpoints of the stage that runs, which has
+        `average`.
 
         Raises:
             UsageError: it has none, or no checkpoint was taken yet.
@@ -243,7 +276,10 @@ class Run:
         effects = [] if self._entered is None else self._entered.effects
         found = next((effect for effect in effects if isinstance(effect, Average)), None)
         if found is None:
-            raise UsageError("No stage with average=... is running. Write Stage(steps=..., average=5) and take its steps first.")
+            raise UsageError(
+                "No stage with average=... is running. Write Stage(steps=..., average=5) and take its "
+                "steps first."
+            )
         return found.averaged(self.model)
 
     # ------------------------------------------------------------ what it says
@@ -252,13 +288,23 @@ class Run:
         """The stages as they are printed."""
         return [
             StageRow(
-                name=stage.name or stage.sizes or f"stage {number + 1}", plan=priced.plan, steps=stage.steps, batch=self.batches[number],
-                rate=self._first_rate * self._factor(number) if self.rate is not None else None, taken=self.timed[number],
-                spent=self.seconds[number], seconds=priced.seconds, peak=priced.peak, notes=tuple(self.notes[number]),
-                over=self.left(number) == 0, units=units_of(self.examples[number]), flops=priced.flops, parameters=priced.parameters,
+                name=stage.name or stage.sizes or f"stage {number + 1}",
+                plan=priced.plan,
+                steps=stage.steps,
+                batch=self.batches[number],
+                rate=self._first_rate * self._factor(number) if self.rate is not None else None,
+                taken=self.timed[number],
+                spent=self.seconds[number],
+                seconds=priced.seconds,
+                peak=priced.peak,
+                notes=tuple(self.notes[number]),
+                over=self.left(number) == 0,
+                units=units_of(self.examples[number]),
+                flops=priced.flops,
+                parameters=priced.parameters,
             )
             for number, (stage, priced) in enumerate(zip(self.stages, self.priced, strict=True))
-        ]  # fmt: skip
+        ]
 
     @property
     def _first_rate(self) -> float:
@@ -284,32 +330,56 @@ class Run:
     # ------------------------------------------------------------ saved and resumed
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write parameters, buffers, optimizer states, the random generator and how far the run is: whole or not at all.
+        """Write parameters, buffers, optimizer states, the random generator and how far the run is: whole or
+        not at all.
 
         Raises:
             UsageError: the file cannot be written.
         """
         entered, states = self._entered, {}
         if self.active is not None:
-            states = states_of(self.active.optimizer, group_names(self.active.optimizer, names_of(self.model)))
-        saving.write(Path(file), {
-            "stages": [repr(stage) for stage in self.stages], "batches": self.batches, "done": self.done,
-            "at": -1 if entered is None else entered.number, "model": self.model.state_dict(), "states": states,
-            "effects": {} if entered is None else {effect.name: dict(effect.state()) for effect in entered.effects},
-            "plateaus": [plateau.losses for plateau in self._plateaus], "random": torch.get_rng_state(), "rates": self._rates_now(),
-        })  # fmt: skip
+            states = states_of(
+                self.active.optimizer, group_names(self.active.optimizer, names_of(self.model))
+            )
+        saving.write(
+            Path(file),
+            {
+                "stages": [repr(stage) for stage in self.stages],
+                "batches": self.batches,
+                "done": self.done,
+                "at": -1 if entered is None else entered.number,
+                "model": self.model.state_dict(),
+                "states": states,
+                "effects": {}
+                if entered is None
+                else {effect.name: dict(effect.state()) for effect in entered.effects},
+                "plateaus": [plateau.losses for plateau in self._plateaus],
+                "random": torch.get_rng_state(),
+                "rates": self._rates_now(),
+            },
+        )
 
     def resume(self, file: str | os.PathLike[str]) -> None:
         """Go on where `save` was called, in a run of the same stages that has not begun.
 
         Raises:
-            UsageError: the run has begun, or there is no such file. FormatError: it is of other stages, or not one of ours.
+            UsageError: the run has begun, or there is no such file. FormatError: it is of other stages, or
+                not one of ours.
         """
         if self.active is not None or self._entered is not None:
-            raise UsageError("This run has begun. Make it anew with effcompile.schedule(...), and resume that.")
+            raise UsageError(
+                "This run has begun. Make it anew with effcompile.schedule(...), and resume that."
+            )
         held = saving.read(Path(file))
-        if held["stages"] != [repr(stage) for stage in self.stages] or held["batches"] != self.batches or held["at"] >= len(self.stages):
-            raise FormatError(f"{os.fspath(file)} is of other stages or batches: {held['stages']}, {held['batches']}. Nothing was loaded.")
+        if (
+            held["stages"] != [repr(stage) for stage in self.stages]
+            or held["batches"] != self.batches
+            or held["at"] >= len(self.stages)
+        ):
+            raise FormatError(
+                f"{os.fspath(file)} is of other stages or batches: {held['stages']}, {held['batches']}. "
+                "Nothing was loaded."
+            )
         for number in range(held["at"] + 1):
             self._enter(number, begin=number == held["at"])
         self.model.load_state_dict(held["model"])

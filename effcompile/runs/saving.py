@@ -18,8 +18,8 @@ from effcompile.runs.stage import Stage
 #: The form of what `write` writes.
 _VERSION = 3
 _WANTED: Mapping[str, type | tuple[type, ...]] = {
-    "stages": list, "done": list, "batches": list, "at": int, "model": Mapping, "states": dict, "effects": dict, "plateaus": list,
-    "random": Tensor, "rates": list,
+    "stages": list, "done": list, "batches": list, "at": int, "model": Mapping, "states": dict,
+    "effects": dict, "plateaus": list, "random": Tensor, "rates": list,
 }  # fmt: skip
 
 
@@ -50,7 +50,9 @@ def read(file: Path) -> dict[str, Any]:
         if wrong:
             raise ValueError(f"{wrong[0]} is a {type(held[wrong[0]]).__name__}")
     except Exception as error:
-        raise FormatError(f"{str(file)!r} is not a saved run: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise FormatError(
+            f"{str(file)!r} is not a saved run: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
     return dict(held)
 
 

@@ -1,7 +1,7 @@
 """How important each example is to the training, scored early in it.
 
-EL2N and GraNd: Paul et al. 2021 (arXiv 2107.07075): the norm of the error vector, and of the gradient. GraNd at the very start was later
-found to be no better than chance (arXiv 2303.14753): score after some steps.
+EL2N and GraNd: Paul et al. 2021 (arXiv 2107.07075): the norm of the error vector, and of the gradient. GraNd
+at the very start was later found to be no better than chance (arXiv 2303.14753): score after some steps.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ class Scores:
         return f"Scores({len(self.values)} by {self.kind})"
 
 
-def scores(model: nn.Module, batches: Iterable[Example], loss: Loss | None = None, *, kind: Kind = "grand") -> Scores:
+def scores(
+    model: nn.Module, batches: Iterable[Example], loss: Loss | None = None, *, kind: Kind = "grand"
+) -> Scores:
     """Score every example of the batches.
 
     Args:
         model: as it is now; it is not changed.
         batches: each like `inputs` of `effcompile.schedule`, examples along the first axis.
         loss: loss(outputs, inputs) for a model that returns none.
-        kind: "grand": norm of the loss's gradient of one example by all parameters. "el2n": norm of softmax(logits) − one-hot labels,
-            for models that return `logits` and take `labels`; over the places that have a label.
+        kind: "grand": norm of the loss's gradient of one example by all parameters. "el2n": norm of
+            softmax(logits) − one-hot labels, for models that return `logits` and take `labels`; over the
+            places that have a label.
 
     Raises:
         UsageError: another kind. InputsError: no batch, or what the kind needs is missing.
@@ -82,7 +85,8 @@ def _error_norms(model: nn.Module, args: Args, kwargs: Kwargs, loss: Loss | None
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or labels.shape != logits.shape[:-1]:
         raise InputsError(
-            "scores(kind='el2n') needs `labels` among the inputs, and outputs with `logits` of a class more axis. Use 'grand'."
+            "scores(kind='el2n') needs `labels` among the inputs, and outputs with `logits` of a class "
+            "more axis. Use 'grand'."
         )
     given = labels >= 0
     hot = nn.functional.one_hot(labels.clamp(min=0), logits.shape[-1])
@@ -109,7 +113,11 @@ def count_of(args: Args, kwargs: Kwargs) -> int:
     Raises:
         InputsError: no tensor has an axis of them.
     """
-    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.dim()]
+    sizes = [
+        leaf.shape[0]
+        for leaf in pytree.tree_leaves((args, dict(kwargs)))
+        if isinstance(leaf, Tensor) and leaf.dim()
+    ]
     if not sizes:
         raise InputsError("scores: a batch has no tensor with an axis of examples.")
     return max(sizes)

@@ -1,8 +1,10 @@
-"""Which linears train sparse, and in blocks of which size: a choice under a budget of bytes, by times measured at the rows of a step.
+"""Which linears train sparse, and in blocks of which size: a choice under a budget of bytes, by times
+measured at the rows of a step.
 
-A sparse FLOP takes eps times as long as a dense one (Dietrich et al. 2021, arXiv 2108.06277, section 5), which depends on the layer's
-shape, the block and the machine. So each linear has the options dense and sparse; its seconds are measured for both, its bytes are those
-of its weight, gradient and states; and for each size of block the planner takes the fastest choice within the budget.
+A sparse FLOP takes eps times as long as a dense one (Dietrich et al. 2021, arXiv 2108.06277, section 5),
+which depends on the layer's shape, the block and the machine. So each linear has the options dense and
+sparse; its seconds are measured for both, its bytes are those of its weight, gradient and states; and for
+each size of block the planner takes the fastest choice within the budget.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class BlockTrial:
 
     Attributes:
         block: their side. layers: that train sparse, by name.
-        seconds, bytes: of all layers to choose from in a step: products forward and backward; weights, gradients and states. None, and the
-            least bytes, where no choice is within the budget.
+        seconds, bytes: of all layers to choose from in a step: products forward and backward; weights,
+            gradients and states. None, and the least bytes, where no choice is within the budget.
         eps: layer → how many times as long a sparse FLOP takes as a dense one, measured.
     """
 
@@ -49,10 +51,12 @@ class BlockTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseLayers:
-    """What was chosen: `DynamicSparsity(model, optimizer, sparsity=…, block=found.block, layers=found.layers)`.
+    """What was chosen: `DynamicSparsity(model, optimizer, sparsity=…, block=found.block,
+    layers=found.layers)`.
 
     Attributes:
-        sparsity: the share of zeros. block: the side of the blocks. layers: that train sparse, by name; none where that is fastest.
+        sparsity: the share of zeros. block: the side of the blocks. layers: that train sparse, by name; none
+            where that is fastest.
         seconds, bytes: as of a trial; dense_seconds, dense_bytes: with all layers dense.
         trials: the best choice for each size of block that was asked for.
         left_out: layer → why it was not to choose from.
@@ -70,8 +74,9 @@ class SparseLayers:
 
 
 def sparse_layers(
-    model: nn.Module, loss: Callable[[], Tensor], *, sparsity: float = 0.9, blocks: Sequence[int] = (16, 8, 4),
-    optimizer: Optimizer | None = None, memory: int | str | None = None, layers: Sequence[str] | None = None,
+    model: nn.Module, loss: Callable[[], Tensor], *, sparsity: float = 0.9,
+    blocks: Sequence[int] = (16, 8, 4), optimizer: Optimizer | None = None, memory: int | str | None = None,
+    layers: Sequence[str] | None = None,
 ) -> SparseLayers:  # fmt: skip
     """Choose the linears that train sparse. Nothing of the model is changed.
 
@@ -85,7 +90,8 @@ def sparse_layers(
         layers: names or patterns of those to choose from; None: the linears inside repeated blocks.
 
     Raises:
-        UsageError: a share or block that is none, or layers that cannot be sparse. InfeasibleError: no choice is within the memory.
+        UsageError: a share or block that is none, or layers that cannot be sparse. InfeasibleError: no choice
+            is within the memory.
     """
     if not 0 < sparsity < 1 or not blocks:
         said = f"sparsity = {sparsity!r}, blocks = {blocks!r}"
@@ -93,10 +99,18 @@ def sparse_layers(
     chosen = select.choose(model, layers, 1)
     rows = rows_of(model, chosen, loss)
     left_out = {name: "the loss does not run it" for name in chosen if not rows[name].forward}
-    left_out |= {name: "no block divides it" for name, layer in chosen.items() if not any(_divides(block, layer) for block in blocks)}
+    left_out |= {
+        name: "no block divides it"
+        for name, layer in chosen.items()
+        if not any(_divides(block, layer) for block in blocks)
+    }
     wanted = {name: layer for name, layer in chosen.items() if name not in left_out}
     size = _sizes(optimizer, model)
-    beside = sum(size(p.shape) for p in model.parameters() if p.requires_grad and all(p is not layer.weight for layer in wanted.values()))
+    beside = sum(
+        size(p.shape)
+        for p in model.parameters()
+        if p.requires_grad and all(p is not layer.weight for layer in wanted.values())
+    )
     room = None if memory is None else int(parse_bytes(memory)) - beside
     measured = {block: _measured(wanted, rows, block, sparsity) for block in sorted(blocks, reverse=True)}
     dense = {name: min(found[name][1] for found in measured.values() if name in found) for name in wanted}
@@ -109,13 +123,18 @@ def sparse_layers(
             errors.append(error)
             least = sum(min(a.resources["bytes"] for a in options) for options in problem.sites.values())
             trials.append(BlockTrial(block=block, layers=(), seconds=None, bytes=int(least), eps=_eps(times)))
-    best = min((trial for trial in trials if trial.seconds is not None), key=lambda trial: trial.seconds or 0.0, default=None)
+    best = min(
+        (trial for trial in trials if trial.seconds is not None),
+        key=lambda trial: trial.seconds or 0.0,
+        default=None,
+    )
     if best is None:
         raise errors[0]
     return SparseLayers(
-        sparsity=sparsity, block=best.block, layers=best.layers, seconds=best.seconds or 0.0, bytes=best.bytes,
-        dense_seconds=sum(dense.values()), dense_bytes=sum(size(layer.weight.shape) for layer in wanted.values()),
-        trials=tuple(trials), left_out=left_out,
+        sparsity=sparsity, block=best.block, layers=best.layers, seconds=best.seconds or 0.0,
+        bytes=best.bytes, dense_seconds=sum(dense.values()),
+        dense_bytes=sum(size(layer.weight.shape) for layer in wanted.values()), trials=tuple(trials),
+        left_out=left_out,
     )  # fmt: skip
 
 
@@ -128,7 +147,9 @@ def _sizes(optimizer: Optimizer | None, model: nn.Module) -> Bytes:
         states = 0
         if optimizer is not None:
             form = given_form(optimizer, first.device.type)
-            states = state_bytes(form, optimizer, [(optimizer.param_groups[0], held)], first.device.type).state_bytes
+            states = state_bytes(
+                form, optimizer, [(optimizer.param_groups[0], held)], first.device.type
+            ).state_bytes
         return 2 * held.nbytes + states
 
     return size
@@ -138,7 +159,9 @@ def _sizes(optimizer: Optimizer | None, model: nn.Module) -> Bytes:
 _Times = dict[str, tuple[float, float, float]]
 
 
-def _measured(layers: Mapping[str, nn.Linear], rows: Mapping[str, RowTimes], block: int, sparsity: float) -> _Times:
+def _measured(
+    layers: Mapping[str, nn.Linear], rows: Mapping[str, RowTimes], block: int, sparsity: float
+) -> _Times:
     """Layers of one shape at equally many rows are measured once."""
     found: _Times = {}
     known: dict[tuple[object, ...], tuple[float, float, float]] = {}
@@ -168,19 +191,23 @@ def _kept(shape: tuple[int, int], block: int, sparsity: float) -> int:
 def _pattern(shape: tuple[int, int], block: int, sparsity: float) -> BlockPattern:
     grid = (shape[0] // block, shape[1] // block)
     kept = torch.zeros(grid[0] * grid[1], dtype=torch.bool)
-    kept[torch.randperm(len(kept), generator=torch.Generator().manual_seed(0))[: _kept(shape, block, sparsity)]] = True
+    kept[
+        torch.randperm(len(kept), generator=torch.Generator().manual_seed(0))[: _kept(shape, block, sparsity)]
+    ] = True
     return BlockPattern.from_blocks(kept.view(grid), block)
 
 
 def _problem(
-    layers: Mapping[str, nn.Linear], measured: _Times, dense: Mapping[str, float], size: Bytes, block: int, sparsity: float,
-    room: int | None,
+    layers: Mapping[str, nn.Linear], measured: _Times, dense: Mapping[str, float], size: Bytes, block: int,
+    sparsity: float, room: int | None,
 ) -> Problem:  # fmt: skip
     """Dense, or sparse where the blocks divide it, for each layer."""
     sites = {}
     for name, layer in layers.items():
         shape = (layer.out_features, layer.in_features)
-        options = [Alternative(name=DENSE, objective=dense[name], resources={"bytes": size(layer.weight.shape)})]
+        options = [
+            Alternative(name=DENSE, objective=dense[name], resources={"bytes": size(layer.weight.shape)})
+        ]
         if name in measured:
             held = size(torch.Size((_kept(shape, block, sparsity), block, block)))
             options.append(Alternative(name=SPARSE, objective=measured[name][0], resources={"bytes": held}))
@@ -191,7 +218,13 @@ def _problem(
 def _trial(problem: Problem, measured: _Times, block: int) -> BlockTrial:
     found = solve(problem)
     taken = tuple(name for name, option in found.choice.items() if option == SPARSE)
-    return BlockTrial(block=block, layers=taken, seconds=found.objective, bytes=int(found.resources["bytes"]), eps=_eps(measured))
+    return BlockTrial(
+        block=block,
+        layers=taken,
+        seconds=found.objective,
+        bytes=int(found.resources["bytes"]),
+        eps=_eps(measured),
+    )
 
 
 def _eps(measured: _Times) -> dict[str, float]:

@@ -20,16 +20,21 @@ class Stage(StageValues):
         steps: how many; with `until` at the most. name: in the report.
         sequence: tokens of an example, for `inputs`, which makes the stage's example inputs.
         image: pixels of a side, for `inputs` too; learned positions of a vision transformer are interpolated.
-        depth: layers of the model; those of the first stage are its first ones. move: how it grows: "stack" copies the whole list,
-            "interpolate" each layer, "identity" each layer with branches that end in zero, which keeps the function.
-        layers: the share of the layers that a step runs on average. tokens: the share of the tokens that the layers run on.
-        sparsity: the share of the linears' weights that is zero; backward_sparsity: of those that get no gradient (Top-KAST).
+        depth: layers of the model; those of the first stage are its first ones. move: how it grows: "stack"
+            copies the whole list, "interpolate" each layer, "identity" each layer with branches that end in
+            zero, which keeps the function.
+        layers: the share of the layers that a step runs on average. tokens: the share of the tokens that the
+            layers run on.
+        sparsity: the share of the linears' weights that is zero; backward_sparsity: of those that get no
+            gradient (Top-KAST).
         precision: what products are computed in: "fp32", "bf16", "fp16", "fp8"; needs a max_error.
         average: of how many of the last checkpoints `Run.averaged` is the mean. Their bytes count.
-        data: the share of the examples that `Active.examples` names, those of the highest `scores` (`effcompile.scores`).
+        data: the share of the examples that `Active.examples` names, those of the highest `scores`
+            (`effcompile.scores`).
         init: how the first stage begins: "fixup", "t-fixup", "rezero", "skipinit", "layerscale", "mup".
         until: "plateau" ends the stage when its loss no longer falls.
-        batch: sizes of the batch to choose from, see `optimize`; None takes the run's, or that of the example inputs.
+        batch: sizes of the batch to choose from, see `optimize`; None takes the run's, or that of the example
+            inputs.
         max_error: of the gradient; None takes the run's. passes: which passes; None takes the run's.
 
     Raises:
@@ -50,4 +55,6 @@ class Stage(StageValues):
     def sizes(self) -> str:
         """What holds in it, in words."""
         said = ("sequence", *(name for name in FIELDS if name != "init"))
-        return ", ".join(f"{name.replace('_', ' ')} {value}" for name in said if (value := getattr(self, name)) is not None)
+        return ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name in said if (value := getattr(self, name)) is not None
+        )

@@ -1,7 +1,9 @@
-"""Stages that a run might have: from how many layers to grow, by the planner's times and a short run of each, as AutoProg does by search.
+"""Stages that a run might have: from how many layers to grow, by the planner's times and a short run of each,
+as AutoProg does by search.
 
-Li et al. 2022 (arXiv 2203.14509). A suggestion, not a proof: what a model learns in a few steps on the example inputs, per predicted
-second, stands for what it would learn in a stage. The depth that falls fastest per second comes first, for half of the steps.
+Li et al. 2022 (arXiv 2203.14509). A suggestion, not a proof: what a model learns in a few steps on the
+example inputs, per predicted second, stands for what it would learn in a stage. The depth that falls fastest
+per second comes first, for half of the steps.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ def depths_of(layers: int) -> list[int]:
 
 
 def suggested(
-    model: nn.Module, steps: int | None, inputs: Callable[[Stage], Example], optimizer: Optimizer, seconds: Callable[[Stage], float]
+    model: nn.Module,
+    steps: int | None,
+    inputs: Callable[[Stage], Example],
+    optimizer: Optimizer,
+    seconds: Callable[[Stage], float],
 ) -> tuple[list[Stage], str]:
     """Stages, and why. `seconds`: a stage → predicted seconds of its step.
 
@@ -58,9 +64,13 @@ def suggested(
     if steps is None or steps < 2:
         raise UsageError(f"stages='auto' wants the steps of the whole run, 2 or more: steps={steps!r}.")
     if any(p.is_meta for p in model.parameters()):
-        raise UsageError("stages='auto' runs the model for some steps, and it is on the meta device: give the stages.")
+        raise UsageError(
+            "stages='auto' runs the model for some steps, and it is on the meta device: give the stages."
+        )
     depth = len(find_layers(model))
-    proxies = [_proxy(model, Stage(steps=steps, depth=some), inputs, optimizer, seconds) for some in depths_of(depth)]
+    proxies = [
+        _proxy(model, Stage(steps=steps, depth=some), inputs, optimizer, seconds) for some in depths_of(depth)
+    ]
     best = max(proxies, key=lambda proxy: proxy.rate)
     told = "; ".join(f"{proxy.depth} layers: {proxy.rate:.3g} of loss a second" for proxy in proxies)
     why = f"suggested, not proven, by {PROXY} measured steps of each depth and predicted seconds: {told}"
@@ -71,7 +81,11 @@ def suggested(
 
 
 def _proxy(
-    model: nn.Module, stage: Stage, inputs: Callable[[Stage], Example], optimizer: Optimizer, seconds: Callable[[Stage], float]
+    model: nn.Module,
+    stage: Stage,
+    inputs: Callable[[Stage], Example],
+    optimizer: Optimizer,
+    seconds: Callable[[Stage], float],
 ) -> Proxy:
     """A copy of the model in the stage's form, run for a few steps."""
     twin = copy.deepcopy(model).train()
@@ -98,6 +112,8 @@ def check(stages: Sequence[Stage] | str, steps: int | None) -> None:
     if stages == AUTO:
         return
     if isinstance(stages, str) or not stages or not all(isinstance(stage, Stage) for stage in stages):
-        raise UsageError("stages: give a list of effcompile.Stage(steps=...), one for each while, or 'auto' with steps.")
+        raise UsageError(
+            "stages: give a list of effcompile.Stage(steps=...), one for each while, or 'auto' with steps."
+        )
     if steps is not None:
         raise UsageError("steps are for stages='auto': each Stage has its own.")

@@ -44,7 +44,9 @@ class ArtifactRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """A saved artifact, opened: called as the model is, it returns the flat tensors, and refuses what its Executable would."""
+    """A saved artifact, opened: called as the model is, it returns the flat tensors, and refuses what its
+    Executable would.
+    """
 
     plan: Plan
     signature: Signature
@@ -61,7 +63,10 @@ class Artifact:
         if returns is None:
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
         if returns.tensors() != len(outputs):
-            raise FormatError(f"{str(self.folder / PLAN)!r} says {returns.tensors()} outputs; its artifact has {len(outputs)}. {_AGAIN}")
+            raise FormatError(
+                f"{str(self.folder / PLAN)!r} says {returns.tensors()} outputs; its artifact has "
+                f"{len(outputs)}. {_AGAIN}"
+            )
         return returns.built(outputs, self.signature.sizes([tuple(tensor.shape) for tensor in tensors]))
 
     def __call__(self, *args: object, **kwargs: object) -> list[torch.Tensor]:
@@ -80,7 +85,9 @@ class Artifact:
         """
         given = dict(zip((each.name for each in self.signature.inputs), tensors, strict=True))
         return carried(
-            f"The artifact in {str(self.folder)!r}", lambda: self.opened(given), "If the model itself takes them, please report it."
+            f"The artifact in {str(self.folder)!r}",
+            lambda: self.opened(given),
+            "If the model itself takes them, please report it.",
         )
 
     def fitting(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
@@ -101,35 +108,53 @@ class Artifact:
     def _found(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         signature = self.signature
         if len(args) > len(signature.parameters) or set(signature.parameters[: len(args)]) & kwargs.keys():
-            raise GuardError(f"The artifact takes {', '.join(signature.parameters) or 'nothing'} by position.", place="inputs")
+            raise GuardError(
+                f"The artifact takes {', '.join(signature.parameters) or 'nothing'} by position.",
+                place="inputs",
+            )
         named = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
         leaves = {f"inputs{pytree.keystr(path)}": leaf for path, leaf in leaves_with_path(named)}
         plain = {**signature.left_out, **signature.fixed}
         for place, leaf in leaves.items():
             if isinstance(leaf, torch.Tensor) or place not in plain:
                 continue
-            if plain[place] != described(leaf) or plain[place].endswith("…"):  # a text that was cut short could be another one's
-                raise GuardError(f"{place} was {plain[place]} when the plan was made, but got {described(leaf)}. Plan again.", place=place)
+            if plain[place] != described(leaf) or plain[place].endswith("…"):
+                # a text that was cut short could be another one's
+                raise GuardError(
+                    f"{place} was {plain[place]} when the plan was made, but got {described(leaf)}. Plan "
+                    "again.",
+                    place=place,
+                )
         wanted = {given.place: given.name for given in signature.inputs}
         tensors = {place: leaf for place, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
         known = {place for place, leaf in leaves.items() if place in plain or leaf is None}
-        new, missing = sorted(leaves.keys() - wanted.keys() - (known - tensors.keys())), sorted(wanted.keys() - tensors.keys())
+        new, missing = (
+            sorted(leaves.keys() - wanted.keys() - (known - tensors.keys())),
+            sorted(wanted.keys() - tensors.keys()),
+        )
         missing += sorted(signature.fixed.keys() - leaves.keys())
         if new or missing:
-            parts = [f"not planned for: {', '.join(new)}"] * bool(new) + [f"missing: {', '.join(missing)}"] * bool(missing)
+            parts = [f"not planned for: {', '.join(new)}"] * bool(new) + [
+                f"missing: {', '.join(missing)}"
+            ] * bool(missing)
             raise GuardError(
-                f"The inputs differ from those the plan was made with ({clipped('; '.join(parts))}).", place=(new or missing)[0]
+                f"The inputs differ from those the plan was made with ({clipped('; '.join(parts))}).",
+                place=(new or missing)[0],
             )
         return [tensors[given.place] for given in signature.inputs]
 
 
 def _check_kind(given: TensorInput, tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        raise GuardError(f"{given.name} is a {type(tensor).__name__} of layout {tensor.layout}, no plain dense tensor.", place=given.place)
+        raise GuardError(
+            f"{given.name} is a {type(tensor).__name__} of layout {tensor.layout}, no plain dense tensor.",
+            place=given.place,
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if (dtype, str(tensor.device)) != (given.dtype, given.device):
         raise GuardError(
-            f"{given.name} is {dtype} on {tensor.device}; the artifact takes {given.dtype} on {given.device}. Plan again for others.",
+            f"{given.name} is {dtype} on {tensor.device}; the artifact takes {given.dtype} on "
+            f"{given.device}. Plan again for others.",
             place=given.place,
         )
 
@@ -140,7 +165,8 @@ def _check_rows(given: TensorInput, tensor: torch.Tensor) -> None:
     low, high = (int(t) for t in torch.aminmax(tensor))
     if low < 0 or high >= given.rows:
         raise GuardError(
-            f"{given.name} has the index {low if low < 0 else high}; the table that it is looked up in has the rows 0 to {given.rows - 1}.",
+            f"{given.name} has the index {low if low < 0 else high}; the table that it is looked up in "
+            f"has the rows 0 to {given.rows - 1}.",
             place=given.place,
         )
 
@@ -149,7 +175,8 @@ def open_artifact(directory: str | Path) -> Artifact:
     """Open what `optimize -o` wrote: plan.json and the artifact.
 
     Raises:
-        UsageError: no plan or artifact there. FormatError: not one of ours, or not the one that the plan describes.
+        UsageError: no plan or artifact there. FormatError: not one of ours, or not the one that the plan
+            describes.
     """
     return read_steadily(Path(directory), _opened)
 
@@ -159,10 +186,12 @@ def run_artifact(directory: str | Path, inputs: Inputs | None = None) -> Artifac
 
     Args:
         directory: what `optimize -o` wrote: plan.json and the artifact.
-        inputs: (args, kwargs); None makes inputs of the plan's example sizes (integers 1, floats of unit variance).
+        inputs: (args, kwargs); None makes inputs of the plan's example sizes (integers 1, floats of unit
+            variance).
 
     Raises:
-        UsageError: no plan or artifact there. FormatError: not one of ours, or not the one that the plan describes.
+        UsageError: no plan or artifact there. FormatError: not one of ours, or not the one that the plan
+            describes.
         GuardError: other inputs than the plan's.
         LoweringError: it cannot be run. VerificationError: the outputs hold NaN.
     """
@@ -170,7 +199,9 @@ def run_artifact(directory: str | Path, inputs: Inputs | None = None) -> Artifac
     tensors = list(_generated(artifact.plan).values()) if inputs is None else artifact.fitting(*inputs)
     outputs = artifact.run(tensors)
     if any(output.is_floating_point() and bool(output.isnan().any()) for output in outputs):
-        raise VerificationError(f"The artifact in {str(directory)!r} returned NaN. Check it with `effcompile optimize` again.")
+        raise VerificationError(
+            f"The artifact in {str(directory)!r} returned NaN. Check it with `effcompile optimize` again."
+        )
     seconds = median_seconds(partial(artifact.run, tensors), min_rounds=5, budget=1.0)
     return ArtifactRun(seconds=seconds, outputs=tuple(_describe(output) for output in outputs))
 
@@ -178,7 +209,9 @@ def run_artifact(directory: str | Path, inputs: Inputs | None = None) -> Artifac
 def _opened(folder: Path) -> Artifact:
     plan = Plan.load(folder / PLAN)
     check_artifact(plan, folder)
-    if plan.signature is None or [given.name for given in plan.signature.inputs] != [line.partition(" ")[0] for line in plan.inputs]:
+    if plan.signature is None or [given.name for given in plan.signature.inputs] != [
+        line.partition(" ")[0] for line in plan.inputs
+    ]:
         raise FormatError(f"{str(folder / PLAN)!r} does not say what its artifact takes. {_AGAIN}")
     backends, _ = usable_backends(plan.backend)
     opened = backends[0].open(folder, plan)
@@ -197,12 +230,15 @@ def _generated(plan: Plan) -> dict[str, torch.Tensor]:
     needed = sum(math.prod(sizes) * dtype.itemsize for _, sizes, dtype in specs)
     if needed > most:
         raise FormatError(
-            f"The plan's inputs ({clipped('; '.join(plan.inputs))}) take {format_bytes(min(needed, 1 << 63))}; examples are given "
-            f"{format_bytes(most)} here, a {_INPUT_SHARE}th of this machine's memory. Give inputs of your own: `effcompile run --inputs`."
+            f"The plan's inputs ({clipped('; '.join(plan.inputs))}) take "
+            f"{format_bytes(min(needed, 1 << 63))}; examples are given {format_bytes(most)} here, a "
+            f"{_INPUT_SHARE}th of this machine's memory. Give inputs of your own: `effcompile run --inputs`."
         )
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(sizes, generator=generator).to(dtype) if dtype.is_floating_point else torch.ones(sizes, dtype=dtype)
+        name: torch.randn(sizes, generator=generator).to(dtype)
+        if dtype.is_floating_point
+        else torch.ones(sizes, dtype=dtype)
         for name, sizes, dtype in specs
     }
 
@@ -212,8 +248,15 @@ def _spec(line: str) -> tuple[str, list[int], torch.dtype]:
     match = _INPUT.fullmatch(line)
     dtype = vars(torch).get(match["dtype"]) if match else None
     sizes = [dim.rpartition("=")[2] for dim in match["dims"].split(" × ") if dim] if match else []
-    if match is None or not isinstance(dtype, torch.dtype) or not all(_SIZE.fullmatch(size) for size in sizes):
-        raise FormatError(f"The plan's input line {clipped(line)!r} does not read `name [sizes] dtype`. Plan again, or give inputs.")
+    if (
+        match is None
+        or not isinstance(dtype, torch.dtype)
+        or not all(_SIZE.fullmatch(size) for size in sizes)
+    ):
+        raise FormatError(
+            f"The plan's input line {clipped(line)!r} does not read `name [sizes] dtype`. Plan again, or "
+            "give inputs."
+        )
     return match["name"], [int(size) for size in sizes], dtype
 
 
@@ -224,6 +267,11 @@ def _describe(output: torch.Tensor) -> str:
 
 
 def check_pickled(folder: str, found: Plan, artifact: Mapping[str, str]) -> None:
-    """Raises FormatError where another artifact stands in a folder now than the one that was pickled, by its files' hashes."""
+    """Raises FormatError where another artifact stands in a folder now than the one that was pickled, by its
+    files' hashes.
+    """
     if dict(found.artifact) != artifact:
-        raise FormatError(f"{folder!r} holds another artifact than the one that was pickled. Load it with effcompile.load({folder!r}).")
+        raise FormatError(
+            f"{folder!r} holds another artifact than the one that was pickled. Load it with "
+            f"effcompile.load({folder!r})."
+        )

@@ -20,7 +20,8 @@ def carried(what: str, run: Callable[[], T], remedy: str) -> T:
         remedy: what to do where it fails, in sentences.
 
     Raises:
-        EffcompileError: as it is raised. LoweringError: anything else, for the runtimes' errors have no common base: of memory, of shapes.
+        EffcompileError: as it is raised. LoweringError: anything else, for the runtimes' errors have no
+            common base: of memory, of shapes.
     """
     try:
         return run()

@@ -28,22 +28,26 @@ from effcompile.runtime.inputs import GraphInputs
 from effcompile.runtime.planned import PlannedModel, SetOnModel
 
 #: Why torch.compile runs an Executable as it is.
-COMPILED = "An effcompile.Executable is compiled already: call it as it is, outside of torch.compile(fullgraph=True)."
+COMPILED = (
+    "An effcompile.Executable is compiled already: call it as it is, outside of "
+    "torch.compile(fullgraph=True)."
+)
 
 
 class Executable(SetOnModel, PlannedModel):
     """Called like the model it was made of, with inputs of the captured structure.
 
-    `parameters()`, `state_dict()`, `train()` and `eval()` are the original's. In training mode the original model
-    runs, as the lowered one has no gradients; the weights of the lowered one are those at the time of planning, and
-    a call after they were changed is refused, as is one after a change of whatever else the plan took for granted.
-    `on_change` says what runs instead.
+    `parameters()`, `state_dict()`, `train()` and `eval()` are the original's. In training mode the original
+    model runs, as the lowered one has no gradients; the weights of the lowered one are those at the time of
+    planning, and a call after they were changed is refused, as is one after a change of whatever else the
+    plan took for granted. `on_change` says what runs instead.
 
-    With gradients enabled, results require a gradient where the original's would (an input or a parameter requires one), and a
-    backward that reaches them is refused in words; the call itself is as fast as without.
+    With gradients enabled, results require a gradient where the original's would (an input or a parameter
+    requires one), and a backward that reaches them is refused in words; the call itself is as fast as
+    without.
 
-        score = executable(images)               # .numpy() wants torch.no_grad() or .detach(), as with the model
-        (score.mean() + other_loss).backward()   # InputsError: use the model itself, or detach the score
+        score = executable(images)              # .numpy() wants torch.no_grad() or .detach(), as the model's
+        (score.mean() + other_loss).backward()  # InputsError: use the model itself, or detach the score
     """
 
     def __init__(self, model: nn.Module, program: Program, lowered: Lowered, plan: Plan) -> None:
@@ -59,7 +63,9 @@ class Executable(SetOnModel, PlannedModel):
         self._call, self._state, self._inputs = program.call, program.state, GraphInputs(program)
         notes = self._state.settle()
         said = tuple(dict.fromkeys((*plan.notes, *notes)))
-        self.plan = replace(plan, guards=self._inputs.guards(), signature=self._inputs.signature(), notes=said)
+        self.plan = replace(
+            plan, guards=self._inputs.guards(), signature=self._inputs.signature(), notes=said
+        )
 
     def forward(self, *args: object, **kwargs: object) -> Outputs:
         """Run the lowered model (in training mode: the original).
@@ -80,7 +86,8 @@ class Executable(SetOnModel, PlannedModel):
         return pytree.tree_unflatten(self._program.with_plain_results(outputs, sizes), self._output_spec)
 
     def check_weights(self) -> None:
-        """Look at every byte of the model's weights: a write through `weight.data` to some elements is noticed by calls only in time.
+        """Look at every byte of the model's weights: a write through `weight.data` to some elements is
+        noticed by calls only in time.
 
         Raises:
             GuardError: they are not what they were when the plan was made. Call effcompile.optimize again.
@@ -97,7 +104,8 @@ class Executable(SetOnModel, PlannedModel):
         return carried(
             f"{self._program.name} as lowered to {self.plan.backend}",
             lambda: self._lowered(*tensors),
-            "If the model itself takes them, please report it, and plan with these inputs as the example or with another backend=.",
+            "If the model itself takes them, please report it, and plan with these inputs as the example "
+            "or with another backend=.",
         )
 
     def unplanned(self) -> nn.Module:
@@ -105,20 +113,28 @@ class Executable(SetOnModel, PlannedModel):
         return self.original
 
     def _beside(self, name: str, found: object) -> object:
-        return saying_original(found, type(self.original).__name__) if name == "generate" and callable(found) else found
+        return (
+            saying_original(found, type(self.original).__name__)
+            if name == "generate" and callable(found)
+            else found
+        )
 
     def __copy__(self) -> Executable:
         return self._around(self.original)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Executable:
-        """A copy of the model with the same lowered weights, which it shares; a call after the copy's weights changed is refused."""
+        """A copy of the model with the same lowered weights, which it shares; a call after the copy's weights
+        changed is refused.
+        """
         return self._around(copy.deepcopy(self.original, memo))
 
     def _around(self, model: nn.Module) -> Executable:
         """The same for a model that is a copy of the original."""
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
-        made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
+        made.__dict__.update(
+            {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
+        )
         made.original, made.training = model, self.training
         if model is not self.original:
             made._state = self._state.bound_to(model)
@@ -129,19 +145,22 @@ class Executable(SetOnModel, PlannedModel):
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         raise UsageError(
-            f"An Executable cannot be pickled, for its lowered model is bound to this process: {self._program.name}. Write it with "
-            "executable.save(folder), and open it anywhere with effcompile.load(folder)."
+            "An Executable cannot be pickled, for its lowered model is bound to this process: "
+            f"{self._program.name}. Write it with executable.save(folder), and open it anywhere with "
+            "effcompile.load(folder)."
         )
 
     def save(self, directory: str | os.PathLike[str], *, beside: Mapping[str, str] | None = None) -> Path:
-        """Write the artifact and plan.json into a folder, which holds nothing else afterwards; it is replaced whole or stays as it was.
+        """Write the artifact and plan.json into a folder, which holds nothing else afterwards; it is replaced
+        whole or stays as it was.
 
         Args:
             directory: made where it does not exist; what effcompile wrote there before is replaced.
             beside: further files, name → text.
 
         Raises:
-            UsageError: the folder cannot be written, or holds files of others. GuardError: the model was changed since it was planned.
+            UsageError: the folder cannot be written, or holds files of others. GuardError: the model was
+                changed since it was planned.
         """
         self.check_weights()
         folder = Path(directory)
@@ -153,32 +172,43 @@ class Executable(SetOnModel, PlannedModel):
         return self.original.state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Executable:
-        """What to(), half(), cuda() ... do. Refused where it would change a dtype or a device, which the lowered model would not follow.
+        """What to(), half(), cuda() ... do.
+
+        Refused where it would change a dtype or a device, which the lowered model would not follow.
 
         Raises:
             InputsError: it would.
         """
-        for tensor in {(t.dtype, t.device): t for t in (*self.original.parameters(), *self.original.buffers())}.values():
+        for tensor in {
+            (t.dtype, t.device): t for t in (*self.original.parameters(), *self.original.buffers())
+        }.values():
             changed = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if (changed.dtype, changed.device) != (tensor.dtype, tensor.device):
                 raise InputsError(
-                    f"An Executable's weights are fixed when it is planned: {tensor.dtype} on {tensor.device}. They cannot become "
-                    f"{changed.dtype} on {changed.device} afterwards. Convert the model, then call effcompile.optimize."
+                    f"An Executable's weights are fixed when it is planned: {tensor.dtype} on "
+                    f"{tensor.device}. They cannot become {changed.dtype} on {changed.device} afterwards. "
+                    "Convert the model, then call effcompile.optimize."
                 )
         return super()._apply(fn, recurse)
 
     def load_state_dict(self, *args: object, **kwargs: object) -> Never:
         """Refused: the lowered weights would no longer be the original's."""
-        raise InputsError("An Executable's weights are fixed when it is planned. Load them into the model, then call effcompile.optimize.")
+        raise InputsError(
+            "An Executable's weights are fixed when it is planned. Load them into the model, then call "
+            "effcompile.optimize."
+        )
 
 
 def saying_original(generate: Forward, name: str) -> Forward:
-    """The original's generate(), which says so: it calls the original with a cache, and not the optimized model."""
+    """The original's generate(), which says so: it calls the original with a cache, and not the optimized
+    model.
+    """
 
     @functools.wraps(generate)
     def said(*args: object, **kwargs: object) -> Outputs:
         warnings.warn(
-            f"effcompile runs the original {name}: generate() calls it token by token with a cache, for which nothing is planned",
+            f"effcompile runs the original {name}: generate() calls it token by token with a cache, for "
+            "which nothing is planned",
             stacklevel=2,
         )
         return generate(*args, **kwargs)

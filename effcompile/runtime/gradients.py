@@ -1,7 +1,8 @@
-"""Results of a lowered model where the model's own would have a gradient: to differentiate them is refused in words.
+"""Results of a lowered model where the model's own would have a gradient: to differentiate them is refused in
+words.
 
-A lowered model has no backward. Without a word its results would be constants to autograd, and a loss that is made of them and of
-something else would train the rest with a wrong gradient.
+A lowered model has no backward. Without a word its results would be constants to autograd, and a loss that is
+made of them and of something else would train the rest with a wrong gradient.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from effcompile.core.errors import InputsError
 from effcompile.core.types import Outputs
 
 _NO_BACKWARD = (
-    "A gradient arrived at what the optimized {name} returned. A lowered model has no backward, and {said} one, which would be lost. "
-    "To train through it, use the model itself, or plan its training step (mode='training'); its .train() runs the model itself, too. "
-    "If no gradient is wanted, call it under torch.no_grad() or take .detach() of the result."
+    "A gradient arrived at what the optimized {name} returned. A lowered model has no backward, and {said} "
+    "one, which would be lost. To train through it, use the model itself, or plan its training step "
+    "(mode='training'); its .train() runs the model itself, too. If no gradient is wanted, call it under "
+    "torch.no_grad() or take .detach() of the result."
 )
 
 
@@ -33,12 +35,14 @@ class GradientGuard:
         """Raises InputsError within a transform of torch.func, which has no rule for a lowered model."""
         if torch_compat.in_function_transform():
             raise InputsError(
-                f"The optimized {self._name} was called within a transform of torch.func (grad, vmap, jvp ...), which looks into its "
-                f"operators. A lowered model has none: use the model itself there."
+                f"The optimized {self._name} was called within a transform of torch.func (grad, vmap, jvp "
+                "...), which looks into its operators. A lowered model has none: use the model itself there."
             )
 
     def results(self, inputs: Sequence[torch.Tensor], outputs: list[Outputs]) -> list[Outputs]:
-        """The outputs; where the model's own would require a gradient, they do too, and refuse to be differentiated."""
+        """The outputs; where the model's own would require a gradient, they do too, and refuse to be
+        differentiated.
+        """
         if not torch.is_grad_enabled():
             return outputs
         given = [tensor for tensor in inputs if tensor.requires_grad]

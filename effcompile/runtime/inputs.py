@@ -1,4 +1,6 @@
-"""What the tensors of a call must be for a lowered program, beyond what `capture/calls.py` holds of the arguments."""
+"""What the tensors of a call must be for a lowered program, beyond what `capture/calls.py` holds of the
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +79,24 @@ class GraphInputs:
         program, call, domain = self._program, self._program.call, domain_of(self._program)
         assert call is not None
         rows = {bound.index: bound.size for bound in self._bounds}
-        sizes = {place.guarded.removeprefix("inputs"): spec.shape for spec, (place, _) in zip(program.inputs, call.tensors, strict=True)}
+        sizes = {
+            place.guarded.removeprefix("inputs"): spec.shape
+            for spec, (place, _) in zip(program.inputs, call.tensors, strict=True)
+        }
         return Signature(
             parameters=call.positional,
             inputs=tuple(
-                TensorInput(name=s.name, place=place.guarded, dtype=s.dtype, device=str(device), sizes=s.shape, rows=rows.get(at, 0))
-                for at, (s, device, (place, _)) in enumerate(zip(program.inputs, self._devices, call.tensors, strict=True))
+                TensorInput(
+                    name=s.name,
+                    place=place.guarded,
+                    dtype=s.dtype,
+                    device=str(device),
+                    sizes=s.shape,
+                    rows=rows.get(at, 0),
+                )
+                for at, (s, device, (place, _)) in enumerate(
+                    zip(program.inputs, self._devices, call.tensors, strict=True)
+                )
             ),
             fixed=call.texts(given=True),
             left_out=call.texts(given=False),
@@ -90,36 +104,66 @@ class GraphInputs:
             not_one=tuple(tuple(sorted(names)) for names in domain.not_one),
             example=sizes_of(program),
             related=not all(told(guard, sizes, domain.bounds) for guard in domain.guards)
-            or any(isinstance(dim, str) and not dim.isidentifier() for shape in sizes.values() for dim in shape),
+            or any(
+                isinstance(dim, str) and not dim.isidentifier() for shape in sizes.values() for dim in shape
+            ),
             returns=returned_of(program),
         )
 
     def _listed(self) -> Iterator[Guard]:
         places = self._program.call.tensors if self._program.call is not None else ()
         for spec, device, (place, _) in zip(self._program.inputs, self._devices, places, strict=True):
-            yield Guard(kind="input", place=place.guarded, expected=f"{spec.dtype} [{' × '.join(map(str, spec.shape))}] on {device}")
+            yield Guard(
+                kind="input",
+                place=place.guarded,
+                expected=f"{spec.dtype} [{' × '.join(map(str, spec.shape))}] on {device}",
+            )
         for bound in self._bounds:
-            yield Guard(kind="input", place=f"{places[bound.index][0].guarded}.values", expected=f"0 to {bound.size - 1}")
+            yield Guard(
+                kind="input",
+                place=f"{places[bound.index][0].guarded}.values",
+                expected=f"0 to {bound.size - 1}",
+            )
 
     def _accept(self, tensors: Sequence[torch.Tensor]) -> None:
         sizes: dict[str, int] = {}
         for spec, device, tensor in zip(self._program.inputs, self._devices, tensors, strict=True):
             if type(tensor) not in self._kinds or tensor.layout is not torch.strided:
-                raise _refused(spec, f"is a {type(tensor).__name__} of layout {tensor.layout}; the plan takes plain dense tensors")
+                raise _refused(
+                    spec,
+                    f"is a {type(tensor).__name__} of layout {tensor.layout}; the plan takes plain dense "
+                    "tensors",
+                )
             if tensor.device != device:
-                raise _refused(spec, f"is on {tensor.device}; the plan takes it on {device}, where it was captured")
+                raise _refused(
+                    spec, f"is on {tensor.device}; the plan takes it on {device}, where it was captured"
+                )
             _check_shape(spec, tensor, sizes)
         for spec, tensor in zip(self._program.inputs, tensors, strict=True):
-            derived = [(size_at(dim, sizes), size) for dim, size in zip(spec.shape, tensor.shape, strict=True) if isinstance(dim, str)]
-            if any(wanted != size for wanted, size in derived) or (0 in tensor.shape and 0 not in (d for d in spec.shape)):
-                raise _refused(spec, f"is {list(tensor.shape)}; the plan takes [{_sized(spec, sizes)}], no axis of it empty")
+            derived = [
+                (size_at(dim, sizes), size)
+                for dim, size in zip(spec.shape, tensor.shape, strict=True)
+                if isinstance(dim, str)
+            ]
+            if any(wanted != size for wanted, size in derived) or (
+                0 in tensor.shape and 0 not in (d for d in spec.shape)
+            ):
+                raise _refused(
+                    spec,
+                    f"is {list(tensor.shape)}; the plan takes [{_sized(spec, sizes)}], no axis of it empty",
+                )
         if sizes and not allowed(self._program, sizes):
             said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            raise GuardError(f"The captured graph of {self._program.name} does not hold for {said}. {_AGAIN}", place="inputs")
+            raise GuardError(
+                f"The captured graph of {self._program.name} does not hold for {said}. {_AGAIN}",
+                place="inputs",
+            )
 
 
 def check_index(name: str, tensor: torch.Tensor, size: int) -> None:
-    """Look at the values of an input that is looked up in a table of `size` rows. Runtimes count negative ones from the end.
+    """Look at the values of an input that is looked up in a table of `size` rows.
+
+    Runtimes count negative ones from the end.
 
     Raises:
         GuardError: one that the table does not have.
@@ -129,8 +173,8 @@ def check_index(name: str, tensor: torch.Tensor, size: int) -> None:
     low, high = (int(t) for t in torch.aminmax(tensor))
     if low < 0 or high >= size:
         raise GuardError(
-            f"{name} has the index {low if low < 0 else high}; the table that it is looked up in has the rows 0 to {size - 1}, "
-            "and the model itself raises for it, too. Give indices within it.",
+            f"{name} has the index {low if low < 0 else high}; the table that it is looked up in has the "
+            f"rows 0 to {size - 1}, and the model itself raises for it, too. Give indices within it.",
             place=f"inputs[{name!r}]",
         )
 
@@ -156,10 +200,17 @@ def as_captured(program: Program, signature: inspect.Signature, args: Args, kwar
     given = {name: value for name, value in given.items() if value is not None or name in captured}
     if set(given) != set(captured):
         extra, missing = sorted(set(given) - set(captured)), sorted(set(captured) - set(given))
-        parts = [f"not planned for: {', '.join(extra)}"] * bool(extra) + [f"missing: {', '.join(missing)}"] * bool(missing)
-        raise InputsError(f"The inputs differ from those the plan was made with ({'; '.join(parts)}). Plan again with the inputs you use.")
+        parts = [f"not planned for: {', '.join(extra)}"] * bool(extra) + [
+            f"missing: {', '.join(missing)}"
+        ] * bool(missing)
+        raise InputsError(
+            f"The inputs differ from those the plan was made with ({'; '.join(parts)}). Plan again with "
+            "the inputs you use."
+        )
     names = list(captured)
-    return tuple(given[name] for name in names[: len(program.args)]), {name: given[name] for name in program.kwargs}
+    return tuple(given[name] for name in names[: len(program.args)]), {
+        name: given[name] for name in program.kwargs
+    }
 
 
 def _refused(spec: TensorSpec, said: str) -> GuardError:
@@ -177,13 +228,17 @@ def _check_shape(spec: TensorSpec, tensor: torch.Tensor, sizes: dict[str, int]) 
             fits = fits and sizes.setdefault(dim, size) == size
     dtype = str(tensor.dtype).removeprefix("torch.")
     if fits and dtype != spec.dtype:
-        raise _refused(spec, f"is {dtype}; the plan takes {spec.dtype}: give {spec.name}.to(torch.{spec.dtype})")
+        raise _refused(
+            spec, f"is {dtype}; the plan takes {spec.dtype}: give {spec.name}.to(torch.{spec.dtype})"
+        )
     if not fits:
         raise _refused(spec, f"is {dtype} {list(shape)}; the plan takes {spec.dtype} [{_sized(spec, sizes)}]")
 
 
 def _sized(spec: TensorSpec, sizes: dict[str, int]) -> str:
-    return " × ".join(str(dim) if isinstance(dim, int) else f"{dim}={sizes.get(dim, 'any')}" for dim in spec.shape)
+    return " × ".join(
+        str(dim) if isinstance(dim, int) else f"{dim}={sizes.get(dim, 'any')}" for dim in spec.shape
+    )
 
 
 def _bounds(program: Program) -> Iterator[Bound]:

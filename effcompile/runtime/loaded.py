@@ -1,4 +1,6 @@
-"""An Executable that was read from its folder: for serving, in a process that has neither the model nor its code."""
+"""An Executable that was read from its folder: for serving, in a process that has neither the model nor its
+code.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ if TYPE_CHECKING:  # its module needs transformers
 class LoadedExecutable(Executable):
     """Called like the model that it was made of, whose weights it has as its artifact holds them, once.
 
-    Outputs have the model's structure; a class of outputs of the model's own comes back as a `Record` with the same names. There is no
-    original: it has no parameters, and cannot be trained. A copy shares the weights; pickled, it is opened again where it stands.
+    Outputs have the model's structure; a class of outputs of the model's own comes back as a `Record` with
+    the same names. There is no original: it has no parameters, and cannot be trained. A copy shares the
+    weights; pickled, it is opened again where it stands.
     """
 
     def __init__(self, artifact: Artifact) -> None:
@@ -85,8 +88,9 @@ class LoadedExecutable(Executable):
 
     def _without_model(self, doing: str) -> UsageError:
         return UsageError(
-            f"{self.plan.model} was loaded from {str(self.artifact.folder)!r} without the model that it was made of: there are no weights "
-            f"to {doing}. Use the model itself; effcompile.optimize(model, plan={str(self.artifact.folder)!r}) applies the same plan to it."
+            f"{self.plan.model} was loaded from {str(self.artifact.folder)!r} without the model that it was "
+            f"made of: there are no weights to {doing}. Use the model itself; effcompile.optimize(model, "
+            f"plan={str(self.artifact.folder)!r}) applies the same plan to it."
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LoadedExecutable:
@@ -94,7 +98,10 @@ class LoadedExecutable(Executable):
         for given in self.artifact.signature.inputs:
             like = torch.empty(0, dtype=getattr(torch, given.dtype), device=given.device)
             if fn(like).device != like.device or fn(torch.empty(0)).dtype != torch.float32:
-                raise InputsError("An Executable's weights are fixed when it is planned. Convert the model, then call effcompile.optimize.")
+                raise InputsError(
+                    "An Executable's weights are fixed when it is planned. Convert the model, then call "
+                    "effcompile.optimize."
+                )
         return self
 
     def __copy__(self) -> LoadedExecutable:
@@ -111,12 +118,15 @@ def load(directory: str | os.PathLike[str]) -> LoadedExecutable | OpenedGenerati
     """The Executable that `effcompile optimize -o` or `executable.save` wrote, without the model's code.
 
     Raises:
-        UsageError: no plan or artifact there, or one of a training step. FormatError: not one of ours, or not the one that the plan
-            describes. MissingPackageError: its backend is not installed here.
+        UsageError: no plan or artifact there, or one of a training step. FormatError: not one of ours, or not
+            the one that the plan describes. MissingPackageError: its backend is not installed here.
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise UsageError(f"{str(folder)!r} is no folder. Give the one that `effcompile optimize -o` or executable.save(folder) wrote.")
+        raise UsageError(
+            f"{str(folder)!r} is no folder. Give the one that `effcompile optimize -o` or "
+            "executable.save(folder) wrote."
+        )
     plan = read_steadily(folder, lambda place: Plan.load(place / saved.PLAN))
     if plan.goal.mode == "training":
         raise UsageError(
@@ -124,7 +134,9 @@ def load(directory: str | os.PathLike[str]) -> LoadedExecutable | OpenedGenerati
             f"model = effcompile.optimize(model, inputs=batch, plan={str(folder)!r})"
         )
     if plan.goal.mode == "generation":
-        opened: OpenedGeneration = with_transformers("effcompile.runtime.generation.executable").open_generation(folder)
+        opened: OpenedGeneration = with_transformers(
+            "effcompile.runtime.generation.executable"
+        ).open_generation(folder)
         return opened
     return LoadedExecutable(open_artifact(folder))
 

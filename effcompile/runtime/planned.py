@@ -11,17 +11,21 @@ from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.plan import Plan
 
 #: What may stand in the place of a refused call, in words.
-_OFFERS = {"replan": "on_change='replan' plans again by itself", "eager": "on_change='eager' runs the model's own forward there"}
+_OFFERS = {
+    "replan": "on_change='replan' plans again by itself",
+    "eager": "on_change='eager' runs the model's own forward there",
+}
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 class SetOnModel(nn.Module):
-    """What stands around a model (`model` among its attributes, or its child `original`), and hands on what is set.
+    """What stands around a model (`model` among its attributes, or its child `original`), and hands on what
+    is set.
 
-    An attribute that the model has, and this has not, is set on the model, as torch.compile's modules do it: else its forward would go on
-    with the value of before.
+    An attribute that the model has, and this has not, is set on the model, as torch.compile's modules do it:
+    else its forward would go on with the value of before.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -35,10 +39,14 @@ class SetOnModel(nn.Module):
 
 
 class PlannedModel(nn.Module):
-    """A model that runs as its plan says. A call that the plan does not hold for is refused, or answered (`on_change`)."""
+    """A model that runs as its plan says.
+
+    A call that the plan does not hold for is refused, or answered (`on_change`).
+    """
 
     plan: Plan
-    #: What runs in the place of a refused call (`on_change`): a name that no model has, as it stands beside the model's own attributes.
+    #: What runs in the place of a refused call (`on_change`): a name that no model has, as it stands beside
+    #: the model's own attributes.
     _effcompile_fallback: Fallback | None
     #: What else `on_change` could have been.
     _effcompile_offers: tuple[str, ...] = ()
@@ -48,7 +56,9 @@ class PlannedModel(nn.Module):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """What the original has beside (`config`, `device`, `can_generate` ...): HuggingFace's pipelines ask for it."""
+        """What the original has beside (`config`, `device`, `can_generate` ...): HuggingFace's pipelines ask
+        for it.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,4 +1,6 @@
-"""The planned model: the user's own class with the planned step in the place of its forward, while it trains."""
+"""The planned model: the user's own class with the planned step in the place of its forward,
+while it trains.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
 class TrainingExecutable(PlannedModel):
     """A model whose training step runs as planned. Made by `planned`, as a subclass of the model's class too.
 
-    It shares the model's parameters, buffers, submodules and attributes, so optimizers, state_dict, HF's Trainer and
-    save_pretrained see the model. In training mode with gradients enabled the planned step runs; in eval mode, or
-    without gradients, the model's own forward. `optimizer` is the planned one, where one was given. A step after a change of
-    what the plan took for granted is refused; `on_change` says what runs instead.
+    It shares the model's parameters, buffers, submodules and attributes, so optimizers, state_dict, HF's
+    Trainer and save_pretrained see the model. In training mode with gradients enabled the planned step runs;
+    in eval mode, or without gradients, the model's own forward. `optimizer` is the planned one, where one was
+    given. A step after a change of what the plan took for granted is refused; `on_change` says what runs
+    instead.
     """
 
     runner: StepRunner
@@ -41,11 +44,15 @@ class TrainingExecutable(PlannedModel):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """Of a step in fp16: what scales its loss within the backward. Its state_dict belongs in a checkpoint; call none of its methods."""
+        """Of a step in fp16: what scales its loss within the backward.
+
+        Its state_dict belongs in a checkpoint; call none of its methods.
+        """
         return None if self.runner.loss_scale is None else self.runner.loss_scale.scaler
 
     def __copy__(self) -> TrainingExecutable:
-        runner = copy.copy(self.runner)  # which watches the copy from then on, and this one's goes on watching this one
+        # which watches the copy from then on, and this one's goes on watching this one
+        runner = copy.copy(self.runner)
         return planned(self.runner.model, runner, self.plan, self.optimizer)._in_mode_of(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TrainingExecutable:
@@ -59,24 +66,35 @@ class TrainingExecutable(PlannedModel):
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise UsageError(
-            f"A planned {type(self).__name__} cannot be pickled, for its step is bound to this process. Save its state_dict() and its "
-            "plan (save(folder)); effcompile.optimize(model, plan=...) applies it again without solving."
+            f"A planned {type(self).__name__} cannot be pickled, for its step is bound to this process. Save "
+            "its state_dict() and its plan (save(folder)); effcompile.optimize(model, plan=...) applies it "
+            "again without solving."
         )
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Scale all gradients in place so that their norm, as of one vector, is at most `max_norm`; what it was, on every rank.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients in place so that their norm, as of one vector, is at most `max_norm`; what it
+        was, on every rank.
 
-        As torch.nn.utils.clip_grad_norm_, but for a pipeline, of which that sees the stages of one rank. All ranks call it.
+        As torch.nn.utils.clip_grad_norm_, but for a pipeline, of which that sees the stages of one rank. All
+        ranks call it.
 
         Raises:
-            UsageError: the step has handed its gradients to the optimizer. RuntimeError: the norm is not finite, where that is asked.
+            UsageError: the step has handed its gradients to the optimizer. RuntimeError: the norm is not
+                finite, where that is asked.
         """
         if self.runner.consumed:
-            raise UsageError("The step consumes its gradients in the backward: there are none to clip. Plan without states.in_backward.")
+            raise UsageError(
+                "The step consumes its gradients in the backward: there are none to clip. Plan without "
+                "states.in_backward."
+            )
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         norm = self.runner.gradient_norm(gradients, norm_type)
         if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"The norm of order {norm_type} of the gradients is {float(norm)}: they are not clipped.")
+            raise RuntimeError(
+                f"The norm of order {norm_type} of the gradients is {float(norm)}: they are not clipped."
+            )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients.values():
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -92,7 +110,9 @@ class TrainingExecutable(PlannedModel):
         return save_alone(self.plan, directory)
 
 
-def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimizer | None = None) -> TrainingExecutable:
+def planned(
+    model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimizer | None = None
+) -> TrainingExecutable:
     """The model with the planned step as its forward; the given model stays as it is.
 
     Raises:
@@ -122,11 +142,12 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
     result = copy.copy(model)
     notes = runner.state.settle()
     beside: dict[str, object] = {
-        "runner": runner, "plan": plan.with_changes(notes=(*plan.notes, *notes)), "optimizer": optimizer, "_effcompile_fallback": None,
-        "_effcompile_offers": (),
+        "runner": runner, "plan": plan.with_changes(notes=(*plan.notes, *notes)), "optimizer": optimizer,
+        "_effcompile_fallback": None, "_effcompile_offers": (),
     }  # fmt: skip
     if hasattr(model, "config"):
-        beside["accepts_loss_kwargs"] = runner.takes_items  # whether HuggingFace's Trainer gives it num_items_in_batch
+        # whether HuggingFace's Trainer gives it num_items_in_batch
+        beside["accepts_loss_kwargs"] = runner.takes_items
     members = {"forward": forward, "unplanned": unplanned, "__module__": kind.__module__}
     members |= {name: _Beside(name, value) for name, value in beside.items()}
     result.__class__ = type(kind.__name__, (TrainingExecutable, kind), members)
@@ -136,7 +157,8 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
 
 
 class _Beside:
-    """What a planned model has beside the model's own attributes: with its class, of which it is the one instance.
+    """What a planned model has beside the model's own attributes: with its class, of which it is the one
+    instance.
 
     So the model in its own class, which shares all attributes, is copied and pickled as it always was.
     """
@@ -155,7 +177,9 @@ class _Beside:
 
 
 class _Given:
-    """The model that was given, whose attributes the planned one shares: those that are set on it later are handed on."""
+    """The model that was given, whose attributes the planned one shares: those that are set on it later are
+    handed on.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._held, self._known = vars(model), dict(vars(model))
@@ -165,7 +189,11 @@ class _Given:
         if len(held) == len(known) and all(map(is_, held.values(), known.values())):
             return
         missing = object()
-        changed = {key: value for key, value in held.items() if key != "training" and known.get(key, missing) is not value}
+        changed = {
+            key: value
+            for key, value in held.items()
+            if key != "training" and known.get(key, missing) is not value
+        }
         _set(planned, changed)
         for key in known.keys() - held.keys():
             planned.__dict__.pop(key, None)

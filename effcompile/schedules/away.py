@@ -1,4 +1,6 @@
-"""Values held elsewhere from forward to backward: which may be, what that takes, and the calls that do it (ways.py)."""
+"""Values held elsewhere from forward to backward: which may be, what that takes, and the calls that do it
+(ways.py).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Move:
     """What a node that moves a value takes.
 
     Attributes:
-        nbytes: device bytes of what it makes; None when it makes nothing on the device (a slot, or what it was given).
+        nbytes: device bytes of what it makes; None when it makes nothing on the device (a slot, or what it
+            was given).
         storage: the storage that it makes anew, where it does.
         host: bytes of host memory that it takes, or gives back when negative.
         workspace: device bytes alive only while it runs.
@@ -45,15 +48,23 @@ class Call:
 
 
 def movable(cut: Blocks, block: Block) -> dict[str, torch.Tensor]:
-    """The block's values that may be held elsewhere: it alone decides about them, and a dense tensor fills their storage."""
+    """The block's values that may be held elsewhere: it alone decides about them, and a dense tensor fills
+    their storage.
+    """
     found = {}
     handed_on = {s for other in cut.blocks if other is not block for s in other.entering}
     for name, s in block.values.items():
         node = cut.maker.get(s)
         value = None if node is None else node.meta.get("val")
-        if s in handed_on or name in {*block.problem.leaving, *block.problem.forced} or not isinstance(value, torch.Tensor):
+        if (
+            s in handed_on
+            or name in {*block.problem.leaving, *block.problem.forced}
+            or not isinstance(value, torch.Tensor)
+        ):
             continue
-        if value.numel() * value.element_size() == cut.held.nbytes[s] > 0 and is_dense(tuple(value.shape), value.stride()):
+        if value.numel() * value.element_size() == cut.held.nbytes[s] > 0 and is_dense(
+            tuple(value.shape), value.stride()
+        ):
             found[name] = value
     return found
 
@@ -63,7 +74,9 @@ def putting_away(cut: Blocks, s: Storage, way: Way) -> Iterator[Call]:
     value, nbytes, codec = _value(cut, s), cut.held.nbytes[s], way.codec
     if codec is not None:
         nbytes = codec.packed_bytes(value.numel())
-        yield Call(codec.pack, (list(value.stride()),), Move(nbytes=nbytes, workspace=codec.pack_workspace(value)))
+        yield Call(
+            codec.pack, (list(value.stride()),), Move(nbytes=nbytes, workspace=codec.pack_workspace(value))
+        )
     if way.on_host:
         yield Call(send if cut.host.beside else offload, (cut.host.folder,), Move(host=nbytes))
 
@@ -73,7 +86,9 @@ def ended(slot: fx.Node, source: fx.Node) -> tuple[Callable[..., object], tuple[
     return sent, (slot, source), Move()
 
 
-def begun(cut: Blocks, s: Storage, way: Way, slot: fx.Node) -> tuple[Callable[..., object], tuple[fx.Node], Move]:
+def begun(
+    cut: Blocks, s: Storage, way: Way, slot: fx.Node
+) -> tuple[Callable[..., object], tuple[fx.Node], Move]:
     """Beginning the copy from the host."""
     if way.codec is not None:
         return ask, (slot,), Move(nbytes=way.codec.packed_bytes(_value(cut, s).numel()))

@@ -1,14 +1,16 @@
 """The blocks of a training step: what each makes, reads and could recompute, in the planner's plain numbers.
 
-The graph is split into what does not depend on the gradient that arrives at the loss (the forward, and what the backward
-may compute without it) and the rest (the backward). Blocks follow the user's modules (cuts.py). Storages, not nodes, are
-the values: views cost nothing and follow what they look at.
+The graph is split into what does not depend on the gradient that arrives at the loss (the forward, and what
+the backward may compute without it) and the rest (the backward). Blocks follow the user's modules (cuts.py).
+Storages, not nodes, are the values: views cost nothing and follow what they look at.
 
 Who may keep a storage v made in block m:
 - read in the backward of m only, and in no later forward: m decides (a value of its own);
-- read by one later block k, in its forward or backward, and not in m's backward: k decides (an entering value);
-- read by several blocks' backwards or later forwards (rotary tables, masks, an encoder's output), or in the backward of an
-  earlier one: kept in any case, like what the forward returns. These are no values of any block; the stages' bases count them.
+- read by one later block k, in its forward or backward, and not in m's backward: k decides (an entering
+  value);
+- read by several blocks' backwards or later forwards (rotary tables, masks, an encoder's output), or in the
+  backward of an earlier one: kept in any case, like what the forward returns. These are no values of any
+  block; the stages' bases count them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from effcompile.schedules.ways import Way
 
 Seconds = Callable[[fx.Node], float]
 
-#: The name of the block that is a whole step. No block of a step that was cut has it: theirs are of modules, "start", "end" or "model".
+#: The name of the block that is a whole step. No block of a step that was cut has it: theirs are of modules,
+#: "start", "end" or "model".
 WHOLE = "step"
 
 
@@ -56,7 +59,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Where a step may put values: at most `limit` bytes (None: no limit), in a pool in `folder` (ops/offload.py).
+    """Where a step may put values: at most `limit` bytes (None: no limit), in a pool in `folder`
+    (ops/offload.py).
 
     `beside`: copies run beside the compute; else they stop it.
     """
@@ -68,11 +72,14 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A step, cut. `shared`: storages kept in any case. `base_bytes`: the whole model, constants, inputs, the tangent, `libraries`.
+    """A step, cut.
+
+    `shared`: storages kept in any case. `base_bytes`: the whole model, constants, inputs, the tangent,
+    `libraries`.
 
     libraries: bytes that products keep for themselves on a GPU.
-    host: where values may be put. ways: name of a form → what it is, of those that its blocks' values may have.
-    written: nodes of the backward that write into an operand, of which `held` knows.
+    host: where values may be put. ways: name of a form → what it is, of those that its blocks' values may
+    have. written: nodes of the backward that write into an operand, of which `held` knows.
     """
 
     step: Step
@@ -114,7 +121,9 @@ def _tangent_bytes(step: Step, held: Storages) -> int:
 
 
 def base_bytes(step: Step, held: Storages) -> int:
-    """What is alive throughout: all of the model and its inputs, or, where none is known, what the graph reads."""
+    """What is alive throughout: all of the model and its inputs, or, where none is known, what the graph
+    reads.
+    """
     if step.resident_bytes is None:
         return sum(held.nbytes[s] for s in held.fixed)
     return step.resident_bytes + _tangent_bytes(step, held)

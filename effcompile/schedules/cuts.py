@@ -1,4 +1,6 @@
-"""Where a forward is cut into blocks: by the user's modules, and where those are too large, where little crosses."""
+"""Where a forward is cut into blocks: by the user's modules, and where those are too large, where little
+crosses.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,23 @@ from effcompile.core.torch_compat_aot import is_random
 from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.program import ancestors, module_path
 
-#: A block with more storages than this is cut further: the exact frontier of a block takes time exponential in them.
+#: A block with more storages than this is cut further: the exact frontier of a block takes time exponential
+#: in them.
 LARGEST = 48
 
 
-def cut(forward: Sequence[fx.Node], results: Sequence[fx.Node], held: Storages) -> tuple[tuple[str, ...], dict[fx.Node, int]]:
+def cut(
+    forward: Sequence[fx.Node], results: Sequence[fx.Node], held: Storages
+) -> tuple[tuple[str, ...], dict[fx.Node, int]]:
     """(names of the stages in order, node → stage). A node is never in an earlier stage than what it reads.
 
-    Nor is a random draw in an earlier one than the draw before it: the nodes of a module used twice bear the name of its first place.
+    Nor is a random draw in an earlier one than the draw before it: the nodes of a module used twice bear the
+    name of its first place.
 
     Args:
         forward: what does not depend on the tangent.
-        results: what the forward returns. What is not needed for them (made for the backward alone) follows its operands.
+        results: what the forward returns. What is not needed for them (made for the backward alone) follows
+            its operands.
         held: the graph's storages.
     """
     needed = ancestors(results)
@@ -47,7 +54,10 @@ Run = tuple[str, list[fx.Node]]
 
 
 def _by_module(nodes: Sequence[fx.Node], depth: int) -> list[Run]:
-    """Runs of nodes of one repeated module. Nodes of none join: the first ones "start", the last ones "end", others their predecessor."""
+    """Runs of nodes of one repeated module.
+
+    Nodes of none join: the first ones "start", the last ones "end", others their predecessor.
+    """
     keys = [_key(module_path(node), depth) for node in nodes]
     known = [i for i, key in enumerate(keys) if key]
     if not known:
@@ -70,14 +80,18 @@ def _by_module(nodes: Sequence[fx.Node], depth: int) -> list[Run]:
 
 
 def _key(path: str, depth: int) -> str:
-    """The path up to its `depth`-th part that is an index: "transformer.h.3" of "transformer.h.3.mlp.c_fc"; "" without one."""
+    """The path up to its `depth`-th part that is an index: "transformer.h.3" of "transformer.h.3.mlp.c_fc";
+    "" without one.
+    """
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: indices[depth - 1] + 1]) if len(indices) >= depth else ""
 
 
 def _refined(name: str, nodes: list[fx.Node], held: Storages, depth: int) -> list[Run]:
-    """A run, cut into smaller ones while it is too large: by deeper modules, then where the fewest storages cross."""
+    """A run, cut into smaller ones while it is too large: by deeper modules, then where the fewest storages
+    cross.
+    """
     if _size(nodes, held) <= LARGEST:
         return [(name, nodes)]
     deeper = [key for key, _ in groupby(nodes, key=lambda n: _key(module_path(n), depth))]
@@ -94,7 +108,9 @@ def _size(nodes: Sequence[fx.Node], held: Storages) -> int:
 
 
 def _at_narrow_places(nodes: list[fx.Node], held: Storages) -> list[list[fx.Node]]:
-    """Cut where the fewest bytes cross, so that each piece has between a quarter of LARGEST and LARGEST storages."""
+    """Cut where the fewest bytes cross, so that each piece has between a quarter of LARGEST and LARGEST
+    storages.
+    """
     crossing = _crossing_bytes(nodes, held)
     pieces: list[list[fx.Node]] = []
     start = 0
@@ -107,7 +123,9 @@ def _at_narrow_places(nodes: list[fx.Node], held: Storages) -> list[list[fx.Node
 
 
 def _window(nodes: Sequence[fx.Node], held: Storages, start: int) -> list[int]:
-    """Positions after which a piece that begins at `start` has between a quarter of LARGEST and LARGEST storages."""
+    """Positions after which a piece that begins at `start` has between a quarter of LARGEST and LARGEST
+    storages.
+    """
     made, places = 0, []
     for i in range(start, len(nodes) - 1):
         made += bool(held.made[nodes[i]])

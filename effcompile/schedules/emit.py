@@ -1,11 +1,13 @@
-"""The chosen schedule as two torch.fx graphs: a forward that returns what is kept, a backward that remakes the rest.
+"""The chosen schedule as two torch.fx graphs: a forward that returns what is kept, a backward that remakes
+the rest.
 
-In the backward a value that was not kept is made again right before its first reader, by a copy of its operator inside its
-block's part; copies do not outlive that part. A random operator's copy replays the numbers of the first run. A block group
-first remakes the values that enter its blocks (one more run of their forwards), which live until their block is done.
-What a block holds in another form is put away right after it was made, an entering value when the block begins, and
-restored right before its first reader in the backward; views of it are taken again (away.py).
-Freed is what nobody reads any more: that is the executor's rule, and the simulator's.
+In the backward a value that was not kept is made again right before its first reader, by a copy of its
+operator inside its block's part; copies do not outlive that part. A random operator's copy replays the
+numbers of the first run. A block group first remakes the values that enter its blocks (one more run of their
+forwards), which live until their block is done. What a block holds in another form is put away right after it
+was made, an entering value when the block begins, and restored right before its first reader in the backward;
+views of it are taken again (away.py). Freed is what nobody reads any more: that is the executor's rule, and
+the simulator's.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ class Emitted:
 
     Attributes:
         forward: placeholders of the step in its order (no tangent); returns (forward results …, saved …).
-        backward: its placeholders are copies of the step's (parameters, inputs ...; the tangent last of all) and those in
-            `handed`, in any order; returns the gradients in the order of `Step.all_gradients`.
+        backward: its placeholders are copies of the step's (parameters, inputs ...; the tangent last of all)
+            and those in `handed`, in any order; returns the gradients in the order of `Step.all_gradients`.
         handed: placeholders of the backward that take what the forward saved, in the forward's order.
-        origin: node of either graph → the joint graph's node of which it is a copy; generator states have none.
+        origin: node of either graph → the joint graph's node of which it is a copy; generator states have
+            none.
         stage: node of either graph → the block's index.
         recomputed: how many operators run again.
         moves: nodes that put values away and restore them, and what they take; they have no origin.
@@ -54,20 +57,32 @@ class Emitted:
     moves: Mapping[fx.Node, Move] = field(default_factory=dict)
 
 
-def emit(cut: Blocks, kept: frozenset[Storage], groups: Sequence[Group] = (), away: Away | None = None) -> Emitted:
+def emit(
+    cut: Blocks, kept: frozenset[Storage], groups: Sequence[Group] = (), away: Away | None = None
+) -> Emitted:
     """Emit a step.
 
     Args:
         cut: the step in blocks.
         kept: storages kept from forward to backward; shared ones and results are kept in any case.
         groups: blocks whose entering values, but the first one's, are remade together.
-        away: block's index → storage that it holds in another form → which way, in the order in which they are needed.
-            Kept storages, and entering ones that a group remakes, are left as they are.
+        away: block's index → storage that it holds in another form → which way, in the order in which they
+            are needed. Kept storages, and entering ones that a group remakes, are left as they are.
     """
     kept = kept | cut.shared | {s for n in cut.step.forward_results for s in cut.held.of[n]}
-    remade = {s for group in groups for block in cut.blocks[group.first + 1 : group.last + 1] for s in block.entering}
-    others = {i: {s: form for s, form in forms.items() if s not in kept | remade} for i, forms in (away or {}).items()}
-    assert sum(map(len, others.values())) == len({s for forms in others.values() for s in forms}), "one block holds a storage"
+    remade = {
+        s
+        for group in groups
+        for block in cut.blocks[group.first + 1 : group.last + 1]
+        for s in block.entering
+    }
+    others = {
+        i: {s: form for s, form in forms.items() if s not in kept | remade}
+        for i, forms in (away or {}).items()
+    }
+    assert sum(map(len, others.values())) == len({s for forms in others.values() for s in forms}), (
+        "one block holds a storage"
+    )
     return _Emitter(cut, kept, groups, others).run()
 
 
@@ -82,13 +97,19 @@ class _Emitter:
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     stage: dict[fx.Node, int] = field(default_factory=dict)
     static: dict[fx.Node, fx.Node] = field(default_factory=dict)  # step's placeholder → the backward's
-    saved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # joint forward node → the backward's placeholder
-    states: dict[fx.Node, fx.Node] = field(default_factory=dict)  # random joint node → the backward's placeholder of its state
+    # joint forward node → the backward's placeholder
+    saved: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # random joint node → the backward's placeholder of its state
+    states: dict[fx.Node, fx.Node] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)  # joint backward node → its copy
-    again: dict[fx.Node, fx.Node] = field(default_factory=dict)  # joint forward node → its copy in the present part
-    entered: dict[Storage, fx.Node] = field(default_factory=dict)  # entering storage that a group has remade → its copy
-    held: dict[Storage, fx.Node] = field(default_factory=dict)  # storage in another form → the backward's placeholder of that
-    asked: dict[Storage, fx.Node] = field(default_factory=dict)  # storage on its way to the device → the copy that was begun
+    # joint forward node → its copy in the present part
+    again: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # entering storage that a group has remade → its copy
+    entered: dict[Storage, fx.Node] = field(default_factory=dict)
+    # storage in another form → the backward's placeholder of that
+    held: dict[Storage, fx.Node] = field(default_factory=dict)
+    # storage on its way to the device → the copy that was begun
+    asked: dict[Storage, fx.Node] = field(default_factory=dict)
     moves: dict[fx.Node, Move] = field(default_factory=dict)
     recomputed: int = 0
     at: int = 0
@@ -97,7 +118,9 @@ class _Emitter:
         self.stage_of = {node: i for i, block in enumerate(self.cut.blocks) for node in block.forward}
         self.in_forward = set(self.stage_of)
         names = ["tangent", *(f"tangent_{i}" for i in range(1, len(self.cut.step.tangents)))]
-        self.tangents = {node: self._tangent(node, name) for node, name in zip(self.cut.step.tangents, names, strict=False)}
+        self.tangents = {
+            node: self._tangent(node, name) for node, name in zip(self.cut.step.tangents, names, strict=False)
+        }
         self.anchor = next(iter(self.tangents.values()), None) or self.backward.placeholder("tangent")
         for i in reversed(range(len(self.cut.blocks))):
             self._backward_of(i)
@@ -171,7 +194,9 @@ class _Emitter:
         return node
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """The backward graph's node for a node of the joint graph: there already, saved, or made again now."""
+        """The backward graph's node for a node of the joint graph: there already, saved, or made
+        again now.
+        """
         for there in (self.made, self.again, self.saved, self.static):
             if node in there:
                 return there[node]
@@ -224,20 +249,34 @@ class _Emitter:
         results = []
         for node in self.cut.step.all_gradients:
             value = self.made.get(node)
-            if value is None:  # a gradient that does not depend on the tangent: a constant, or a value that was kept
+            if value is None:
+                # a gradient that does not depend on the tangent: a constant, or a value that was kept
                 value = self._value(node)
             results.append(value)
         self.backward.output(tuple(results))
 
     def _consume_late(self) -> None:
-        """A gradient is consumed, which writes the parameter, after all that reads the parameter: remade values too."""
+        """A gradient is consumed, which writes the parameter, after all that reads the parameter: remade
+        values too.
+        """
         last: dict[Storage, fx.Node] = {}
         for node in self.backward.nodes:
             if node.op == "call_function" and node.target is not consume:
-                last.update({s: node for arg in node.all_input_nodes if arg in self.origin for s in self.cut.held.of[self.origin[arg]]})
+                last.update(
+                    {
+                        s: node
+                        for arg in node.all_input_nodes
+                        if arg in self.origin
+                        for s in self.cut.held.of[self.origin[arg]]
+                    }
+                )
         order = {node: at for at, node in enumerate(self.backward.nodes)}
         for node in [n for n in order if n.target is consume]:
-            reader = max((last[s] for s in self.cut.held.of[self.origin[node.args[3]]] if s in last), key=order.__getitem__, default=node)
+            reader = max(
+                (last[s] for s in self.cut.held.of[self.origin[node.args[3]]] if s in last),
+                key=order.__getitem__,
+                default=node,
+            )
             if order[reader] > order[node]:
                 reader.append(node)
                 self.stage[node] = self.stage[reader]
@@ -274,11 +313,20 @@ class _Emitter:
                 gone[s] = self._moved(self.forward, *ended(gone[s], source))
         kept = [copies[n] for n in self.saved]
         away_values = [gone[s] for s in self.held]
-        results = (*(copies[n] for n in step.forward_results), *kept, *(states[n] for n in self.states), *away_values)
+        results = (
+            *(copies[n] for n in step.forward_results),
+            *kept,
+            *(states[n] for n in self.states),
+            *away_values,
+        )
         self.forward.output(results)
 
-    def _put_away(self, s: Storage, value: fx.Node, gone: dict[Storage, fx.Node], sources: dict[Storage, fx.Node]) -> None:
-        """Put a value away: `gone` has what is handed to the backward, `sources` what a copy that goes on still reads."""
+    def _put_away(
+        self, s: Storage, value: fx.Node, gone: dict[Storage, fx.Node], sources: dict[Storage, fx.Node]
+    ) -> None:
+        """Put a value away: `gone` has what is handed to the backward, `sources` what a copy that goes on
+        still reads.
+        """
         for call in putting_away(self.cut, s, self.away[self.at][s]):
             source, value = value, self._moved(self.forward, call.target, (value, *call.arguments), call.move)
             if call.move.host and self.cut.host.beside:
@@ -287,10 +335,13 @@ class _Emitter:
 
     def _copy(self, graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
         way = self.cut.written.get(node)
-        target, given, named = (node.target, node.args, dict(node.kwargs)) if way is None else (way.target, way.arguments, {})
+        target, given, named = (
+            (node.target, node.args, dict(node.kwargs)) if way is None else (way.target, way.arguments, {})
+        )
         args, kwargs = fx.map_arg((given, named), value)
         copy = graph.call_function(target)  # type: ignore[arg-type]
-        copy.args, copy.kwargs = args, kwargs  # set later: torch looks for sizes without a value in what a node is made with
+        # set later: torch looks for sizes without a value in what a node is made with
+        copy.args, copy.kwargs = args, kwargs
         return self._noted(copy, node)
 
     def _noted(self, copy: fx.Node, node: fx.Node) -> fx.Node:

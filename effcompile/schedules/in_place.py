@@ -1,8 +1,10 @@
-"""Values of a backward that are written where one of their operands lies, as autograd does it with sums of gradients.
+"""Values of a backward that are written where one of their operands lies, as autograd does it with sums of
+gradients.
 
-The joint graph is functional. Autograd adds what arrives at a node to what is there already where nobody else holds that
-(InputBuffer::accumulate), and the backward of a write through a view writes into the gradient (CopySlices): where the graph makes a third
-tensor of two, eager's step has two. A plan that could not do the same would need more than eager.
+The joint graph is functional. Autograd adds what arrives at a node to what is there already where nobody else
+holds that (InputBuffer::accumulate), and the backward of a write through a view writes into the gradient
+(CopySlices): where the graph makes a third tensor of two, eager's step has two. A plan that could not do the
+same would need more than eager.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ from effcompile.ops.parts import put_select_, put_slice_
 
 aten = torch.ops.aten
 
-#: What makes a new tensor of an operand with a part of it replaced → the operator that replaces it where the operand lies.
-_PARTS: Mapping[object, Callable[..., object]] = {aten.slice_scatter.default: put_slice_, aten.select_scatter.default: put_select_}
+#: What makes a new tensor of an operand with a part of it replaced → the operator that replaces it where the
+#: operand lies.
+_PARTS: Mapping[object, Callable[..., object]] = {
+    aten.slice_scatter.default: put_slice_,
+    aten.select_scatter.default: put_select_,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a node of the backward runs instead: `target(*arguments)`, of which the first is the operand that it writes into and returns."""
+    """How a node of the backward runs instead: `target(*arguments)`, of which the first is the operand that
+    it writes into and returns.
+    """
 
     target: Callable[..., object]
     arguments: tuple[Value, ...]
@@ -42,8 +50,8 @@ class Written:
 def written_in_place(step: Step, held: Storages, order: Sequence[fx.Node]) -> dict[fx.Node, Written]:
     """Nodes of a backward that may write into an operand.
 
-    That is a sum, or a value with a part replaced, of an operand that the backward made, that is all of its memory and lies in it as the
-    result would, that nobody reads after this node, and that is no gradient.
+    That is a sum, or a value with a part replaced, of an operand that the backward made, that is all of its
+    memory and lies in it as the result would, that nobody reads after this node, and that is no gradient.
 
     `order`: the backward's nodes in the order in which they run.
     """
@@ -58,7 +66,9 @@ class _Finder:
         for at, node in enumerate(order):
             # what a consumed gradient is read by runs later than it stands (emit.py)
             when = len(order) if node.target is consume else at
-            self.last.update({s: max(when, self.last.get(s, 0)) for arg in node.all_input_nodes for s in held.of[arg]})
+            self.last.update(
+                {s: max(when, self.last.get(s, 0)) for arg in node.all_input_nodes for s in held.of[arg]}
+            )
         self.last.update({s: len(order) for gradient in step.all_gradients for s in held.of[gradient]})
         self.merged: dict[Storage, Storage] = {}
         self.found: dict[fx.Node, Written] = {}
@@ -77,11 +87,24 @@ class _Finder:
 
     def _is_free(self, operand: fx.Node, node: fx.Node) -> bool:
         mine, its = self.held.made[node], self.held.of[operand]
-        if len(mine) != 1 or len(its) != 1 or its[0] not in self.made or self.held.nbytes[its[0]] != self.held.nbytes[mine[0]]:
+        if (
+            len(mine) != 1
+            or len(its) != 1
+            or its[0] not in self.made
+            or self.held.nbytes[its[0]] != self.held.nbytes[mine[0]]
+        ):
             return False
         memory = self.merged.get(its[0], its[0])
-        shared = [arg for arg in node.all_input_nodes if arg is not operand and memory in map(self._memory, self.held.of[arg])]
-        return not shared and self.last[its[0]] == self.last[memory] == self.position[node] and _lies_alike(operand, node)
+        shared = [
+            arg
+            for arg in node.all_input_nodes
+            if arg is not operand and memory in map(self._memory, self.held.of[arg])
+        ]
+        return (
+            not shared
+            and self.last[its[0]] == self.last[memory] == self.position[node]
+            and _lies_alike(operand, node)
+        )
 
     def _memory(self, s: Storage) -> Storage:
         return self.merged.get(s, s)
@@ -110,7 +133,11 @@ def _lies_alike(operand: fx.Node, node: fx.Node) -> bool:
     if not isinstance(here, torch.Tensor) or not isinstance(there, torch.Tensor):
         return False
     alike = (here.shape, here.stride(), here.dtype) == (there.shape, there.stride(), there.dtype)
-    return alike and here.storage_offset() == 0 and here.numel() * here.itemsize == here.untyped_storage().nbytes()
+    return (
+        alike
+        and here.storage_offset() == 0
+        and here.numel() * here.itemsize == here.untyped_storage().nbytes()
+    )
 
 
 def as_they_lie(held: Storages, written: Mapping[fx.Node, Written]) -> Storages:

@@ -1,4 +1,6 @@
-"""A training step cut into blocks (cuts.py says where): what each makes and reads, in the planner's plain numbers."""
+"""A training step cut into blocks (cuts.py says where): what each makes and reads, in the planner's plain
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,36 @@ def cut_into_blocks(step: Step, held: Storages, seconds: Seconds) -> Blocks:
     for node in reversed(backward):
         if node in late:  # right before the first of its readers runs
             later[node] = max((later[user] for user in node.users if user in later), default=0)
-    return _Cutter(step, held, seconds, names, _runs(forward, stage_of, len(names)), _runs(backward, later, len(names))).result()
+    return _Cutter(
+        step, held, seconds, names, _runs(forward, stage_of, len(names)), _runs(backward, later, len(names))
+    ).result()
 
 
 def in_one_block(step: Step, held: Storages, seconds: Seconds) -> Blocks:
-    """The step as one block: forward and backward in the order in which autograd ran them, which no cut changes."""
+    """The step as one block: forward and backward in the order in which autograd ran them, which no cut
+    changes.
+    """
     forward, backward = split(step)
     late = _made_late(forward, backward, step.forward_results)
-    return _Cutter(step, held, seconds, [WHOLE], [[n for n in forward if n not in late]], [_in_order(step, late.union(backward))]).result()
+    return _Cutter(
+        step,
+        held,
+        seconds,
+        [WHOLE],
+        [[n for n in forward if n not in late]],
+        [_in_order(step, late.union(backward))],
+    ).result()
 
 
 def _in_order(step: Step, nodes: Collection[fx.Node]) -> list[fx.Node]:
     return [node for node in step.graph.nodes if node in nodes]
 
 
-def _made_late(forward: Sequence[fx.Node], backward: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """What the backward alone reads, and is made of nothing that the forward makes (zeros beside a gradient): it is made then.
+def _made_late(
+    forward: Sequence[fx.Node], backward: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> set[fx.Node]:
+    """What the backward alone reads, and is made of nothing that the forward makes (zeros beside a gradient):
+    it is made then.
 
     A draw is not: it would change places with others.
     """
@@ -66,12 +82,16 @@ def _runs(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], count: int)
     return runs
 
 
-def _backward_stages(backward: Sequence[fx.Node], forward: Mapping[fx.Node, int], held: Storages, count: int) -> dict[fx.Node, int]:
-    """Stage of every backward node: the latest whose forward values it waits for, but no later one than its inputs'.
+def _backward_stages(
+    backward: Sequence[fx.Node], forward: Mapping[fx.Node, int], held: Storages, count: int
+) -> dict[fx.Node, int]:
+    """Stage of every backward node: the latest whose forward values it waits for, but no later one than its
+    inputs'.
 
-    One that reads only what is kept in any case runs in the turn of the block that made it, one that reads nothing after the node before
-    it, as autograd has it; both no later than they are needed. Gradients that ran ahead would stand beside values that their blocks have
-    not yet read for the last time, and ones that waited would keep all later blocks waiting.
+    One that reads only what is kept in any case runs in the turn of the block that made it, one that reads
+    nothing after the node before it, as autograd has it; both no later than they are needed. Gradients that
+    ran ahead would stand beside values that their blocks have not yet read for the last time, and ones that
+    waited would keep all later blocks waiting.
     """
     readers: dict[Storage, set[int]] = {}
     for node, stage in forward.items():
@@ -80,10 +100,15 @@ def _backward_stages(backward: Sequence[fx.Node], forward: Mapping[fx.Node, int]
     read = {node: _read_stages(node, forward, readers, held) for node in backward}
     found: dict[fx.Node, int] = {}
     for node in backward:
-        found[node] = min([found[arg] for arg in node.all_input_nodes if arg in found] + read[node][0], default=count - 1)
+        found[node] = min(
+            [found[arg] for arg in node.all_input_nodes if arg in found] + read[node][0], default=count - 1
+        )
     needed: dict[fx.Node, int] = {}
     for node in reversed(backward):
-        needed[node] = max((found[user] if read[user][0] else needed[user] for user in node.users if user in needed), default=0)
+        needed[node] = max(
+            (found[user] if read[user][0] else needed[user] for user in node.users if user in needed),
+            default=0,
+        )
     turn = count - 1
     for node in backward:
         waited, shared = read[node]
@@ -97,9 +122,11 @@ def _backward_stages(backward: Sequence[fx.Node], forward: Mapping[fx.Node, int]
 def _read_stages(
     node: fx.Node, forward: Mapping[fx.Node, int], readers: Mapping[Storage, set[int]], held: Storages
 ) -> tuple[list[int], list[int]]:
-    """([the latest stage whose values a backward node reads], [the latest that made one that is kept in any case]); [] where there is none.
+    """([the latest stage whose values a backward node reads], [the latest that made one that is kept in any
+    case]); [] where there is none.
 
-    A value's stage is the one later stage that reads it, too, else the one that makes it. What several later stages read is kept.
+    A value's stage is the one later stage that reads it, too, else the one that makes it. What several later
+    stages read is kept.
     """
     own, shared = [], []
     for arg in node.all_input_nodes:
@@ -117,8 +144,15 @@ def _read_stages(
 class _Cutter:
     """Collects who makes and who reads each storage, and writes the blocks' problems."""
 
-    def __init__(self, step: Step, held: Storages, seconds: Seconds, names: Sequence[str], forward: list[list[fx.Node]],
-                 backward: list[list[fx.Node]]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        step: Step,
+        held: Storages,
+        seconds: Seconds,
+        names: Sequence[str],
+        forward: list[list[fx.Node]],
+        backward: list[list[fx.Node]],
+    ) -> None:
         self.written = written_in_place(step, held, [node for nodes in reversed(backward) for node in nodes])
         self.step, self.held, self.seconds, self.names = step, as_they_lie(held, self.written), seconds, names
         self.forward, self.backward = forward, backward
@@ -142,7 +176,8 @@ class _Cutter:
         made = self.maker[s]
         ahead = {i for i in self.in_forward.get(s, ()) if i > made}
         behind = self.in_backward.get(s, set())
-        if any(i < made for i in behind):  # a backward that waits for an earlier block's: no block can make it again for that
+        if any(i < made for i in behind):
+            # a backward that waits for an earlier block's: no block can make it again for that
             return True
         if not ahead and behind <= {made}:
             return False
@@ -150,7 +185,9 @@ class _Cutter:
 
     def _owner(self, s: Storage) -> int:
         """The block that decides about a storage: its only later reader, else its maker."""
-        readers = {i for i in self.in_forward.get(s, set()) | self.in_backward.get(s, set()) if i > self.maker[s]}
+        readers = {
+            i for i in self.in_forward.get(s, set()) | self.in_backward.get(s, set()) if i > self.maker[s]
+        }
         return next(iter(readers)) if len(readers) == 1 and s not in self.shared else self.maker[s]
 
     def _last(self, s: Storage) -> int:
@@ -164,19 +201,24 @@ class _Cutter:
         live_forward = self._forward_live()
         built = tuple(self._block(i, live_backward[i], live_forward[i]) for i in range(len(self.names)))
         return Blocks(
-            step=self.step, held=self.held, blocks=built, shared=self.shared, base_bytes=base_bytes(self.step, self.held),
-            written=self.written,
+            step=self.step, held=self.held, blocks=built, shared=self.shared,
+            base_bytes=base_bytes(self.step, self.held), written=self.written,
         )  # fmt: skip
 
     def _block(self, i: int, live: tuple[int, list[int]], forward_live: int) -> Block:
         entering = tuple(s for s, owner in self.owner.items() if owner == i and self.maker[s] != i)
         names = {s: f"in{k}" for k, s in enumerate(entering)}
         ops, operators = self._operators(i, names)
-        leaving = tuple(s for s in self.maker if self.maker[s] == i and any(r > i for r in self.in_forward.get(s, ())))
+        leaving = tuple(
+            s for s in self.maker if self.maker[s] == i and any(r > i for r in self.in_forward.get(s, ()))
+        )
         start, lives = live
-        reads = [tuple(names[s] for s in reads_of(node, self.held) if s in names) for node in self.backward[i]]
+        reads = [
+            tuple(names[s] for s in reads_of(node, self.held) if s in names) for node in self.backward[i]
+        ]
         steps = tuple(
-            BackwardStep(name=f"b{k}", reads=what, live=at - start) for k, (what, at) in enumerate(zip(reads, lives, strict=True))
+            BackwardStep(name=f"b{k}", reads=what, live=at - start)
+            for k, (what, at) in enumerate(zip(reads, lives, strict=True))
         )
         problem = BlockProblem(
             nbytes={name: self.held.nbytes[s] for s, name in names.items()},
@@ -190,19 +232,24 @@ class _Cutter:
         stage = BlockStage(
             name=self.names[i],
             kind=hashlib.sha256(repr(problem).encode()).hexdigest()[:12],
-            forward_base=forward_live - entering_bytes + sum(self.held.nbytes[s] for s in self.shared if self.maker[s] <= i),
+            forward_base=forward_live
+            - entering_bytes
+            + sum(self.held.nbytes[s] for s in self.shared if self.maker[s] <= i),
             backward_base=start + sum(self.held.nbytes[s] for s in self.shared if self._last(s) <= i),
             rerun_seconds=sum(op.seconds for op in ops),
             entering_bytes=entering_bytes,
             rerun_peak=_rerun_peak(problem),
         )
         return Block(
-            name=self.names[i], forward=tuple(self.forward[i]), backward=tuple(self.backward[i]), problem=problem,
-            values={name: s for s, name in names.items()}, operators=operators, entering=entering, leaving=leaving, stage=stage,
+            name=self.names[i], forward=tuple(self.forward[i]), backward=tuple(self.backward[i]),
+            problem=problem, values={name: s for s, name in names.items()}, operators=operators,
+            entering=entering, leaving=leaving, stage=stage,
         )  # fmt: skip
 
     def _operators(self, i: int, names: dict[Storage, str]) -> tuple[list[Op], dict[str, fx.Node]]:
-        """The block's operators; gives its storages their names, by order of making, so that equal blocks have equal problems."""
+        """The block's operators; gives its storages their names, by order of making, so that equal blocks
+        have equal problems.
+        """
         ops: list[Op] = []
         operators: dict[str, fx.Node] = {}
         for node in self.forward[i]:
@@ -217,19 +264,28 @@ class _Cutter:
                 continue
             state = CPU_STATE_BYTES if draws(node) else 0
             seconds, workspace = self.seconds(node), self.held.workspace[node]
-            ops.append(Op(name=name, reads=known, makes=made, seconds=seconds, workspace=workspace, state=state))
+            ops.append(
+                Op(name=name, reads=known, makes=made, seconds=seconds, workspace=workspace, state=state)
+            )
             operators[name] = node
         return ops, operators
 
     def _forward_live(self) -> list[int]:
-        """Per stage the bytes alive when its forward begins that will still be read in the forward, kept ones not counted."""
+        """Per stage the bytes alive when its forward begins that will still be read in the forward, kept ones
+        not counted.
+        """
         last = {s: max([self.maker[s], *self.in_forward.get(s, ())]) for s in self.maker}
         counted = [s for s in self.maker if s not in self.shared]
-        return [sum(self.held.nbytes[s] for s in counted if self.maker[s] < i <= last[s]) for i in range(len(self.names))]
+        return [
+            sum(self.held.nbytes[s] for s in counted if self.maker[s] < i <= last[s])
+            for i in range(len(self.names))
+        ]
 
 
 def _backward_live(held: Storages, step: Step, runs: list[list[fx.Node]]) -> list[tuple[int, list[int]]]:
-    """Per stage: bytes made by the backward that are alive when its backward begins, and while each of its nodes runs."""
+    """Per stage: bytes made by the backward that are alive when its backward begins, and while each of its
+    nodes runs.
+    """
     order = [(i, node) for i in reversed(range(len(runs))) for node in runs[i]]
     position = {node: at for at, (_, node) in enumerate(order)}
     made = {s for _, node in order for s in held.made[node]}
@@ -265,7 +321,9 @@ def _filled(result: list[tuple[int, list[int]]], begun: set[int]) -> list[tuple[
 
 
 def _rerun_peak(problem: BlockProblem) -> int:
-    """Most bytes of the block's values and workspace alive while its forward runs and keeps only what leaves."""
+    """Most bytes of the block's values and workspace alive while its forward runs and keeps only
+    what leaves.
+    """
     last = {value: i for i, op in enumerate(problem.forward) for value in (*op.reads, *op.makes)}
     last.update(dict.fromkeys(problem.leaving, len(problem.forward)))
     live = peak = sum(problem.nbytes[v] for v in problem.entering)

@@ -1,8 +1,10 @@
-"""What torch's CUDA allocator reserves from the device for a sequence of allocations: rounding, segments, best fit, splits and merges.
+"""What torch's CUDA allocator reserves from the device for a sequence of allocations: rounding, segments,
+best fit, splits and merges.
 
-Allocated bytes are what a plan's budget bounds. The allocator takes more from the device: segments of 2 MiB for small blocks, of 20 MiB or
-more for large ones, which it keeps when they are free. How much more depends on the order of sizes, so it is found by carrying
-the order out, in a model of c10/cuda/CUDACachingAllocator.cpp (one stream, no expandable segments).
+Allocated bytes are what a plan's budget bounds. The allocator takes more from the device: segments of 2 MiB
+for small blocks, of 20 MiB or more for large ones, which it keeps when they are free. How much more depends
+on the order of sizes, so it is found by carrying the order out, in a model of
+c10/cuda/CUDACachingAllocator.cpp (one stream, no expandable segments).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Followed:
     """What an allocator is asked for, in all steps.
 
     Attributes:
-        lasting: sizes of what is there before the first step: parameters, buffers, inputs, workspaces of libraries.
+        lasting: sizes of what is there before the first step: parameters, buffers, inputs, workspaces of
+            libraries.
         step: what each asks for, by names from 0 on.
         left: sizes of what the first one leaves for good: the optimizer's states.
     """
@@ -76,7 +79,8 @@ class Allocator:
 
     Attributes:
         limit: bytes of the device; None: as many as are asked for.
-        allocated: bytes given out, as the allocator counts them; `peak_allocated` at the most. reserved: taken from the device.
+        allocated: bytes given out, as the allocator counts them; `peak_allocated` at the most. reserved:
+            taken from the device.
     """
 
     limit: int | None = None
@@ -97,7 +101,8 @@ class Allocator:
         return self
 
     def allocate(self, name: int, nbytes: int) -> None:
-        """Give out a block: the smallest free part that holds it, else a new segment; what is left over of it stays free.
+        """Give out a block: the smallest free part that holds it, else a new segment; what is left over of it
+        stays free.
 
         Raises:
             NoSegmentError: the device has no more.
@@ -134,7 +139,13 @@ class Allocator:
         return pool.pop(at)[2] if at < len(pool) else None
 
     def _segment(self, size: int, small: bool) -> _Part:
-        taken = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_STEP) * _LARGE_STEP
+        taken = (
+            _SMALL_SEGMENT
+            if small
+            else _LARGE_SEGMENT
+            if size < _LARGE
+            else -(-size // _LARGE_STEP) * _LARGE_STEP
+        )
         if self.limit is not None and self.reserved + taken > self.limit:
             self._give_back()
             if self.reserved + taken > self.limit:

@@ -1,10 +1,11 @@
-"""Bytes live at every step of an emitted schedule, storage by storage: the proof that it stays within its budget.
+"""Bytes live at every step of an emitted schedule, storage by storage: the proof that it stays within its
+budget.
 
-The executor frees a value after its last reader, as counted here. Alive throughout: parameters, buffers, constants and
-inputs. Results of the forward (the loss, shown outputs) stay; gradients stay from where they are made. New values of
-buffers live until the forward has ended; old ones that the backward reads are copied while they are all there still, which
-is counted to the forward's last operator. A copy of an operator makes what the first one made. What is put on the host is
-no byte of the device, and counted apart.
+The executor frees a value after its last reader, as counted here. Alive throughout: parameters, buffers,
+constants and inputs. Results of the forward (the loss, shown outputs) stay; gradients stay from where they
+are made. New values of buffers live until the forward has ended; old ones that the backward reads are copied
+while they are all there still, which is counted to the forward's last operator. A copy of an operator makes
+what the first one made. What is put on the host is no byte of the device, and counted apart.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ Instance = tuple[Storage, int]  # a storage, and which copy of the operator made
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryInstant:
-    """One operator of a schedule. `phase`: "forward" or "backward"; `live`: bytes alive while it runs; `again`: it is a copy."""
+    """One operator of a schedule.
+
+    `phase`: "forward" or "backward"; `live`: bytes alive while it runs; `again`: it is a copy.
+    """
 
     phase: str
     stage: int
@@ -62,9 +66,16 @@ class Trace:
 
     @property
     def footprint(self) -> Footprint:
-        """Of forward and backward. What is given is there throughout; what else is left are gradients, the loss, shown outputs."""
+        """Of forward and backward.
+
+        What is given is there throughout; what else is left are gradients, the loss, shown outputs.
+        """
         given = {kind: self.parts[kind] for kind in (GIVEN, LIBRARIES) if kind in self.parts}
-        return Footprint(step=self.parts, end={**given, GRADIENTS: self.end_bytes - sum(given.values())}, host=self.host_bytes)
+        return Footprint(
+            step=self.parts,
+            end={**given, GRADIENTS: self.end_bytes - sum(given.values())},
+            host=self.host_bytes,
+        )
 
 
 def simulate(cut: Blocks, emitted: Emitted) -> Trace:
@@ -73,7 +84,8 @@ def simulate(cut: Blocks, emitted: Emitted) -> Trace:
 
 
 def allocations(cut: Blocks, emitted: Emitted) -> list[Event]:
-    """What one step asks the allocator for, in order: what operators make and take for themselves, and what is freed after its last reader.
+    """What one step asks the allocator for, in order: what operators make and take for themselves, and what
+    is freed after its last reader.
 
     What is left when the step is over, gradients and the loss, is freed at the end, as the next step does.
     """
@@ -81,9 +93,13 @@ def allocations(cut: Blocks, emitted: Emitted) -> list[Event]:
 
 
 def overwritten(step: Step, emitted: Emitted) -> dict[fx.Node, fx.Node]:
-    """Placeholders of the backward that are buffers which the forward updates → the step's placeholder; they need a copy."""
+    """Placeholders of the backward that are buffers which the forward updates → the step's placeholder; they
+    need a copy.
+    """
     updated = {node for node, name in step.buffers.items() if name in step.updated}
-    holders = [(node, emitted.origin.get(node)) for node in emitted.backward.nodes if node.op == "placeholder"]
+    holders = [
+        (node, emitted.origin.get(node)) for node in emitted.backward.nodes if node.op == "placeholder"
+    ]
     return {node: origin for node, origin in holders if origin in updated}
 
 
@@ -94,14 +110,19 @@ class _Simulator:
         self.of: dict[fx.Node, dict[Storage, Instance]] = {}
         self.made: dict[fx.Node, list[Instance]] = {}
         self.copies = 0
-        self.sizes: dict[Storage, int] = {}  # of what is no storage of the step: states of generators, packed copies
-        self.calls = [n for g in (emitted.forward, emitted.backward) for n in g.nodes if n.op == "call_function"]
+        # of what is no storage of the step: states of generators, packed copies
+        self.sizes: dict[Storage, int] = {}
+        self.calls = [
+            n for g in (emitted.forward, emitted.backward) for n in g.nodes if n.op == "call_function"
+        ]
         self.split = sum(n.op == "call_function" for n in emitted.forward.nodes)
 
     def run(self) -> Trace:
         results, shown, copied, last = self._followed()
         lasting = shown - len(self.cut.step.updated)
-        renewed = {i for node in results[lasting:shown] for i in self.of[node].values() if last[i] == self.split - 1}
+        renewed = {
+            i for node in results[lasting:shown] for i in self.of[node].values() if last[i] == self.split - 1
+        }
         return self._walk(last, copied, sum(map(self._bytes, renewed)))
 
     def events(self) -> list[Event]:
@@ -122,7 +143,9 @@ class _Simulator:
         return [*found, *((name, 0) for name in names.values())]
 
     def _followed(self) -> tuple[Any, int, int, dict[Instance, int]]:
-        """(results of the forward, how many are shown, bytes of copied buffers, instance → its last reader), all instances numbered."""
+        """(results of the forward, how many are shown, bytes of copied buffers, instance → its last reader),
+        all instances numbered.
+        """
         self._number(self.emitted.forward, {})
         results: Any = self.emitted.forward.output_node().args[0]
         shown = len(self.cut.step.forward_results)
@@ -155,13 +178,19 @@ class _Simulator:
                 self.copies += 1
                 storages = self.held.of[origin] if origin is not None else (-self.copies,)
                 fresh = set(self.held.made[origin]) if origin is not None else set(storages)
-                self.of[node] = {s: (s, self.copies) if s in fresh else there[s] for s in storages if s in fresh or s in there}
+                self.of[node] = {
+                    s: (s, self.copies) if s in fresh else there[s]
+                    for s in storages
+                    if s in fresh or s in there
+                }
                 self.made[node] = [(s, self.copies) for s in fresh]
             else:
                 self.of[node] = {}
 
     def _number_move(self, node: fx.Node, move: Move) -> None:
-        """A slot on the host has no instance; what only waits for a copy hands on the one that it was given."""
+        """A slot on the host has no instance; what only waits for a copy hands on the one that it
+        was given.
+        """
         if move.nbytes is None:
             given = {s: i for arg in node.all_input_nodes[:1] for s, i in self.of[arg].items()}
             self.of[node], self.made[node] = ({} if move.host > 0 else given), []
@@ -192,7 +221,9 @@ class _Simulator:
         return last
 
     def _walk(self, last: dict[Instance, int], copied: int, renewed: int) -> Trace:
-        """`copied`: bytes of the copies of old values of buffers; `renewed`: of the new values, which are alive beside them."""
+        """`copied`: bytes of the copies of old values of buffers; `renewed`: of the new values, which are
+        alive beside them.
+        """
         freed: dict[int, list[Instance]] = {}
         for instance, at in last.items():
             freed.setdefault(at, []).append(instance)
@@ -208,7 +239,15 @@ class _Simulator:
             phase = "forward" if at < self.split else "backward"
             workspace = self._workspace(node)
             again = phase == "backward" and origin in self._forward_nodes
-            instants.append(MemoryInstant(phase=phase, stage=self.emitted.stage[node], node=node.name, live=live + workspace, again=again))
+            instants.append(
+                MemoryInstant(
+                    phase=phase,
+                    stage=self.emitted.stage[node],
+                    node=node.name,
+                    live=live + workspace,
+                    again=again,
+                )
+            )
             live -= sum(self._bytes(i) for i in freed.get(at, ()))
             if at == self.split - 1:
                 saved = live + copied
@@ -217,12 +256,14 @@ class _Simulator:
         peak = max(instants, key=lambda i: i.live)
         where = instants.index(peak)
         return Trace(
-            peak_bytes=peak.live, peak=peak, instants=tuple(instants), saved_bytes=saved - base, end_bytes=live,
-            parts=self._parts(where, last, peak.live), host_bytes=most_hosted,
+            peak_bytes=peak.live, peak=peak, instants=tuple(instants), saved_bytes=saved - base,
+            end_bytes=live, parts=self._parts(where, last, peak.live), host_bytes=most_hosted,
         )  # fmt: skip
 
     def _workspace(self, node: fx.Node) -> int:
-        """Bytes that an operator needs for itself; a replayed one also holds the generator's state of before."""
+        """Bytes that an operator needs for itself; a replayed one also holds the generator's
+        state of before.
+        """
         if node in self.emitted.moves:
             return self.emitted.moves[node].workspace
         origin = self.emitted.origin.get(node)
@@ -236,7 +277,11 @@ class _Simulator:
         returned: Any = self.emitted.backward.output_node().args[0]
         gradients = {i for node in returned for i in self.of[node].values()}
         grads = sum(self._bytes(i) for i in alive if i in gradients and where >= self.split)
-        kept = sum(self._bytes(i) for i in alive if i not in gradients and made_at[i] < self.split and last[i] >= self.split)
+        kept = sum(
+            self._bytes(i)
+            for i in alive
+            if i not in gradients and made_at[i] < self.split and last[i] >= self.split
+        )
         base = self.cut.base_bytes
         libraries = self.cut.libraries
         return {
@@ -252,7 +297,11 @@ class _Simulator:
         return frozenset(node for block in self.cut.blocks for node in block.forward)
 
     def _bytes(self, instance: Instance) -> int:
-        return self.held.nbytes[instance[0]] if instance[0] >= 0 else self.sizes.get(instance[0], CPU_STATE_BYTES)
+        return (
+            self.held.nbytes[instance[0]]
+            if instance[0] >= 0
+            else self.sizes.get(instance[0], CPU_STATE_BYTES)
+        )
 
 
 def per_stage(trace: Trace) -> Iterator[tuple[str, int, int]]:

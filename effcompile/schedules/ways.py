@@ -1,4 +1,6 @@
-"""Ways to hold a value from forward to backward other than as it is: packed on the device, on the host, or both."""
+"""Ways to hold a value from forward to backward other than as it is: packed on the device, on the host, or
+both.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Codec:
     def unpack_workspace(self, value: Tensor) -> int:
         """Most bytes that unpacking it takes beside the two."""
         packed = torch.empty(self.packed_bytes(value.numel()), dtype=torch.uint8, device="meta")
-        return workspace_bytes(self.unpack, [packed, list(value.shape), list(value.stride()), value.dtype]) or 0
+        return (
+            workspace_bytes(self.unpack, [packed, list(value.shape), list(value.stride()), value.dtype]) or 0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +44,11 @@ class Way:
     """One way.
 
     Attributes:
-        name: of the form in a plan. by: the lever that proposes it. said: where or how a value is held, in words.
+        name: of the form in a plan. by: the lever that proposes it. said: where or how a value is held, in
+            words.
         exact: the value comes back as it was. without: in words, what is not done without it.
-        codec: what packs it on the device; None for none. on_host: whether what is handed on lies on the host.
+        codec: what packs it on the device; None for none. on_host: whether what is handed on lies on the
+            host.
         parts: the ways of which it is made up; itself alone where it is none of several.
     """
 
@@ -58,5 +64,10 @@ class Way:
     def on(self, host: Way) -> Way:
         """The way that packs like this one and puts what it packed on the host."""
         return replace(
-            self, name=f"{self.name}+{host.name}", by=host.by, said=f"{self.said} {host.said}", on_host=True, parts=(self.name, host.name)
+            self,
+            name=f"{self.name}+{host.name}",
+            by=host.by,
+            said=f"{self.said} {host.said}",
+            on_host=True,
+            parts=(self.name, host.name),
         )

@@ -1,4 +1,6 @@
-"""The model as a program to plan for: captured, its attentions in normal form, and proven to compute what the model does."""
+"""The model as a program to plan for: captured, its attentions in normal form, and proven to compute what the
+model does.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from effcompile.search.request import Task
 from effcompile.sites.attention.normalise import normalised
 
 #: `Program.left` of a program whose attentions stay as the model writes them.
-LEFT_AS_WRITTEN = {"": Unsupported("fused, it rounds otherwise, and this model makes more of that than an exact plan allows")}
+LEFT_AS_WRITTEN = {
+    "": Unsupported("fused, it rounds otherwise, and this model makes more of that than an exact plan allows")
+}
 
 
 def in_normal_form(task: Task) -> Program:
@@ -30,7 +34,9 @@ def in_normal_form(task: Task) -> Program:
 
 
 def as_written(task: Task) -> Program:
-    """The captured program, its attentions as the model writes them: where these in normal form do not verify."""
+    """The captured program, its attentions as the model writes them: where these in normal form do not
+    verify.
+    """
     return _with_calibration(replace(_captured(task), left=LEFT_AS_WRITTEN), task)
 
 
@@ -43,14 +49,16 @@ def verified(task: Task) -> tuple[Program, tuple[Reason, ...]]:
     program = in_normal_form(task)
     with task.request.progress.step("verify the capture"):
         checks = verify_capture(program, task.model)
-        if not all(check.passed for check in checks):  # top-k routing turns a difference in rounding into another expert
+        if not all(check.passed for check in checks):
+            # top-k routing turns a difference in rounding into another expert
             program = as_written(task)
             checks = verify_capture(program, task.model)
     for check in checks:
         if not check.passed:
             raise CaptureError(
-                f"The captured graph of {program.name} differs from the model on {check.name}: relative error "
-                f"{format_error(check.error)}{f' ({check.note})' if check.note else ''}. Capture it with static shapes (--static)."
+                f"The captured graph of {program.name} differs from the model on {check.name}: relative "
+                f"error {format_error(check.error)}{f' ({check.note})' if check.note else ''}. Capture it "
+                "with static shapes (--static)."
             )
     program = without_unproven_ones(program, task.model)
     return program, (Equals(inputs=tuple(Of(check.name, check.note) for check in checks)),)
@@ -68,4 +76,7 @@ def _with_calibration(program: Program, task: Task) -> Program:
     """
     signature = inspect.signature(task.model.forward)
     given = task.request.calibration or ()
-    return replace(program, calibration=tuple(as_captured(program, signature, tuple(args), kwargs) for args, kwargs in given))
+    return replace(
+        program,
+        calibration=tuple(as_captured(program, signature, tuple(args), kwargs) for args, kwargs in given),
+    )

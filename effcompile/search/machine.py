@@ -1,4 +1,6 @@
-"""Which machine is planned for: a target file, or this machine as calibrated, measuring what a plan still needs."""
+"""Which machine is planned for: a target file, or this machine as calibrated, measuring what a plan still
+needs.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,18 @@ class Machine:
         return self.calibration is not None
 
     def distrust(self, backend: str) -> bool:
-        """Forget all kernel times of a backend, to be taken again for the next plan; whether there were any."""
+        """Forget all kernel times of a backend, to be taken again for the next plan; whether
+        there were any.
+        """
         found = self.calibration is not None and self.calibration.backends.pop(backend, None) is not None
         if found and self.calibration is not None:
             self.calibration.dirty = True
         return found
 
     def priced_anew(self, backends: Iterable[Backend]) -> Machine:
-        """The same machine with all kernel times of these backends forgotten: they are taken again as they are asked for."""
+        """The same machine with all kernel times of these backends forgotten: they are taken again as they
+        are asked for.
+        """
         if self.calibration is None:
             return self
         backends = tuple(backends)
@@ -84,7 +90,8 @@ def is_here(target: str | Target, place: torch.device) -> bool:
 def resolve(target: str | Target, backends: Iterable[Backend], place: torch.device = _HOST) -> Machine:
     """The machine meant by a name, a path to a target file, or a Target.
 
-    `place`: where the model lies. On a GPU, which has to be the current device, "auto" is that GPU, and so is a target that names it.
+    `place`: where the model lies. On a GPU, which has to be the current device, "auto" is that GPU, and so is
+    a target that names it.
 
     Raises:
         UnknownNameError: no such target. FormatError: a target file that is not one.
@@ -95,7 +102,10 @@ def resolve(target: str | Target, backends: Iterable[Backend], place: torch.devi
     if target == AUTO:
         return found
     named = target if isinstance(target, Target) else load_target(target)
-    known = {name: getattr(named, name) for name in ("name", "cluster", "watts", "hourly_price", "gains", "devices")}
+    known = {
+        name: getattr(named, name)
+        for name in ("name", "cluster", "watts", "hourly_price", "gains", "devices")
+    }
     return replace(found, target=replace(found.target, **known))
 
 
@@ -103,11 +113,18 @@ def _here(backends: Iterable[Backend], device: Accelerator | None) -> Machine:
     """Where planning runs: the machine, or its current GPU."""
     calibration, note = store.load_or_none(device=device)
     if calibration is None:
-        calibration = store.calibrate({}) if device is None else store.calibrate_device(device, device_rates())
+        calibration = (
+            store.calibrate({}) if device is None else store.calibrate_device(device, device_rates())
+        )
     notes = tuple(said for said in (note, busy_points.without_busy(calibration)) if said)
     here = this_machine(calibration, _measures(backends, device), budget_seconds=PROBE_SECONDS)
     if device is not None:  # others may use it, too
-        here = replace(here, memory_bytes=min(here.memory_bytes, (memory.free_bytes("cuda") or 0) + torch.cuda.memory_allocated()))
+        here = replace(
+            here,
+            memory_bytes=min(
+                here.memory_bytes, (memory.free_bytes("cuda") or 0) + torch.cuda.memory_allocated()
+            ),
+        )
     return Machine(target=here, calibration=calibration, notes=notes)
 
 
@@ -124,9 +141,14 @@ def calibrate(*, quick: bool = False, progress: Progress = QUIET) -> Path:
 
 
 def _measures(backends: Iterable[Backend], device: Accelerator | None = None) -> dict[str, store.Measure]:
-    """How each backend, and the unplanned model, times a kernel. `device`: those that run on the current GPU, on it."""
+    """How each backend, and the unplanned model, times a kernel.
+
+    `device`: those that run on the current GPU, on it.
+    """
     if device is not None:
-        on_it: dict[str, store.Measure] = {each.name: partial(_on_device, each.measure) for each in backends if each.name not in _ON_HOST}
+        on_it: dict[str, store.Measure] = {
+            each.name: partial(_on_device, each.measure) for each in backends if each.name not in _ON_HOST
+        }
         return {BASELINE: partial(torch_measure, engine="stock", device="cuda"), **on_it}
     measures: dict[str, store.Measure] = {BASELINE: partial(torch_measure, engine="stock")}
     for backend in backends:

@@ -18,10 +18,12 @@ class ManyDevices:
     """How many devices, how they stand, what of the strategy is given, how large a step is.
 
     Attributes:
-        devices: their number; "auto": the fewest that are enough. cluster: nodes and links, where they are given themselves.
+        devices: their number; "auto": the fewest that are enough. cluster: nodes and links, where they are
+            given themselves.
         nodes: "8x8", 8 nodes of 8; None: whole nodes of the target's.
         strategy: the fields that are given; the others are free.
-        global_batch: sequences of one step; batch_tokens: the same in tokens; neither: the example's batch on each device.
+        global_batch: sequences of one step; batch_tokens: the same in tokens; neither: the example's batch on
+            each device.
 
     Raises:
         UsageError: a value that is not allowed, or two that say the same.
@@ -35,8 +37,13 @@ class ManyDevices:
     batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.devices != "auto" and (type(self.devices) is not int or not 1 <= self.devices <= MOST_DEVICES):
-            raise UsageError(f"devices = {clipped(repr(self.devices))} must be a whole number from 1 to {MOST_DEVICES}, or auto.")
+        if self.devices != "auto" and (
+            type(self.devices) is not int or not 1 <= self.devices <= MOST_DEVICES
+        ):
+            raise UsageError(
+                f"devices = {clipped(repr(self.devices))} must be a whole number from 1 to "
+                f"{MOST_DEVICES}, or auto."
+            )
         if self.nodes is not None and self.devices == "auto":
             raise UsageError("devices = auto finds how many there are: leave nodes out.")
         if self.global_batch is not None and self.batch_tokens is not None:
@@ -63,7 +70,8 @@ class ManyDevices:
             raise UsageError("A Cluster says how its devices stand: leave nodes out.")
         count = cluster.devices if cluster is not None else cast("int | Literal['auto']", devices)
         return cls(
-            devices=count, cluster=cluster, nodes=nodes, strategy=given, global_batch=global_batch, batch_tokens=batch_tokens
+            devices=count, cluster=cluster, nodes=nodes, strategy=given, global_batch=global_batch,
+            batch_tokens=batch_tokens
         )  # fmt: skip
 
     @property
@@ -75,12 +83,18 @@ class ManyDevices:
 
 
 def _given(strategy: Strategy | StrategyFields | None) -> StrategyFields:
-    """The fields of a strategy that are given; of a whole one all that are not as they would be anyway empty."""
+    """The fields of a strategy that are given; of a whole one all that are not as they would be
+    anyway empty.
+    """
     if isinstance(strategy, Strategy):
         whole = asdict(strategy)
-        return cast("StrategyFields", {f.name: whole[f.name] for f in fields(strategy) if f.name != "cuts" or strategy.cuts})
+        return cast(
+            "StrategyFields",
+            {f.name: whole[f.name] for f in fields(strategy) if f.name != "cuts" or strategy.cuts},
+        )
     if not isinstance(strategy, Mapping | None):
         raise UsageError(
-            f"strategy = {clipped(repr(strategy))} is none. Give an effcompile.Strategy, or a dict of its fields: {{'tp': 8}}."
+            f"strategy = {clipped(repr(strategy))} is none. Give an effcompile.Strategy, or a dict of its "
+            f"fields: {{'tp': 8}}."
         )
     return cast("StrategyFields", dict(strategy or {}))

@@ -1,4 +1,6 @@
-"""What each option costs and how much error it makes, and the best plan of every backend under these prices."""
+"""What each option costs and how much error it makes, and the best plan of every backend under
+these prices.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def backends_for(
 ) -> tuple[list[Backend], dict[str, Reason]]:
     """For this machine: what runs here. For another one: only what is named, else what would run there.
 
-    `place`: where the model lies. `lowered`: the plan is carried out here, so that a backend that is named has to run here.
+    `place`: where the model lies. `lowered`: the plan is carried out here, so that a backend that is named
+    has to run here.
     """
     here = is_here(target, place)
     if backend is not None and not here and not lowered:
@@ -45,7 +48,10 @@ def backends_for(
     if here or backend is not None:
         return usable_backends(backend)
     device = (target if isinstance(target, Target) else load_target(target)).device
-    return [load_backend(name) for name in (("onnxruntime", "torch-inductor") if device == "cpu" else ("torch-inductor",))], {}
+    return [
+        load_backend(name)
+        for name in (("onnxruntime", "torch-inductor") if device == "cpu" else ("torch-inductor",))
+    ], {}
 
 
 def standing_in(backends: list[Backend], program: Program, goal: Goal) -> list[Backend]:
@@ -53,7 +59,9 @@ def standing_in(backends: list[Backend], program: Program, goal: Goal) -> list[B
     return [backend for backend in backends if refusal(backend, program, goal) is None][:1] or backends
 
 
-def search_for(program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], progress: Progress) -> Search:
+def search_for(
+    program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], progress: Progress
+) -> Search:
     """What may be decided, priced on this machine, with the errors of what is not exact measured."""
     options = {} if goal.exact else measured_options(passes)
     measured, text = _sensitivity(program, goal, passes, options, progress)
@@ -79,7 +87,9 @@ def measured_options(passes: tuple[Pass, ...]) -> dict[str, tuple[Form, ...]]:
     return options
 
 
-def replaced_weights(passes: tuple[Pass, ...], program: Program) -> dict[tuple[str, str], Callable[[], torch.Tensor]]:
+def replaced_weights(
+    passes: tuple[Pass, ...], program: Program
+) -> dict[tuple[str, str], Callable[[], torch.Tensor]]:
     """(site, option) → the weight that a linear has under an option that changes nothing else."""
     weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
     for each in passes:
@@ -88,18 +98,33 @@ def replaced_weights(passes: tuple[Pass, ...], program: Program) -> dict[tuple[s
 
 
 def _sensitivity(
-    program: Program, goal: Goal, passes: tuple[Pass, ...], options: Mapping[str, tuple[Form, ...]], progress: Progress
+    program: Program,
+    goal: Goal,
+    passes: tuple[Pass, ...],
+    options: Mapping[str, tuple[Form, ...]],
+    progress: Progress,
 ) -> tuple[Sensitivity, str]:
-    """Errors of every low-precision option, where the goal allows any; and which inputs they were measured on."""
+    """Errors of every low-precision option, where the goal allows any; and which inputs they were measured
+    on.
+    """
     if goal.exact:
         return Sensitivity(errors={}, method="the goal allows no error"), ""
     given = program.calibration
-    inputs = [*(given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]), *stress_of(program, goal)]
-    text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
+    inputs = [
+        *(given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]),
+        *stress_of(program, goal),
+    ]
+    text = (
+        f"the user's: {len(given)} inputs"
+        if given
+        else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
+    )
     weights = replaced_weights(passes, program)
     with progress.step("measure sensitivity"):
         tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
-        measured = kept.measured(program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell)
+        measured = kept.measured(
+            program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell
+        )
     return measured, f"{text}; {measured.method}"
 
 
@@ -110,7 +135,8 @@ def plans_for(
 
     Raises:
         UsageError: no backend takes the model.
-        InfeasibleError: no backend can meet the goal. InternalError, LoweringError: none can be priced; the first one's.
+        InfeasibleError: no backend can meet the goal. InternalError, LoweringError: none can be priced; the
+            first one's.
     """
     plans: list[tuple[Backend, Plan]] = []
     candidates = [Candidate(backend=name, note=reason) for name, reason in absent.items()]
@@ -125,7 +151,9 @@ def plans_for(
                     candidates.append(Candidate(backend=backend.name, note=reason))
         except InfeasibleError as error:
             infeasible[backend.name] = error
-            candidates.append(Candidate(backend=backend.name, note=Unsupported.of("infeasible: {}", str(error))))
+            candidates.append(
+                Candidate(backend=backend.name, note=Unsupported.of("infeasible: {}", str(error)))
+            )
         except (InternalError, LoweringError) as error:  # the others are there
             failed.append(error)
             candidates.append(Candidate(backend=backend.name, note=Failed(message=str(error))))
@@ -134,9 +162,13 @@ def plans_for(
             raise explain_infeasible(infeasible)
         if failed:
             raise failed[0]
-        raise UsageError("No backend takes this model: " + "; ".join(f"{c.backend}: {c.note}" for c in candidates))
+        raise UsageError(
+            "No backend takes this model: " + "; ".join(f"{c.backend}: {c.note}" for c in candidates)
+        )
     plans.sort(key=lambda pair: pair[1].certificate.objective)
-    candidates = [Candidate(backend=b.name, predicted_seconds=p.predicted.seconds) for b, p in plans] + candidates
+    candidates = [
+        Candidate(backend=b.name, predicted_seconds=p.predicted.seconds) for b, p in plans
+    ] + candidates
     return plans, candidates
 
 

@@ -71,11 +71,14 @@ def _theirs() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UsageError(f"The `progress` that was given raised {first_line(error)}. Nothing was planned.") from error
+        raise UsageError(
+            f"The `progress` that was given raised {first_line(error)}. Nothing was planned."
+        ) from error
 
 
 def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates an entry point that takes a model, its inputs and `progress`: only EffcompileErrors leave it, whatever step they come from.
+    """Decorates an entry point that takes a model, its inputs and `progress`: only EffcompileErrors leave it,
+    whatever step they come from.
 
     Within it the GPU that the model lies on is the current device.
     """
@@ -85,7 +88,8 @@ def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             progress = kwargs.get("progress", QUIET)
             kwargs["progress"] = _Staged(progress)  # type: ignore[arg-type]
-            with stage(name), planning(), building(), gpu.current(gpu.place_of(*args[:3])):  # type: ignore[arg-type]  # model, args, kwargs
+            with stage(name), planning(), building(), gpu.current(gpu.place_of(*args[:3])):  # type: ignore[arg-type]
+                # model, args, kwargs
                 return function(*args, **kwargs)
 
         return run

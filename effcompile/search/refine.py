@@ -1,4 +1,6 @@
-"""One loop for inference and training: solve, run what was solved, and solve again under what running it taught."""
+"""One loop for inference and training: solve, run what was solved, and solve again under what running it
+taught.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Constraints:
     Attributes:
         round: which solve it is, from 1.
         error_scale: measured over predicted squared error: predictions are multiplied by it.
-        budget: bytes, None for no limit. less: bytes that it is smaller than the first, for what the allocator took beside.
+        budget: bytes, None for no limit. less: bytes that it is smaller than the first, for what the
+            allocator took beside.
         forbidden: (kind, option) → why it is out of the question: it was run, and did not hold.
         priced_again: how often prices were forgotten and taken anew.
         notes: what was found on the way.
@@ -66,7 +69,8 @@ def refine(
 
     Args:
         solve: decides under constraints; what it raises leaves the loop.
-        run: carries a decision out; what became of it, and the constraints for the next solve, None where it holds.
+        run: carries a decision out; what became of it, and the constraints for the next solve, None where it
+            holds.
         rounds: solves at the most, the first one included.
         start: what the first solve holds to.
     """

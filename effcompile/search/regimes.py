@@ -29,8 +29,8 @@ class Regime:
 class Regimes:
     """How a model is called, and what memory has to hold for it. An option is one choice for all of them.
 
-    weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: of those what a runtime that copies what
-    it is given to go on from holds once more.
+    weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: of those
+    what a runtime that copies what it is given to go on from holds once more.
     """
 
     each: tuple[Regime, ...]
@@ -43,7 +43,9 @@ class Regimes:
         """One call at the example inputs."""
         memory = timeline(program)
         kept = memory.activation_bytes + memory.input_bytes
-        return cls(each=(Regime(name="call", program=program),), weight_bytes=memory.weight_bytes, kept_bytes=kept)
+        return cls(
+            each=(Regime(name="call", program=program),), weight_bytes=memory.weight_bytes, kept_bytes=kept
+        )
 
     def kept(self, backend: str) -> int:
         """Bytes beside the weights at the highest instant on a backend."""
@@ -51,7 +53,10 @@ class Regimes:
 
 
 def merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iterator[Choice]:
-    """Choices of all regimes as one: an option's seconds are those of all its calls. What one regime does not offer is offered by none."""
+    """Choices of all regimes as one: an option's seconds are those of all its calls.
+
+    What one regime does not offer is offered by none.
+    """
     first, *others = ({choice.site: choice for choice in of_regime} for of_regime in made)
     for site, choice in first.items():
         twins = [choice, *(of_regime[site] for of_regime in others if site in of_regime)]
@@ -62,7 +67,10 @@ def merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Itera
             same = [other for twin in twins for other in twin.options if other.name == option.name]
             if len(same) == len(regimes):
                 costs = [(regime.calls, other.cost) for regime, other in zip(regimes, same, strict=True)]
-                seconds, roof = sum(calls * cost.seconds for calls, cost in costs), sum(calls * cost.roof_seconds for calls, cost in costs)
+                seconds, roof = (
+                    sum(calls * cost.seconds for calls, cost in costs),
+                    sum(calls * cost.roof_seconds for calls, cost in costs),
+                )
                 options.append(replace(option, cost=replace(option.cost, seconds=seconds, roof_seconds=roof)))
         if any(option.name == choice.baseline for option in options):
             yield replace(choice, options=tuple(options))

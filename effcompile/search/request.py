@@ -67,12 +67,15 @@ class Request:
         dynamic: see `capture`.
         calibration: inputs to measure errors with; None generates some.
         loss: `loss(outputs, inputs)`, for a forward that returns none.
-        keep_outputs: a step also returns what the model returns beside the loss, for show: to differentiate it is refused.
+        keep_outputs: a step also returns what the model returns beside the loss, for show: to differentiate
+            it is refused.
         optimizer: its states count, and are planned too.
         batch: sizes of a step's batch to choose from, see planner/batch.py; None takes that of the inputs.
-        lr: a learning rate and the batch that it is good for, from which the plan says one for the batch that is chosen.
+        lr: a learning rate and the batch that it is good for, from which the plan says one for the batch that
+            is chosen.
         on_change: what a call does that the plan does not hold for.
-        mesh: the processes that run a step together, each on a part of the batch of its own; None for this one alone.
+        mesh: the processes that run a step together, each on a part of the batch of its own; None for this
+            one alone.
         effort: "low", "normal" or "high": how many seconds planning may search, see core/effort.py.
         progress: is told what is being done.
         devices: the step is divided among so many; None: one device.
@@ -100,7 +103,8 @@ class Request:
     devices: ManyDevices | None = None
 
     def __post_init__(self) -> None:
-        if self.goal.mode == "generation" and self.batch is not None:  # there it is what the cache has room for
+        if self.goal.mode == "generation" and self.batch is not None:
+            # there it is what the cache has room for
             object.__setattr__(self, "goal", Goal.of(self.goal, batch=_count(self.batch)))
             object.__setattr__(self, "batch", None)
         effort.check(self.effort)
@@ -109,26 +113,46 @@ class Request:
             object.__setattr__(self, "calibration", tuple(self.calibration))
         if self.on_change not in (None, *get_args(OnChange)):
             known = ", ".join(map(repr, get_args(OnChange)))
-            raise UsageError(f"on_change = {self.on_change!r} is not known. What a call does that the plan does not hold for: {known}.")
+            raise UsageError(
+                f"on_change = {self.on_change!r} is not known. What a call does that the plan does not "
+                f"hold for: {known}."
+            )
         if self.on_change in ("replan", "eager") and self.goal.mode == "generation":
-            raise UsageError(f"on_change={self.on_change!r} is not there for mode = 'generation', which refuses such calls. Leave it out.")
+            raise UsageError(
+                f"on_change={self.on_change!r} is not there for mode = 'generation', which refuses such "
+                "calls. Leave it out."
+            )
         if self.on_change == "replan" and self.optimizer is not None:
             raise UsageError(
-                "on_change='replan' would lose the states of the planned optimizer. Leave it out, or plan without `optimizer`."
+                "on_change='replan' would lose the states of the planned optimizer. Leave it out, or plan "
+                "without `optimizer`."
             )
         if self.on_change == "eager" and self.loss is not None:
-            raise UsageError("on_change='eager' runs the model's own forward, which here returns no loss. Leave out on_change, or `loss`.")
+            raise UsageError(
+                "on_change='eager' runs the model's own forward, which here returns no loss. Leave out "
+                "on_change, or `loss`."
+            )
         if self.mesh is not None:
             self._check_mesh()
         if self.loss is not None and not callable(self.loss):
-            raise UsageError(f"loss is a {type(self.loss).__name__}. Give a function: loss(outputs, inputs) returns a scalar tensor.")
+            raise UsageError(
+                f"loss is a {type(self.loss).__name__}. Give a function: loss(outputs, inputs) returns a "
+                "scalar tensor."
+            )
         if self.devices is not None and not self.training:
             raise UsageError("devices divide a training step: ask for mode='training', or leave devices out.")
         if self.training and self.dynamic:
-            raise UsageError("A training plan holds for one batch shape: leave dynamic out. Without `inputs` each shape is planned.")
+            raise UsageError(
+                "A training plan holds for one batch shape: leave dynamic out. Without `inputs` each "
+                "shape is planned."
+            )
         if self.training and self.calibration is not None:
             raise UsageError("calibration measures errors, and a training plan makes none: leave it out.")
-        given = {"keep_outputs": self.keep_outputs, "loss": self.loss is not None, "optimizer": self.optimizer is not None}
+        given = {
+            "keep_outputs": self.keep_outputs,
+            "loss": self.loss is not None,
+            "optimizer": self.optimizer is not None,
+        }
         given |= {"batch": self.batch is not None, "lr": self.lr is not None}
         self._check_batch()
         if not self.training and any(given.values()):
@@ -144,35 +168,54 @@ class Request:
         return tuple(how for how, so in there.items() if so)
 
     def _check_names(self) -> None:
-        named = self.passes is None or (not isinstance(self.passes, str) and all(isinstance(name, str) for name in self.passes))
+        named = self.passes is None or (
+            not isinstance(self.passes, str) and all(isinstance(name, str) for name in self.passes)
+        )
         if not named:
-            raise UsageError(f"passes = {self.passes!r} is not usable. Give a sequence of names: passes=['quantize', 'no-merge'].")
+            raise UsageError(
+                f"passes = {self.passes!r} is not usable. Give a sequence of names: passes=['quantize', "
+                "'no-merge']."
+            )
         if not isinstance(self.backend, (str, type(None))):
-            raise UsageError(f"backend is a {type(self.backend).__name__}. Give the name of one, or None to choose among all.")
+            raise UsageError(
+                f"backend is a {type(self.backend).__name__}. Give the name of one, or None to choose "
+                "among all."
+            )
 
     def _check_batch(self) -> None:
         if self.batch is not None:
             wanted_sizes(self.batch)
             if self.plan is not None:
-                raise UsageError("batch: a saved plan holds for the batch that it was made for. Leave batch out, or plan again without it.")
+                raise UsageError(
+                    "batch: a saved plan holds for the batch that it was made for. Leave batch out, or "
+                    "plan again without it."
+                )
         if self.lr is not None:
             LearningRate.of(self.lr)
             if self.batch is None or self.optimizer is None:
                 missing = "batch" if self.batch is None else "optimizer"
-                raise UsageError(f"lr follows the batch by the law of the optimizer: give {missing}, too, or leave lr out.")
+                raise UsageError(
+                    f"lr follows the batch by the law of the optimizer: give {missing}, too, or leave lr out."
+                )
 
     def _check_mesh(self) -> None:
         if not self.training:
             raise UsageError("mesh is for a training step. Leave it out, or ask for mode='training'.")
         if self.on_change in ("replan", "eager"):
-            raise UsageError(f"on_change={self.on_change!r} would be one rank's choice, and a step on a mesh is all ranks'. Leave it out.")
+            raise UsageError(
+                f"on_change={self.on_change!r} would be one rank's choice, and a step on a mesh is all "
+                "ranks'. Leave it out."
+            )
         if self.batch is not None:
-            raise UsageError("batch: on a mesh a step has the batch of each rank's inputs. Leave batch out, or choose it on one device.")
+            raise UsageError(
+                "batch: on a mesh a step has the batch of each rank's inputs. Leave batch out, or choose "
+                "it on one device."
+            )
         if isinstance(self.optimizer, Optimizer):
             raise UsageError(
-                "The optimizer of a step on a mesh is of the sharded parameters, which are there only when it is planned: give what makes "
-                "it (optimizer=torch.optim.AdamW, or a function of the parameters), or leave `optimizer` out, and make it of the returned "
-                "model's parameters()."
+                "The optimizer of a step on a mesh is of the sharded parameters, which are there only when "
+                "it is planned: give what makes it (optimizer=torch.optim.AdamW, or a function of the "
+                "parameters), or leave `optimizer` out, and make it of the returned model's parameters()."
             )
 
     @property
@@ -187,9 +230,19 @@ class Request:
     @property
     def asked(self) -> Asked:
         """What planning takes in this mode, as keyword arguments."""
-        common: Asked = {"goal": self.goal, "target": self.target, "passes": self.passes, "progress": self.progress}
+        common: Asked = {
+            "goal": self.goal,
+            "target": self.target,
+            "passes": self.passes,
+            "progress": self.progress,
+        }
         if self.training:
-            own: Asked = {"goal": self.goal, "loss": self.loss, "keep_outputs": self.keep_outputs, "optimizer": self.optimizer}
+            own: Asked = {
+                "goal": self.goal,
+                "loss": self.loss,
+                "keep_outputs": self.keep_outputs,
+                "optimizer": self.optimizer,
+            }
             return {**common, **own, "batch": self.batch, "lr": self.lr}
         return {**common, "backend": self.backend, "dynamic": self.dynamic, "calibration": self.calibration}
 

@@ -49,7 +49,10 @@ class Proposal:
 
     def at_most_bytes(self) -> int:
         """Bytes with the largest option everywhere."""
-        largest = (max(option.cost.weight_bytes + option.cost.bytes_kept for option in choice.options) for choice in self.choices)
+        largest = (
+            max(option.cost.weight_bytes + option.cost.bytes_kept for option in choice.options)
+            for choice in self.choices
+        )
         return self.rest.weight_bytes + self.rest.bytes_kept + sum(largest)
 
     def problem(self, goal: Goal) -> planner.Problem:
@@ -58,7 +61,10 @@ class Proposal:
         if goal.memory is not None:
             limits["memory"] = float(goal.memory)
         return planner.Problem(
-            sites={choice.site: tuple(_alternative(option, goal) for option in choice.options) for choice in self.choices},
+            sites={
+                choice.site: tuple(_alternative(option, goal) for option in choice.options)
+                for choice in self.choices
+            },
             limits=limits,
             base={"memory": float(self.rest.weight_bytes + self.rest.bytes_kept)},
             base_objective=objective(replace(self.rest, bytes_kept=0), goal),
@@ -66,7 +72,9 @@ class Proposal:
 
 
 def _lacks(backend: Backend, target: Target, call: KernelCall) -> Reason | None:
-    """Why a backend has no such kernel; of torch's engines also where this processor has none, which lowers plans for processors."""
+    """Why a backend has no such kernel; of torch's engines also where this processor has none, which lowers
+    plans for processors.
+    """
     if (reason := backend.lacks(call)) is not None or target.device != "cpu":
         return reason
     linear = call.format if call.kernel.startswith("linear/") and backend.name.startswith("torch-") else None
@@ -75,9 +83,11 @@ def _lacks(backend: Backend, target: Target, call: KernelCall) -> Reason | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """One model, one goal, one machine; `plan_for` answers for each backend, again under what running it taught.
+    """One model, one goal, one machine; `plan_for` answers for each backend, again under what running it
+    taught.
 
-    explained: adds to an error what is known beyond it. beside: choices of no pass, on the backend whose graphs write in place.
+    explained: adds to an error what is known beyond it. beside: choices of no pass, on the backend whose
+    graphs write in place.
     """
 
     program: Program
@@ -100,7 +110,9 @@ class Search:
             InfeasibleError: nothing meets the goal and the constraints on this backend.
         """
         proposal = self._proposal(backend)
-        scaled = replace(proposal, choices=tuple(_scaled(choice, constraints.error_scale) for choice in proposal.choices))
+        scaled = replace(
+            proposal, choices=tuple(_scaled(choice, constraints.error_scale) for choice in proposal.choices)
+        )
         asked = self.goal if constraints.budget is None else replace(self.goal, memory=constraints.budget)
         beyond = (self.goal.memory or 0) - (asked.memory or 0)  # what running took and nobody had foreseen
         plans: list[Plan] = []
@@ -133,7 +145,9 @@ class Search:
         return [self._plan(proposal, problem, solution, FREE) for solution in solutions]
 
     def _on_the_machine(self, proposal: Proposal, goal: Goal) -> Goal:
-        """The goal with the machine's memory as its limit, where that is less than what was allowed and what may be needed."""
+        """The goal with the machine's memory as its limit, where that is less than what was allowed and what
+        may be needed.
+        """
         size, allowed = self.machine.target.memory_bytes, goal.memory
         fits = size <= 0 or (allowed is not None and allowed <= size) or proposal.at_most_bytes() <= size
         return goal if fits else replace(goal, memory=size)
@@ -141,7 +155,9 @@ class Search:
     def baseline(self) -> Totals:
         """Predicted figures of the unplanned model in stock torch."""
         target, regimes = self.machine.target, self.regimes
-        seconds = sum(regime.calls * estimate(regime.program, target, BASELINE).seconds for regime in regimes.each)
+        seconds = sum(
+            regime.calls * estimate(regime.program, target, BASELINE).seconds for regime in regimes.each
+        )
         peak = regimes.weight_bytes + regimes.kept_bytes
         return Totals(seconds=seconds, weight_bytes=self.program.weight_bytes(), peak_bytes=peak, error=0.0)
 
@@ -150,7 +166,8 @@ class Search:
         if name not in self._proposals:
             context = Context(
                 goal=self.goal, target=self.machine.target, backend=name, sensitivity=self.sensitivity.errors,
-                formats=self.formats, stored=stored_format(self.program), lacks=partial(_lacks, backend, self.machine.target),
+                formats=self.formats, stored=stored_format(self.program),
+                lacks=partial(_lacks, backend, self.machine.target),
             )  # fmt: skip
             found = [propose_all(self.passes, regime.program, context) for regime in self.regimes.each]
             made = [choices for choices, _ in found]
@@ -167,19 +184,32 @@ class Search:
         return self._proposals[name]
 
     def _rest(self, backend: str, made: Sequence[Sequence[Choice]], choices: Sequence[Choice]) -> Cost:
-        """Seconds of nodes that no choice covers, bytes of weights that no choice stores, and what is held beside them."""
+        """Seconds of nodes that no choice covers, bytes of weights that no choice stores, and what is held
+        beside them.
+        """
         decided, seconds, roof, target = {choice.site for choice in choices}, 0.0, 0.0, self.machine.target
         for regime, of_regime in zip(self.regimes.each, made, strict=True):
-            covered = frozenset[fx.Node]().union(*(choice.covers for choice in of_regime if choice.site in decided))
+            covered = frozenset[fx.Node]().union(
+                *(choice.covers for choice in of_regime if choice.site in decided)
+            )
             predicted = estimate(regime.program, target, backend, overrides=dict.fromkeys(covered, 0.0))
             seconds += regime.calls * predicted.seconds
             alone = (call for node, calls in predicted.calls.items() if node not in covered for call in calls)
             roof += regime.calls * sum(map(target.roof, alone))
         own = total([choice.option(choice.baseline).cost for choice in choices])
-        weights, kept = max(self.regimes.weight_bytes - own.weight_bytes, 0), max(self.regimes.kept(backend) - own.bytes_kept, 0)
+        weights, kept = (
+            max(self.regimes.weight_bytes - own.weight_bytes, 0),
+            max(self.regimes.kept(backend) - own.bytes_kept, 0),
+        )
         return Cost(seconds=seconds, roof_seconds=roof, weight_bytes=weights, bytes_kept=kept)
 
-    def _plan(self, proposal: Proposal, problem: planner.Problem, solution: planner.Solution, constraints: Constraints) -> Plan:
+    def _plan(
+        self,
+        proposal: Proposal,
+        problem: planner.Problem,
+        solution: planner.Solution,
+        constraints: Constraints,
+    ) -> Plan:
         chosen = {choice.site: choice.option(solution.choice[choice.site]) for choice in proposal.choices}
         cost = total([proposal.rest, *(option.cost for option in chosen.values())])
         return Plan(
@@ -209,13 +239,17 @@ class Search:
 
 
 def fingerprint(program: Program) -> str:
-    """A short hash of the graph's operators, constants' shapes and inputs: a plan fits only the model it was made for."""
+    """A short hash of the graph's operators, constants' shapes and inputs: a plan fits only the model it was
+    made for.
+    """
     digest = hashlib.sha256()
     for spec in program.inputs:
         digest.update(f"{spec.name}{spec.dtype}{len(spec.shape)};".encode())
     for node in program.graph.nodes:
         tensor = program.tensor(node)
-        digest.update(f"{node.op}:{node.target}:{tuple(tensor.shape) if tensor is not None else ''};".encode())
+        digest.update(
+            f"{node.op}:{node.target}:{tuple(tensor.shape) if tensor is not None else ''};".encode()
+        )
     return digest.hexdigest()[:16]
 
 
@@ -223,7 +257,10 @@ def describe_inputs(program: Program) -> tuple[str, ...]:
     """One line for each input with its example sizes: `input_ids [batch=1 × seq=128] int64`."""
     lines = []
     for spec, tensor in zip(program.inputs, program.flat_inputs(), strict=True):
-        dims = [str(size) if isinstance(dim, int) else f"{dim}={size}" for dim, size in zip(spec.shape, tensor.shape, strict=True)]
+        dims = [
+            str(size) if isinstance(dim, int) else f"{dim}={size}"
+            for dim, size in zip(spec.shape, tensor.shape, strict=True)
+        ]
         lines.append(f"{spec.name} [{' × '.join(dims)}] {spec.dtype}")
     return tuple(lines)
 
@@ -231,7 +268,9 @@ def describe_inputs(program: Program) -> tuple[str, ...]:
 def too_large(error: InfeasibleError, target: Target) -> InfeasibleError:
     """The error where the limit on memory is the machine's own: asking for more of it is no remedy."""
     nearest = {limit: value for limit, value in error.nearest.items() if limit != "memory"}
-    machine = MachineTooSmall(target=target.name, memory_bytes=target.memory_bytes, needed=error.needed or None)
+    machine = MachineTooSmall(
+        target=target.name, memory_bytes=target.memory_bytes, needed=error.needed or None
+    )
     return InfeasibleError(machine, *error.why, binding=error.binding, nearest=nearest)
 
 
@@ -252,10 +291,16 @@ def _with_errors(error: InfeasibleError) -> InfeasibleError:
     limit, root = {"error_squared": "max_error"}, {"error_squared": math.sqrt}
     nearest = {limit.get(name, name): root.get(name, float)(value) for name, value in error.nearest.items()}
     why = tuple(
-        replace(cause, limits=tuple((limit.get(name, name), root.get(name, float)(value)) for name, value in cause.limits))
-        if isinstance(cause, Limits) else cause
+        replace(
+            cause,
+            limits=tuple(
+                (limit.get(name, name), root.get(name, float)(value)) for name, value in cause.limits
+            ),
+        )
+        if isinstance(cause, Limits)
+        else cause
         for cause in error.why
-    )  # fmt: skip
+    )
     binding = tuple(limit.get(name, name) for name in error.binding)
     return InfeasibleError(*why, binding=binding, nearest=nearest, untried=error.untried)
 
@@ -273,11 +318,14 @@ def _alternative(option: Option, goal: Goal) -> planner.Alternative:
 def _scaled(choice: Choice, factor: float) -> Choice:
     if factor == 1.0:
         return choice
-    return replace(choice, options=tuple(replace(o, cost=o.cost.with_error_scaled(factor)) for o in choice.options))
+    return replace(
+        choice, options=tuple(replace(o, cost=o.cost.with_error_scaled(factor)) for o in choice.options)
+    )
 
 
 def _without_conflicts(proposal: Proposal, conflicts: Sequence[tuple[str, str]]) -> list[Proposal]:
-    """The proposal once without each side of every pair of options that cannot stand side by side in one model.
+    """The proposal once without each side of every pair of options that cannot stand side by side in one
+    model.
 
     The best of the parts is the best of the whole, and the bound of each part holds for its share.
     """
@@ -288,9 +336,15 @@ def _without_conflicts(proposal: Proposal, conflicts: Sequence[tuple[str, str]])
 
 
 def _without(proposal: Proposal, option: str) -> Proposal:
-    """The proposal with an option of the linears left out, and what requires it; sites that offer nothing else keep it."""
+    """The proposal with an option of the linears left out, and what requires it; sites that offer nothing
+    else keep it.
+    """
     refused = Declined(
-        site="", kind="linear", option=option, by="quantize", reason=Unsupported("{name} runs all or none so", (proposal.backend,))
+        site="",
+        kind="linear",
+        option=option,
+        by="quantize",
+        reason=Unsupported("{name} runs all or none so", (proposal.backend,)),
     )
     choices, gone = [], set()
     for choice in proposal.choices:
@@ -300,7 +354,12 @@ def _without(proposal: Proposal, option: str) -> Proposal:
         choices.append(replace(choice, options=kept or choice.options))
     possible = [
         replace(
-            choice, options=tuple(o for o in choice.options if not any(r in gone and set(a) == {option} for r, a in o.requires.items()))
+            choice,
+            options=tuple(
+                o
+                for o in choice.options
+                if not any(r in gone and set(a) == {option} for r, a in o.requires.items())
+            ),
         )
         for choice in choices
     ]

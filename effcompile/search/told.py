@@ -7,7 +7,18 @@ from collections.abc import Mapping, Sequence
 from effcompile import planner
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Gains, Kept, Needed, NotFaster, NotSmaller, OverBudget, OverError, Reason, Requires, WithinGap
+from effcompile.core.reasons import (
+    Gains,
+    Kept,
+    Needed,
+    NotFaster,
+    NotSmaller,
+    OverBudget,
+    OverError,
+    Reason,
+    Requires,
+    WithinGap,
+)
 from effcompile.ir.plan import Decision
 from effcompile.passes import Choice, Declined, Option
 
@@ -16,7 +27,9 @@ SECONDS_PER_BYTE, BYTES_PER_SECOND = 1e-13, 1e6
 
 
 def objective(cost: Cost, goal: Goal) -> float:
-    """Seconds, or bytes of weights and of what a choice keeps; a little of the other: of two equals the smaller or faster is taken."""
+    """Seconds, or bytes of weights and of what a choice keeps; a little of the other: of two equals the
+    smaller or faster is taken.
+    """
     if goal.minimize == "time":
         return cost.seconds + (cost.weight_bytes + cost.bytes_kept) * SECONDS_PER_BYTE
     return float(cost.weight_bytes + cost.bytes_kept) + cost.seconds * BYTES_PER_SECOND
@@ -50,7 +63,11 @@ def _why(option: Option, baseline: Option, alternatives: int) -> Reason | None:
 
 
 def not_taken(
-    choices: Sequence[Choice], chosen: Mapping[str, Option], problem: planner.Problem, solution: planner.Solution, goal: Goal
+    choices: Sequence[Choice],
+    chosen: Mapping[str, Option],
+    problem: planner.Problem,
+    solution: planner.Solution,
+    goal: Goal,
 ) -> list[Declined]:
     """Every other option of every site, and why."""
     return [
@@ -69,16 +86,25 @@ def not_taken(
 
 
 def _reason(
-    option: Option, site: str, chosen: Mapping[str, Option], problem: planner.Problem, solution: planner.Solution, goal: Goal
+    option: Option,
+    site: str,
+    chosen: Mapping[str, Option],
+    problem: planner.Problem,
+    solution: planner.Solution,
+    goal: Goal,
 ) -> Reason:
-    """Why this option lost: needs others that lost, not better, or better but over a limit if taken here with all else unchanged."""
+    """Why this option lost: needs others that lost, not better, or better but over a limit if taken here with
+    all else unchanged.
+    """
     taken = chosen[site]
     for other, allowed in option.requires.items():
         if solution.choice.get(other) not in allowed:
             return Requires(site=other, options=tuple(allowed), offered=True)
     if objective(taken.cost, goal) <= objective(option.cost, goal):
         if goal.minimize == "memory":
-            return NotSmaller(bytes=option.cost.weight_bytes, against=taken.cost.weight_bytes, than=taken.name)
+            return NotSmaller(
+                bytes=option.cost.weight_bytes, against=taken.cost.weight_bytes, than=taken.name
+            )
         return NotFaster(seconds=option.cost.seconds, against=taken.cost.seconds, than=taken.name)
     for other, needing in chosen.items():
         if option.name not in needing.requires.get(site, (option.name,)):

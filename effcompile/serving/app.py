@@ -1,6 +1,9 @@
-"""The routes: POST /v1/completions, GET /v1/models, GET /health. An ASGI application for uvicorn, or for any other server.
+"""The routes: POST /v1/completions, GET /v1/models, GET /health.
 
-The tokenizer is used by the event loop's thread alone (tokenizers are not safe to share), the model by the desk's.
+An ASGI application for uvicorn, or for any other server.
+
+The tokenizer is used by the event loop's thread alone (tokenizers are not safe to share), the model by the
+desk's.
 """
 
 from __future__ import annotations
@@ -69,7 +72,10 @@ class Answering:
     events: asyncio.Queue[Event]
 
     async def pieces(self) -> AsyncIterator[tuple[int, str, End | None]]:
-        """(choice, text that is new, why it ended), until all have ended. What nobody reads on is cancelled."""
+        """(choice, text that is new, why it ended), until all have ended.
+
+        What nobody reads on is cancelled.
+        """
         running = set(range(len(self.tickets)))
         try:
             while running:
@@ -94,22 +100,32 @@ class Answering:
 
     def tokens(self) -> tuple[int, int]:
         """Of the prompts, and new ones."""
-        return sum(len(ticket.wish.prompt) for ticket in self.tickets), sum(len(ticket.given) for ticket in self.tickets)
+        return sum(len(ticket.wish.prompt) for ticket in self.tickets), sum(
+            len(ticket.given) for ticket in self.tickets
+        )
 
 
 def opened(directory: Path, tokenizer: Path, *, queue: int, prompts: int) -> Service:
-    """A saved generation with its tokenizer. As many requests are computed at once as its plan has rows (`batch`).
+    """A saved generation with its tokenizer.
+
+    As many requests are computed at once as its plan has rows (`batch`).
 
     Raises:
-        UsageError: no tokenizer there, or a model whose rows cannot share a batch. FormatError: a folder that is none of ours.
+        UsageError: no tokenizer there, or a model whose rows cannot share a batch. FormatError: a folder that
+            is none of ours.
     """
     model, words = open_generation(directory), tokenizer_in(tokenizer)
     ends = model.generation_config.eos_token_id
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     stops = frozenset([ends] if isinstance(ends, int) else ends or ())
     if outside := sorted(token for token in stops if not 0 <= token < vocabulary):
-        raise UsageError(f"The model's generation config stops at token {outside[0]}, and there are {vocabulary}. Mend its eos_token_id.")
-    desk = Desk(SharedRows(model.stepper), vocabulary, places=model.plan.goal.batch, queue=queue, prompts=prompts)
+        raise UsageError(
+            f"The model's generation config stops at token {outside[0]}, and there are {vocabulary}. Mend "
+            "its eos_token_id."
+        )
+    desk = Desk(
+        SharedRows(model.stepper), vocabulary, places=model.plan.goal.batch, queue=queue, prompts=prompts
+    )
     return Service(desk=desk, words=words, stops=stops, name=directory.resolve().name, made=int(time.time()))
 
 
@@ -136,7 +152,12 @@ async def _completions(service: Service, request: Request) -> Response:
         body = await _body(request)
         asked = protocol.read(body)
         if asked.model not in ("", service.name):
-            return _json(protocol.error(f"There is no model {asked.model!r}; {service.name!r} is served.", "invalid_request_error"), 404)
+            return _json(
+                protocol.error(
+                    f"There is no model {asked.model!r}; {service.name!r} is served.", "invalid_request_error"
+                ),
+                404,
+            )
         answering = _take(service, asked)
     except UsageError as error:
         return _json(protocol.error(str(error), "invalid_request_error"), 400)
@@ -165,10 +186,14 @@ def _take(service: Service, asked: protocol.CompletionBody) -> Answering:
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
     wishes = protocol.wishes(asked, service.encode, service.stops)
     tickets = service.desk.take(wishes, [_teller(loop, events, at) for at in range(len(wishes))])
-    return Answering(tickets=tickets, texts=[Text(service.decode, asked.stops()) for _ in tickets], events=events)
+    return Answering(
+        tickets=tickets, texts=[Text(service.decode, asked.stops()) for _ in tickets], events=events
+    )
 
 
-def _teller(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], at: int) -> Callable[[int | None, End | None], None]:
+def _teller(
+    loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], at: int
+) -> Callable[[int | None, End | None], None]:
     def told(token: int | None, ended: End | None) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(events.put_nowait, (at, token, ended))
@@ -182,7 +207,9 @@ async def _streamed(service: Service, answering: Answering, name: str) -> AsyncI
         if ended in _BROKEN:
             yield b"data: " + protocol.error(_BROKEN[ended][1], "server_error") + b"\n\n"
         else:
-            yield b"data: " + protocol.answer(name, service.name, [protocol.choice(at, piece, ended)]) + b"\n\n"
+            yield (
+                b"data: " + protocol.answer(name, service.name, [protocol.choice(at, piece, ended)]) + b"\n\n"
+            )
     yield b"data: [DONE]\n\n"
 
 

@@ -1,6 +1,8 @@
-"""Requests in, tokens out: a bounded queue, and one thread that computes one token of every request that has a place, again and again.
+"""Requests in, tokens out: a bounded queue, and one thread that computes one token of every request that has
+a place, again and again.
 
-A prompt is read in chunks between the others' tokens, so that a long one does not hold them up for longer than a chunk takes.
+A prompt is read in chunks between the others' tokens, so that a long one does not hold them up for longer
+than a chunk takes.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Wish:
     Attributes:
         prompt: token ids.
         most: new tokens at the most.
-        temperature: 0 takes the likeliest token. top_p: of the likeliest tokens with so much probability together.
+        temperature: 0 takes the likeliest token. top_p: of the likeliest tokens with so much probability
+            together.
         seed: of the request's own random numbers; None draws one.
         stops: tokens that end it, and are not said.
     """
@@ -54,7 +57,10 @@ class Wish:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """A request that was taken. `said` is called from the thread that computes: with each token, then with why it ended."""
+    """A request that was taken.
+
+    `said` is called from the thread that computes: with each token, then with why it ended.
+    """
 
     wish: Wish
     said: Callable[[int | None, End | None], None]
@@ -64,7 +70,10 @@ class Ticket:
     _random: torch.Generator | None = None
 
     def cancel(self) -> None:
-        """Nobody waits for it any longer: its place is free at the next token. From any thread, more than once."""
+        """Nobody waits for it any longer: its place is free at the next token.
+
+        From any thread, more than once.
+        """
         self._dropped = True
 
     @property
@@ -73,7 +82,10 @@ class Ticket:
         return self._dropped
 
     def take(self, logits: torch.Tensor) -> None:
-        """One more token, of logits (vocabulary). Of such as none can be drawn from this request fails, and no other one."""
+        """One more token, of logits (vocabulary).
+
+        Of such as none can be drawn from this request fails, and no other one.
+        """
         if self._dropped:
             return
         try:
@@ -121,14 +133,16 @@ class Ticket:
 class Desk:
     """Takes requests from any thread; `places` of them are computed at once, `queue` more wait.
 
-    The caches of the last `prompts` prompts are kept for those that begin alike: so many rows of the whole context, beside the plan's
-    memory.
+    The caches of the last `prompts` prompts are kept for those that begin alike: so many rows of the whole
+    context, beside the plan's memory.
 
     Attributes:
         vocabulary: token ids are below it.
     """
 
-    def __init__(self, rows: SharedRows, vocabulary: int, *, places: int, queue: int, prompts: int = 0) -> None:
+    def __init__(
+        self, rows: SharedRows, vocabulary: int, *, places: int, queue: int, prompts: int = 0
+    ) -> None:
         self._rows, self.vocabulary, self._places, self._queue = rows, vocabulary, places, queue
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
@@ -154,14 +168,18 @@ class Desk:
         if not prompt:
             raise UsageError("The prompt has no tokens. Give at least one.")
         if any(not 0 <= token < self.vocabulary for token in wish.prompt):
-            raise UsageError(f"The prompt has token ids that the model does not know: it has 0 to {self.vocabulary - 1}.")
+            raise UsageError(
+                f"The prompt has token ids that the model does not know: it has 0 to {self.vocabulary - 1}."
+            )
         if wish.most < 1 or prompt + wish.most > self.context:
             raise UsageError(
-                f"{prompt} tokens of prompt and {wish.most} new ones: a request has at least one new token and at most {self.context} "
-                f"in all. {_advice(prompt, self.context)}"
+                f"{prompt} tokens of prompt and {wish.most} new ones: a request has at least one new token "
+                f"and at most {self.context} in all. {_advice(prompt, self.context)}"
             )
 
-    def take(self, wishes: Sequence[Wish], said: Sequence[Callable[[int | None, End | None], None]]) -> list[Ticket]:
+    def take(
+        self, wishes: Sequence[Wish], said: Sequence[Callable[[int | None, End | None], None]]
+    ) -> list[Ticket]:
         """Take all of these requests, or none.
 
         Raises:
@@ -201,13 +219,21 @@ class Desk:
     def _has_work(self) -> bool:
         """Wait for some; False where the desk was closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting or self._here or self._reading is not None)
+            self._changed.wait_for(
+                lambda: self._closed or self._waiting or self._here or self._reading is not None
+            )
             return not self._closed
 
     def _end_all(self, why: End) -> None:
-        """End those that have a place, and where the desk is closed those that wait, too: whatever state an error left the rows in."""
+        """End those that have a place, and where the desk is closed those that wait, too: whatever state an
+        error left the rows in.
+        """
         with self._changed:
-            gone = [*self._here, *([self._reading[0]] if self._reading else ()), *(self._waiting if self._closed else ())]
+            gone = [
+                *self._here,
+                *([self._reading[0]] if self._reading else ()),
+                *(self._waiting if self._closed else ()),
+            ]
             self._here, self._reading = [], None
             for ticket in gone:
                 ticket.end(why)
@@ -227,7 +253,9 @@ class Desk:
                 ticket.take(own)
 
     def _read(self) -> bool:
-        """Read a chunk of a prompt; whether that was its last, and the request wants more than its first token."""
+        """Read a chunk of a prompt; whether that was its last, and the request wants more than its first
+        token.
+        """
         with self._changed:
             self._waiting = deque(filter(_goes_on, self._waiting))
             if self._reading is None and self._waiting and sum(map(_goes_on, self._here)) < self._places:
@@ -254,7 +282,9 @@ class Desk:
         return self._reading is not None
 
     def _begun(self, prompt: tuple[int, ...]) -> HFCache:
-        """A cache for a prompt: with what it has in common with one of the last ones, all but its last token; else empty."""
+        """A cache for a prompt: with what it has in common with one of the last ones, all but its last token;
+        else empty.
+        """
         alike = [(min(_common(prompt, other), len(prompt) - 1), cache) for other, cache in self._prompts]
         tokens, cache = max(alike, key=lambda pair: pair[0], default=(0, None))
         begun = self._rows.begun(cache, tokens) if tokens >= _COMMON else None
@@ -263,7 +293,9 @@ class Desk:
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens at the beginning that are the same."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def _goes_on(ticket: Ticket) -> bool:
@@ -274,4 +306,8 @@ def _goes_on(ticket: Ticket) -> bool:
 
 
 def _advice(prompt: int, context: int) -> str:
-    return f"Ask for {context - prompt} or fewer." if prompt < context else "Give a shorter prompt, or plan again with a longer context."
+    return (
+        f"Ask for {context - prompt} or fewer."
+        if prompt < context
+        else "Give a shorter prompt, or plan again with a longer context."
+    )

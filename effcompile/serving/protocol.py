@@ -1,6 +1,7 @@
 """The JSON of the OpenAI completions protocol: what is asked, what is answered, and errors.
 
-Source: the API reference of OpenAI, "Completions" (legacy): fields, their ranges, objects of a stream and the shape of an error.
+Source: the API reference of OpenAI, "Completions" (legacy): fields, their ranges, objects of a stream and the
+shape of an error.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import msgspec
 from effcompile.core.errors import UsageError
 from effcompile.serving.desk import Wish
 
-#: What a field may be and still change nothing; other values are refused, for nothing here does what they ask for.
+#: What a field may be and still change nothing; other values are refused, for nothing here does what they ask
+#: for.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "logprobs": (None, 0), "presence_penalty": (0, None), "frequency_penalty": (0, None), "logit_bias": (None, {}), "best_of": (None, 1),
-    "suffix": (None, ""), "echo": (False, None),
+    "logprobs": (None, 0), "presence_penalty": (0, None), "frequency_penalty": (0, None),
+    "logit_bias": (None, {}), "best_of": (None, 1), "suffix": (None, ""), "echo": (False, None),
 }  # fmt: skip
 _MOST_STOPS, _MOST_CHOICES = 4, 16
 
@@ -61,8 +63,9 @@ def read(body: bytes) -> CompletionBody:
         if getattr(asked, name) not in allowed:
             raise UsageError(f"{name} = {getattr(asked, name)!r} is not served. Leave it out.")
     ranges = {
-        "temperature": (asked.temperature, 0.0, 2.0), "top_p": (asked.top_p, 1e-6, 1.0), "n": (asked.n, 1, _MOST_CHOICES),
-        "stop": (len(asked.stops()), 0, _MOST_STOPS), "seed": (asked.seed, -(2**63), 2**63 - 1),
+        "temperature": (asked.temperature, 0.0, 2.0), "top_p": (asked.top_p, 1e-6, 1.0),
+        "n": (asked.n, 1, _MOST_CHOICES), "stop": (len(asked.stops()), 0, _MOST_STOPS),
+        "seed": (asked.seed, -(2**63), 2**63 - 1),
     }  # fmt: skip
     for name, (value, least, most) in ranges.items():
         if value is not None and not least <= value <= most:
@@ -105,19 +108,39 @@ def choice(index: int, text: str, ended: str | None) -> dict[str, Any]:
     return {"text": text, "index": index, "logprobs": None, "finish_reason": ended}
 
 
-def answer(name: str, model: str, choices: Sequence[Mapping[str, Any]], tokens: tuple[int, int] | None = None) -> bytes:
+def answer(
+    name: str, model: str, choices: Sequence[Mapping[str, Any]], tokens: tuple[int, int] | None = None
+) -> bytes:
     """A completion or a piece of one. `tokens`: of the prompts, and new ones."""
-    made: dict[str, Any] = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model, "choices": choices}
+    made: dict[str, Any] = {
+        "id": name,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+    }
     if tokens is not None:
-        made["usage"] = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
+        made["usage"] = {
+            "prompt_tokens": tokens[0],
+            "completion_tokens": tokens[1],
+            "total_tokens": sum(tokens),
+        }
     return msgspec.json.encode(made)
 
 
 def error(said: str, kind: str) -> bytes:
-    """An error as clients of the protocol read it. `kind`: "invalid_request_error", "overloaded_error", "server_error"."""
+    """An error as clients of the protocol read it.
+
+    `kind`: "invalid_request_error", "overloaded_error", "server_error".
+    """
     return msgspec.json.encode({"error": {"message": said, "type": kind, "param": None, "code": None}})
 
 
 def models(name: str, created: int) -> bytes:
     """The list of models: one."""
-    return msgspec.json.encode({"object": "list", "data": [{"id": name, "object": "model", "created": created, "owned_by": "effcompile"}]})
+    return msgspec.json.encode(
+        {
+            "object": "list",
+            "data": [{"id": name, "object": "model", "created": created, "owned_by": "effcompile"}],
+        }
+    )

@@ -17,11 +17,16 @@ def run(service: Service, host: str, port: int, ready: Callable[[str], object]) 
     Raises:
         UsageError: nothing can listen there.
     """
-    config = uvicorn.Config(application(service), log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        application(service), log_level="warning", lifespan="off", timeout_graceful_shutdown=2
+    )
     try:
         listening = _listening(host, port)
     except OSError as error:
-        raise UsageError(f"Nothing can listen at {host}:{port}: {error.strerror or error}. Choose another --port or --host.") from error
+        raise UsageError(
+            f"Nothing can listen at {host}:{port}: {error.strerror or error}. Choose another --port or "
+            "--host."
+        ) from error
     with listening:
         ready(f"{host}:{listening.getsockname()[1]}")
         try:

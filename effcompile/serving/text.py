@@ -11,8 +11,8 @@ _PART = "\ufffd"
 class Text:
     """The text of one request.
 
-    A piece is the difference of what the last tokens read with and without the new ones, since how a token reads hangs on those before.
-    What may be the beginning of a stop text is held back until it is known.
+    A piece is the difference of what the last tokens read with and without the new ones, since how a token
+    reads hangs on those before. What may be the beginning of a stop text is held back until it is known.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
@@ -32,7 +32,10 @@ class Text:
         return self._told(self._piece(last=True), last=True)
 
     def _piece(self, *, last: bool) -> str:
-        before, after = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
+        before, after = (
+            self._decode(self._ids[self._from : self._read]),
+            self._decode(self._ids[self._from :]),
+        )
         if not last and (len(after) <= len(before) or after.endswith(_PART)):
             return ""
         self._from, self._read = self._read, len(self._ids)
@@ -53,4 +56,6 @@ class Text:
 
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of a text that may begin a stop text."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
+    )

@@ -1,7 +1,8 @@
 """Where values are looked up by an index, and whether it can be negative.
 
-PyTorch raises for an index below 0 in a lookup (`nn.Embedding`, `gather`); other runtimes count it from the end, or read what happens to
-be there. `lookups` names the operators, `never_negative` what cannot go wrong, by intervals of one bit: at least 0, or unknown.
+PyTorch raises for an index below 0 in a lookup (`nn.Embedding`, `gather`); other runtimes count it from the
+end, or read what happens to be there. `lookups` names the operators, `never_negative` what cannot go wrong,
+by intervals of one bit: at least 0, or unknown.
 """
 
 from __future__ import annotations
@@ -18,23 +19,30 @@ from effcompile.ir.program import Program, dtype_of, shape_of
 
 aten = torch.ops.aten
 
-#: Operators that raise for an index that is negative or too large: the arguments of what is indexed, and of the index.
+#: Operators that raise for an index that is negative or too large: the arguments of what is indexed, and of
+#: the index.
 _INDEXED: dict[Any, tuple[int, int]] = {
-    aten.embedding.default: (0, 1), aten.index_select.default: (0, 2), aten.gather.default: (0, 2), aten.scatter.value: (0, 2),
-    aten.scatter.src: (0, 2), aten.scatter.reduce: (0, 2), aten.scatter.value_reduce: (0, 2), aten.scatter_add.default: (0, 2),
-    aten.scatter_reduce.two: (0, 2), aten.index_add.default: (0, 2), aten.index_copy.default: (0, 2), aten.one_hot.default: (1, 0),
-    aten.embedding_bag.padding_idx: (0, 1), aten.embedding_bag.default: (0, 1), aten.nll_loss_nd.default: (0, 1),
-    aten.nll_loss.default: (0, 1), aten.cross_entropy_loss.default: (0, 1),
+    aten.embedding.default: (0, 1), aten.index_select.default: (0, 2), aten.gather.default: (0, 2),
+    aten.scatter.value: (0, 2), aten.scatter.src: (0, 2), aten.scatter.reduce: (0, 2),
+    aten.scatter.value_reduce: (0, 2), aten.scatter_add.default: (0, 2), aten.scatter_reduce.two: (0, 2),
+    aten.index_add.default: (0, 2), aten.index_copy.default: (0, 2), aten.one_hot.default: (1, 0),
+    aten.embedding_bag.padding_idx: (0, 1), aten.embedding_bag.default: (0, 1),
+    aten.nll_loss_nd.default: (0, 1), aten.nll_loss.default: (0, 1), aten.cross_entropy_loss.default: (0, 1),
 }  # fmt: skip
 _FIRST_AXIS = (aten.embedding.default, aten.embedding_bag.padding_idx, aten.embedding_bag.default)
 #: Of losses the place of `ignore_index`.
-_LOSSES: dict[Any, int] = {aten.nll_loss_nd.default: 4, aten.nll_loss.default: 4, aten.cross_entropy_loss.default: 4}
+_LOSSES: dict[Any, int] = {
+    aten.nll_loss_nd.default: 4,
+    aten.nll_loss.default: 4,
+    aten.cross_entropy_loss.default: 4,
+}
 _IGNORED = -100
 #: What hands on a tensor's values as they are.
 SAME_VALUES = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
-    aten.slice.Tensor, aten.select.int, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default,
-    aten._to_copy.default, aten.to.dtype, aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.clone.default,
+    aten.contiguous.default, aten.alias.default, aten.detach.default, aten._to_copy.default, aten.to.dtype,
+    aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
 )  # fmt: skip
 
 
@@ -47,8 +55,8 @@ _DIVIDED = (aten.split.Tensor, aten.chunk.default, aten.unbind.int, aten.split_w
 class Lookup:
     """An operator that reads or writes at an index.
 
-    `at`: which argument the index is. `size`: how long the indexed axis is, 0 where it has no fixed length. `constant`: what is indexed is
-    a weight. `ignored`: an index that a loss leaves out.
+    `at`: which argument the index is. `size`: how long the indexed axis is, 0 where it has no fixed length.
+    `constant`: what is indexed is a weight. `ignored`: an index that a loss leaves out.
     """
 
     node: fx.Node
@@ -75,14 +83,27 @@ def lookups(program: Program) -> Iterator[Lookup]:
         if isinstance(index, fx.Node):
             held = node.args[holder] if holder < len(node.args) else None
             constant = isinstance(held, fx.Node) and held.op == "get_attr"
-            yield Lookup(node=node, index=index, at=at, size=_size(node, held), constant=constant, ignored=_ignored(node))
+            yield Lookup(
+                node=node,
+                index=index,
+                at=at,
+                size=_size(node, held),
+                constant=constant,
+                ignored=_ignored(node),
+            )
 
 
 def _size(node: fx.Node, held: object) -> int:
     if not isinstance(held, fx.Node):
         return held if isinstance(held, int) and held > 0 else 0  # the classes of one_hot
     shape = held.meta["val"].shape if isinstance(held.meta.get("val"), torch.Tensor) else shape_of(held)
-    axis = 0 if node.target in _FIRST_AXIS else min(1, len(shape) - 1) if node.target in _LOSSES else node.args[1]
+    axis = (
+        0
+        if node.target in _FIRST_AXIS
+        else min(1, len(shape) - 1)
+        if node.target in _LOSSES
+        else node.args[1]
+    )
     size = shape[axis] if isinstance(axis, int) and shape else 0
     return size if isinstance(size, int) else 0
 
@@ -136,7 +157,9 @@ class _Signs:
             return True
         if node.op == "get_attr":
             held = self._program.tensor(node)
-            return held is not None and held.device.type != "meta" and bool(not held.numel() or held.min() >= 0)
+            return (
+                held is not None and held.device.type != "meta" and bool(not held.numel() or held.min() >= 0)
+            )
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         return rule is not None and rule(self, node)
 
@@ -146,7 +169,9 @@ _Rule = Callable[[_Signs, fx.Node], bool]
 
 def _all(*places: int) -> _Rule:
     """At least 0 where all of these arguments are."""
-    return lambda signs, node: all(place < len(node.args) and signs.never_negative(node.args[place]) for place in places)
+    return lambda signs, node: all(
+        place < len(node.args) and signs.never_negative(node.args[place]) for place in places
+    )
 
 
 def _any(signs: _Signs, node: fx.Node) -> bool:
@@ -154,13 +179,17 @@ def _any(signs: _Signs, node: fx.Node) -> bool:
 
 
 def _clamped(signs: _Signs, node: fx.Node) -> bool:
-    low, high = (node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in ((1, "min"), (2, "max")))
+    low, high = (
+        node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in ((1, "min"), (2, "max"))
+    )
     above = high is None or signs.never_negative(high)
     return above and ((low is not None and signs.never_negative(low)) or signs.never_negative(node.args[0]))
 
 
 def _counted(signs: _Signs, node: fx.Node) -> bool:
-    """arange(end), arange(start, end), arange(start, end, step): from a start that is not negative, upwards."""
+    """arange(end), arange(start, end), arange(start, end, step): from a start that is not
+    negative, upwards.
+    """
     start, step = (node.args[0] if len(node.args) > 1 else 0), (node.args[2] if len(node.args) > 2 else 1)
     return signs.never_negative(start) and isinstance(step, int | float) and step > 0
 
@@ -198,15 +227,45 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(SAME_VALUES, _handed_on),
     aten.add.Tensor: _sum,
     **dict.fromkeys(
-        (aten.cumsum.default, aten.sum.default, aten.sum.dim_IntList, aten.cat.default, aten.stack.default, aten.repeat.default,
-         aten.flip.default, aten.roll.default, aten.gather.default, aten.index_select.default, aten.index.Tensor, aten.embedding.default,
-         aten.max.default, aten.amax.default, aten.min.default, aten.amin.default, aten.floor.default), _all(0),
+        (
+            aten.cumsum.default,
+            aten.sum.default,
+            aten.sum.dim_IntList,
+            aten.cat.default,
+            aten.stack.default,
+            aten.repeat.default,
+            aten.flip.default,
+            aten.roll.default,
+            aten.gather.default,
+            aten.index_select.default,
+            aten.index.Tensor,
+            aten.embedding.default,
+            aten.max.default,
+            aten.amax.default,
+            aten.min.default,
+            aten.amin.default,
+            aten.floor.default,
+        ),
+        _all(0),
     ),
     **dict.fromkeys(
-        (aten.add.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.minimum.default, aten.floor_divide.default,
-         aten.div.Tensor_mode, aten.div.Tensor, operator.add, operator.mul, operator.floordiv), _all(0, 1),
+        (
+            aten.add.Scalar,
+            aten.mul.Tensor,
+            aten.mul.Scalar,
+            aten.minimum.default,
+            aten.floor_divide.default,
+            aten.div.Tensor_mode,
+            aten.div.Tensor,
+            operator.add,
+            operator.mul,
+            operator.floordiv,
+        ),
+        _all(0, 1),
     ),
-    **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar), _all(1, 2)),
+    **dict.fromkeys(
+        (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar), _all(1, 2)
+    ),
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _all(0, 2)),
     **dict.fromkeys((aten.maximum.default, aten.bitwise_and.Tensor, aten.bitwise_and.Scalar), _any),
     **dict.fromkeys((aten.clamp.default, aten.clamp_min.default), _clamped),
@@ -214,9 +273,24 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((aten.remainder.Scalar, aten.remainder.Tensor), _of_remainder),
     **dict.fromkeys((aten.full.default, aten.full_like.default, aten.new_full.default), _all(1)),
     **dict.fromkeys(
-        (aten.abs.default, aten.relu.default, aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.zeros.default,
-         aten.ones.default, aten.zeros_like.default, aten.ones_like.default, aten.new_zeros.default, aten.new_ones.default,
-         aten.sym_size.int, aten.one_hot.default, aten.searchsorted.Tensor, aten.bucketize.Tensor), _always,
+        (
+            aten.abs.default,
+            aten.relu.default,
+            aten.argmax.default,
+            aten.argmin.default,
+            aten.argsort.default,
+            aten.zeros.default,
+            aten.ones.default,
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.new_zeros.default,
+            aten.new_ones.default,
+            aten.sym_size.int,
+            aten.one_hot.default,
+            aten.searchsorted.Tensor,
+            aten.bucketize.Tensor,
+        ),
+        _always,
     ),
     operator.getitem: _part,
-}  # fmt: skip
+}

@@ -1,4 +1,7 @@
-"""Finds the places in a captured graph where there is something to decide. Passes propose there and backends act there."""
+"""Finds the places in a captured graph where there is something to decide.
+
+Passes propose there and backends act there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.sites.attention.normalise import EAGER, OUR_ATTENTIONS
 
 aten = torch.ops.aten
-#: In the name of an attention that stands in no submodule: its node is called otherwise once another form stands there.
+#: In the name of an attention that stands in no submodule: its node is called otherwise once another form
+#: stands there.
 ROOT = "model"
 
 
@@ -24,7 +28,8 @@ class LinearSite:
     """`y = x @ Wᵀ + b` with a constant weight.
 
     `transposed` means that the weight is stored (K, N), as HF's Conv1D and `x @ W` do; else (N, K).
-    `m` = rows of x at the example inputs; `shared` = the weight has readers other than this node (tied embeddings).
+    `m` = rows of x at the example inputs; `shared` = the weight has readers other than this node (tied
+    embeddings).
     """
 
     site: str
@@ -65,13 +70,15 @@ class EmbeddingSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSite:
-    """One attention on q_BHSD, k_BHSD, v_BHSD: aten's `scaled_dot_product_attention`, or our operator for what that cannot say.
+    """One attention on q_BHSD, k_BHSD, v_BHSD: aten's `scaled_dot_product_attention`, or our operator for
+    what that cannot say.
 
     Attributes:
         dims: (B, H, Sq, Sk, D).
         key_heads: of k and v.
         mask: what the node reads of a mask or bias, dense. causal: it hides later keys by itself.
-        ours: the node is (the first result of) `effcompile::attention`, for softcap, sinks or a mask in closed form.
+        ours: the node is (the first result of) `effcompile::attention`, for softcap, sinks or a mask in
+            closed form.
         eager: the model writes it as separate operators.
         sink: every row has one more logit, without a value.
     """
@@ -166,7 +173,9 @@ def embeddings(program: Program) -> list[EmbeddingSite]:
 
 
 def attentions(program: Program) -> list[AttentionSite]:
-    """All attentions that are one node, `aten.scaled_dot_product_attention` without dropout or one of ours, on 4-D tensors."""
+    """All attentions that are one node, `aten.scaled_dot_product_attention` without dropout or one of ours,
+    on 4-D tensors.
+    """
     names, found = _Names(), []
     sdpa, ours = aten.scaled_dot_product_attention.default, OUR_ATTENTIONS[0]
     for node in program.calls(sdpa, *OUR_ATTENTIONS):
@@ -195,7 +204,9 @@ def attentions(program: Program) -> list[AttentionSite]:
 def _mask_of(node: fx.Node) -> fx.Node | None:
     """The dense mask, or the bias, that an attention reads."""
     names = {p.name for p in node.target._schema.arguments} & {"attn_mask", "mask", "bias"}  # type: ignore[union-attr]
-    read = [value for name in sorted(names, reverse=True) if (value := _node(argument(node, name))) is not None]
+    read = [
+        value for name in sorted(names, reverse=True) if (value := _node(argument(node, name))) is not None
+    ]
     return read[0] if read else None
 
 
@@ -230,14 +241,18 @@ def gelus(program: Program) -> list[GeluSite]:
 
 
 def merges(program: Program, sites: Iterable[LinearSite] | None = None) -> list[MergeSite]:
-    """Groups of two or more linears that read the same input, have the same storage order and unshared weights."""
+    """Groups of two or more linears that read the same input, have the same storage order and unshared
+    weights.
+    """
     groups: dict[tuple[fx.Node, bool], list[LinearSite]] = defaultdict(list)
     for site in linears(program) if sites is None else sites:
         if not site.shared and "#" not in site.site:
             groups[site.x, site.transposed].append(site)
     names = _Names()
     return [
-        MergeSite(site=names.take(f"{common_parent([m.site for m in members])}:merge"), members=tuple(members))
+        MergeSite(
+            site=names.take(f"{common_parent([m.site for m in members])}:merge"), members=tuple(members)
+        )
         for members in groups.values()
         if len(members) > 1
     ]
@@ -247,7 +262,12 @@ def logits(program: Program) -> LinearSite | None:
     """The linear that makes per-position logits: (B, S, N) straight to the output with N larger than K."""
     outputs = next(n for n in program.graph.nodes if n.op == "output").all_input_nodes
     for site in linears(program):
-        if site.node in outputs and len(shape_of(site.node)) == 3 and site.n > site.k and len(site.node.users) == 1:
+        if (
+            site.node in outputs
+            and len(shape_of(site.node)) == 3
+            and site.n > site.k
+            and len(site.node.users) == 1
+        ):
             return site
     return None
 

@@ -1,7 +1,9 @@
-"""Finds what lies between a transformer's products: RMSNorm with the residual sum before it, SwiGLU, rotary positions.
+"""Finds what lies between a transformer's products: RMSNorm with the residual sum before it, SwiGLU, rotary
+positions.
 
-A chain of operators is a match only if it computes what our operator does on random numbers: how a model writes it, with or without a
-cast to fp32, weight left or right, does not matter. Definitions: effcompile.ops.rows.
+A chain of operators is a match only if it computes what our operator does on random numbers: how a model
+writes it, with or without a cast to fp32, weight left or right, does not matter. Definitions:
+effcompile.ops.rows.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ class RowSite:
     """A chain that one kernel computes.
 
     Attributes:
-        form: NORM, SWIGLU or ROTARY. node: its result. nodes: all that the kernel takes the place of, in graph order, `node` last.
+        form: NORM, SWIGLU or ROTARY. node: its result. nodes: all that the kernel takes the place of, in
+            graph order, `node` last.
         inputs: x and weight; gate and up; x (B, H, S, D), cos and sin (B or 1, S, D).
-        eps: of a norm. total: the residual sum that a norm is of, among `nodes`, where the kernel makes it too.
+        eps: of a norm. total: the residual sum that a norm is of, among `nodes`, where the kernel makes it
+            too.
     """
 
     site: str
@@ -59,7 +63,9 @@ class RowSite:
 
     @property
     def exact(self) -> bool:
-        """Whether the kernel rounds where the model does: in 32 and 64 bits; narrower, it rounds once where the model may several times."""
+        """Whether the kernel rounds where the model does: in 32 and 64 bits; narrower, it rounds once where
+        the model may several times.
+        """
         return dtype_of(self.node) in (torch.float32, torch.float64)
 
 
@@ -102,10 +108,18 @@ def _norm(root: fx.Node, order: Order) -> RowSite | None:
     mean = _call(_argument(shifted, 0), aten.mean.dim)
     squared = _call(_argument(mean, 0), aten.pow.Tensor_Scalar, aten.square.default, aten.mul.Tensor)
     wide = _argument(squared, 0)
-    if shifted is None or mean is None or squared is None or wide is None or not isinstance(shifted.args[1], float):
+    if (
+        shifted is None
+        or mean is None
+        or squared is None
+        or wide is None
+        or not isinstance(shifted.args[1], float)
+    ):
         return None
     x = _argument(wide, 0) if _is_cast(wide) else wide
-    back = [node for node in (wide if wide is not x else None, squared, mean, shifted, root) if node is not None]
+    back = [
+        node for node in (wide if wide is not x else None, squared, mean, shifted, root) if node is not None
+    ]
     forth = _forward(root, shape_of(wide))
     if x is None or forth is None:
         return None
@@ -133,8 +147,12 @@ def _forward(root: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, list[fx.No
     return weight, chain
 
 
-def _with_total(x: fx.Node, weight: fx.Node, eps: float, nodes: list[fx.Node], order: Order) -> RowSite | None:
-    """The norm, with the sum that it is of where that can be made beside it: nothing reads the sum before the norm is done."""
+def _with_total(
+    x: fx.Node, weight: fx.Node, eps: float, nodes: list[fx.Node], order: Order
+) -> RowSite | None:
+    """The norm, with the sum that it is of where that can be made beside it: nothing reads the sum before the
+    norm is done.
+    """
     last = nodes[-1]
     inputs, total = (x, weight), None
     if _is_sum(x) and all(user in nodes or order[user] > order[last] for user in x.users):
@@ -168,7 +186,14 @@ def _rotation(cat: fx.Node, order: Order) -> RowSite | None:
     second = _call(_argument(negated, 0), aten.slice.Tensor)
     x = _argument(first, 0)
     turned = next(iter(cat.users))
-    if negated is None or first is None or second is None or x is None or turned.target is not aten.mul.Tensor or len(turned.users) != 1:
+    if (
+        negated is None
+        or first is None
+        or second is None
+        or x is None
+        or turned.target is not aten.mul.Tensor
+        or len(turned.users) != 1
+    ):
         return None
     whole = next(iter(turned.users))
     straight = _call(_other(whole, turned), aten.mul.Tensor) if whole.target is aten.add.Tensor else None
@@ -190,21 +215,35 @@ _MATCHERS: dict[Any, Callable[[fx.Node, Order], RowSite | None]] = {
 
 
 def _proven(
-    form: str, nodes: list[fx.Node], inputs: tuple[fx.Node, ...], define: Callable[..., Tensor], order: Order, **more: Any
+    form: str,
+    nodes: list[fx.Node],
+    inputs: tuple[fx.Node, ...],
+    define: Callable[..., Tensor],
+    order: Order,
+    **more: Any,
 ) -> RowSite | None:
-    """The site, if nothing outside reads what is inside, and if the chain computes the definition on random numbers."""
+    """The site, if nothing outside reads what is inside, and if the chain computes the definition on random
+    numbers.
+    """
     nodes = sorted(nodes, key=order.__getitem__)
     inner = set(nodes)
     shared = {more.get("total"), nodes[-1]}
-    if any(not set(node.users) <= inner for node in nodes if node not in shared) or dtype_of(nodes[-1]) != dtype_of(inputs[0]):
+    if any(not set(node.users) <= inner for node in nodes if node not in shared) or dtype_of(
+        nodes[-1]
+    ) != dtype_of(inputs[0]):
         return None
-    if form != ROTARY and not nodes[-1].meta["val"].is_contiguous():  # our result is, and a view that follows may rely on another order
+    if form != ROTARY and not nodes[-1].meta["val"].is_contiguous():
+        # our result is, and a view that follows may rely on another order
         return None
     try:
         same = _same(nodes, inputs, define)
     except Exception:  # an argument that is a symbol, shapes that do not go together: not this chain
         return None
-    return RowSite(site="", form=form, node=nodes[-1], nodes=tuple(nodes), inputs=inputs, **more) if same else None
+    return (
+        RowSite(site="", form=form, node=nodes[-1], nodes=tuple(nodes), inputs=inputs, **more)
+        if same
+        else None
+    )
 
 
 def _same(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], define: Callable[..., Tensor]) -> bool:
@@ -236,11 +275,19 @@ def _drawn(node: fx.Node, generator: torch.Generator) -> Tensor:
 
 
 def _call(value: object, *targets: object) -> fx.Node | None:
-    return value if isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets else None
+    return (
+        value
+        if isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets
+        else None
+    )
 
 
 def _argument(node: fx.Node | None, position: int) -> fx.Node | None:
-    value = node.args[position] if node is not None and node.op == "call_function" and len(node.args) > position else None
+    value = (
+        node.args[position]
+        if node is not None and node.op == "call_function" and len(node.args) > position
+        else None
+    )
     return value if isinstance(value, fx.Node) else None
 
 
@@ -253,7 +300,13 @@ def _is_sum(node: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     a, b = node.args
-    return isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b and shape_of(a) == shape_of(b) and dtype_of(a) == dtype_of(b)
+    return (
+        isinstance(a, fx.Node)
+        and isinstance(b, fx.Node)
+        and a is not b
+        and shape_of(a) == shape_of(b)
+        and dtype_of(a) == dtype_of(b)
+    )
 
 
 def _other(product: fx.Node, node: fx.Node) -> fx.Node | None:

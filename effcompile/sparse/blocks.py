@@ -1,4 +1,6 @@
-"""A linear layer under a pattern, held and run as blocks: only the active ones have memory, gradients and moments."""
+"""A linear layer under a pattern, held and run as blocks: only the active ones have memory, gradients and
+moments.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ __all__ = ["BlockWeight"]
 
 
 class BlockWeight:
-    """The values (capacity, b, b) of a BlockSparseLinear, moved as the pattern moves. See `held.Held` for what the methods do."""
+    """The values (capacity, b, b) of a BlockSparseLinear, moved as the pattern moves.
+
+    See `held.Held` for what the methods do.
+    """
 
     execution = "blocks"
 
@@ -42,7 +47,9 @@ class BlockWeight:
     def scores(self) -> Tensor:
         pattern, values = self.layer.pattern().to("cpu"), self.layer.values.detach()
         found = torch.zeros(self.shape[0] // self.block, self.shape[1] // self.block)
-        found[pattern.block_rows(), pattern.col.long()] = values[: pattern.nnz].abs().float().sum(dim=(1, 2)).cpu()
+        found[pattern.block_rows(), pattern.col.long()] = (
+            values[: pattern.nnz].abs().float().sum(dim=(1, 2)).cpu()
+        )
         return found
 
     def dense(self) -> Tensor:
@@ -52,7 +59,8 @@ class BlockWeight:
     def move(self, movement: Movement) -> Change:
         pattern = BlockPattern.from_blocks(movement.mask, self.block)
         places = self.layer.set_pattern(pattern)
-        back = movement.grown[pattern.block_rows(), pattern.col.long()].nonzero().squeeze(1)  # new ones, and those that just went
+        # new ones, and those that just went
+        back = movement.grown[pattern.block_rows(), pattern.col.long()].nonzero().squeeze(1)
         places[back.to(places.device)] = -1
         self.layer.values[back.to(places.device)] = 0
 
@@ -80,7 +88,9 @@ class BlockWeight:
         self.collect(False)
 
     def collect(self, on: bool) -> None:
-        """The layer computes the gradient of active blocks only: the dense one is made here, from its input and its output's gradient."""
+        """The layer computes the gradient of active blocks only: the dense one is made here, from its input
+        and its output's gradient.
+        """
         self.dense_gradient = None
         if on and self._watching is None:
             self._watching = self.layer.register_forward_hook(self._watch)

@@ -13,7 +13,9 @@ from effcompile.core.errors import UsageError
 __all__ = ["input_norms", "loss_gradients"]
 
 
-def input_norms(model: nn.Module, names: Sequence[str], batches: Iterable[object], call: Callable[[Any], Any]) -> dict[str, Tensor]:
+def input_norms(
+    model: nn.Module, names: Sequence[str], batches: Iterable[object], call: Callable[[Any], Any]
+) -> dict[str, Tensor]:
     """‖x_i‖₂ of every input feature of the named linear layers over all rows of all batches, (I) each.
 
     Args:
@@ -45,8 +47,11 @@ def input_norms(model: nn.Module, names: Sequence[str], batches: Iterable[object
     return {name: squares[name].sqrt() for name in _reached(names, squares)}
 
 
-def loss_gradients(model: nn.Module, names: Sequence[str], batches: Iterable[object], loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    """The gradient of the loss, summed over the batches, with respect to the named linear layers' weights, (O, I) each.
+def loss_gradients(
+    model: nn.Module, names: Sequence[str], batches: Iterable[object], loss: Callable[[Any], Tensor]
+) -> dict[str, Tensor]:
+    """The gradient of the loss, summed over the batches, with respect to the named linear layers' weights,
+    (O, I) each.
 
     Gradients that the model has are left alone.
 
@@ -62,7 +67,9 @@ def loss_gradients(model: nn.Module, names: Sequence[str], batches: Iterable[obj
     weights = [model.get_parameter(f"{name}.weight") for name in names]
     sums: dict[str, Tensor] = {}
     for batch in batches:
-        for name, gradient in zip(names, torch.autograd.grad(loss(batch), weights, allow_unused=True), strict=True):
+        for name, gradient in zip(
+            names, torch.autograd.grad(loss(batch), weights, allow_unused=True), strict=True
+        ):
             if gradient is not None:
                 sums[name] = sums.get(name, 0) + gradient
     return {name: sums[name] for name in _reached(names, sums)}
@@ -71,5 +78,8 @@ def loss_gradients(model: nn.Module, names: Sequence[str], batches: Iterable[obj
 def _reached(names: Sequence[str], found: dict[str, Tensor]) -> Sequence[str]:
     missing = [name for name in names if name not in found]
     if missing:
-        raise UsageError(f"No batch reached {', '.join(missing[:4])}: give at least one, and only layers that it runs through.")
+        raise UsageError(
+            f"No batch reached {', '.join(missing[:4])}: give at least one, and only layers that it runs "
+            "through."
+        )
     return names

@@ -1,7 +1,8 @@
-"""What a training step under a pattern costs: FLOPs by how they grow with the model, and time per sparse FLOP against dense.
+"""What a training step under a pattern costs: FLOPs by how they grow with the model, and time per sparse FLOP
+against dense.
 
-FLOPs are torch's own counts (FlopCounterMode) of one forward and backward; those of linear layers are split off by hooks that see
-their rows, so that a sparse layer counts its active blocks however it is computed.
+FLOPs are torch's own counts (FlopCounterMode) of one forward and backward; those of linear layers are split
+off by hooks that see their rows, so that a sparse layer counts its active blocks however it is computed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class RowTimes:
     backward: int = 0
 
     def flops(self, weights: float) -> float:
-        """2 per weight and row for the product, and 2 each for the weight's and the input's gradient where it is wanted."""
+        """2 per weight and row for the product, and 2 each for the weight's and the input's gradient where it
+        is wanted.
+        """
         return 2.0 * weights * (self.forward * (1 + self.trained) + self.backward)
 
 
 def per_row(model: nn.Module, inside: Sequence[str], held: Sequence[Held]) -> StepFlops:
-    """FLOPs of the linear layers for one row (token), attention left out: what can be said without running the model.
+    """FLOPs of the linear layers for one row (token), attention left out: what can be said without running
+    the model.
 
     Args:
         model: the model.
@@ -48,7 +52,9 @@ def per_row(model: nn.Module, inside: Sequence[str], held: Sequence[Held]) -> St
     _, weights = _linears(model, held)
     within = sum(weights[name] for name in inside)
     saved = sum(map(_saved_weights, held))
-    return StepFlops(inside=6 * within, outside=6 * (sum(weights.values()) - within), rest=0, saved=6 * saved, of="row")
+    return StepFlops(
+        inside=6 * within, outside=6 * (sum(weights.values()) - within), rest=0, saved=6 * saved, of="row"
+    )
 
 
 def per_row_of(model: nn.Module) -> StepFlops | None:
@@ -61,7 +67,9 @@ def per_row_of(model: nn.Module) -> StepFlops | None:
     weights |= {name: layer.out_features * layer.in_features for name, layer in dense.items()}
     inside = sum(count for name, count in weights.items() if name in sparse or is_inside(model, name))
     saved = sum(weights[name] - layer.pattern().nnz * layer.block**2 for name, layer in sparse.items())
-    return StepFlops(inside=6 * inside, outside=6 * (sum(weights.values()) - inside), rest=0, saved=6 * saved, of="row")
+    return StepFlops(
+        inside=6 * inside, outside=6 * (sum(weights.values()) - inside), rest=0, saved=6 * saved, of="row"
+    )
 
 
 def measure(
@@ -69,7 +77,8 @@ def measure(
 ) -> tuple[StepFlops, Efficiency | None]:
     """FLOPs of one step, and seconds of its sparse layers against dense ones.
 
-    `loss` runs the forward; its backward is run here. Gradients, buffers and random generators are left as they were.
+    `loss` runs the forward; its backward is run here. Gradients, buffers and random generators are left as
+    they were.
 
     Raises:
         UsageError: `loss` returns no scalar that depends on the weights.
@@ -92,7 +101,10 @@ def _count(
     with _as_before(model), _rows(linears) as rows, flop_counter() as counter:
         value = loss()
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            raise UsageError("The function given to measure() must return the training loss, a scalar that depends on the weights.")
+            raise UsageError(
+                "The function given to measure() must return the training loss, a scalar that depends on "
+                "the weights."
+            )
         value.backward()
     counted = counter.get_flop_counts().get("Global", {})
     other = sum(flops for op, flops in counted.items() if not str(op).startswith("effcompile.block_sparse"))
@@ -104,7 +116,9 @@ def _count(
     return StepFlops(inside=within, outside=outside, rest=max(rest, 0.0), saved=saved), rows
 
 
-def rows_of(model: nn.Module, layers: Mapping[str, nn.Module], loss: Callable[[], Tensor]) -> dict[str, RowTimes]:
+def rows_of(
+    model: nn.Module, layers: Mapping[str, nn.Module], loss: Callable[[], Tensor]
+) -> dict[str, RowTimes]:
     """The rows that each layer sees in a step; the model is left as it was."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices), _as_before(model), _rows(layers) as rows:
@@ -125,9 +139,11 @@ def _linears(model: nn.Module, held: Sequence[Held]) -> tuple[dict[str, nn.Modul
 
 
 def _efficiency(held: Sequence[Held], rows: Mapping[str, RowTimes], rounds: int) -> Efficiency | None:
-    """Forward and backward of the sparse layers against dense ones, at the rows of a step; None when no layer saw any.
+    """Forward and backward of the sparse layers against dense ones, at the rows of a step; None when no layer
+    saw any.
 
-    Layers of equal shape and density are measured once. The two are run in turn, so that a busy machine slows both.
+    Layers of equal shape and density are measured once. The two are run in turn, so that a busy machine slows
+    both.
     """
     totals = [0.0, 0.0, 0.0, 0.0]
     known: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -143,12 +159,20 @@ def _efficiency(held: Sequence[Held], rows: Mapping[str, RowTimes], rounds: int)
         totals = [total + figure for total, figure in zip(totals, figures, strict=True)]
     if not totals[3]:
         return None
-    return Efficiency(sparse_seconds=totals[0], dense_seconds=totals[1], sparse_flops=totals[2], dense_flops=totals[3])
+    return Efficiency(
+        sparse_seconds=totals[0], dense_seconds=totals[1], sparse_flops=totals[2], dense_flops=totals[3]
+    )
 
 
-def layer_seconds(sparse: nn.Module, weight: Tensor, shape: tuple[int, int], rows: RowTimes, rounds: int) -> tuple[float, float]:
-    """(Seconds of a sparse layer with this parameter, of a dense one (N, K)): a forward and a backward at the rows of a step."""
-    x = torch.randn(rows.forward, shape[1], device=weight.device, dtype=weight.dtype, requires_grad=rows.backward > 0)
+def layer_seconds(
+    sparse: nn.Module, weight: Tensor, shape: tuple[int, int], rows: RowTimes, rounds: int
+) -> tuple[float, float]:
+    """(Seconds of a sparse layer with this parameter, of a dense one (N, K)): a forward and a backward at the
+    rows of a step.
+    """
+    x = torch.randn(
+        rows.forward, shape[1], device=weight.device, dtype=weight.dtype, requires_grad=rows.backward > 0
+    )
     dense = nn.Linear(shape[1], shape[0], device=weight.device, dtype=weight.dtype)
     gradient = torch.randn(rows.forward, shape[0], device=weight.device, dtype=weight.dtype)
     wanted = [x] if x.requires_grad else []
@@ -158,7 +182,9 @@ def layer_seconds(sparse: nn.Module, weight: Tensor, shape: tuple[int, int], row
         if x.device.type == "cuda":
             torch.cuda.synchronize()
 
-    samples = interleaved({"sparse": lambda: step(sparse, weight), "dense": lambda: step(dense, dense.weight)}, rounds)
+    samples = interleaved(
+        {"sparse": lambda: step(sparse, weight), "dense": lambda: step(dense, dense.weight)}, rounds
+    )
     return faster_half_median(samples["sparse"]), faster_half_median(samples["dense"])
 
 

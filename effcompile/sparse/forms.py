@@ -1,7 +1,8 @@
-"""Formats and sizes of the sparse forms of a weight: blocks that are kept, single weights, or two of every four.
+"""Formats and sizes of the sparse forms of a weight: blocks that are kept, single weights, or two of every
+four.
 
-The passes that plan a form and the backends that find it in what they built make its format by the same rule, from the kept blocks.
-Legend: weight (N, K), block side b, kept (R, C) = (N / b, K / b) bool.
+The passes that plan a form and the backends that find it in what they built make its format by the same rule,
+from the kept blocks. Legend: weight (N, K), block side b, kept (R, C) = (N / b, K / b) bool.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ from effcompile.sparse.recipe import Recipe
 
 
 def growth_keys(layers: Sequence[Held], recipe: Recipe, generator: torch.Generator) -> dict[str, Tensor]:
-    """A key for every block (O / b, I / b) of every layer: those of the largest come. At random, or by the dense gradient.
+    """A key for every block (O / b, I / b) of every layer: those of the largest come.
+
+    At random, or by the dense gradient.
 
     Raises:
         UsageError: by gradient, and there was no backward that was collected.
@@ -25,11 +27,16 @@ def growth_keys(layers: Sequence[Held], recipe: Recipe, generator: torch.Generat
     missing = [held.name for held in layers if held.dense_gradient is None]
     if missing:
         raise UsageError(
-            f"growth='gradient' found no dense gradient of {missing[0]!r}: there was no backward before this update. Call step() after "
-            "every optimizer.step(), and update() only through it. Under torch.compile make the controller with execution='masked'."
+            f"growth='gradient' found no dense gradient of {missing[0]!r}: there was no backward before this "
+            "update. Call step() after every optimizer.step(), and update() only through it. Under "
+            "torch.compile make the controller with execution='masked'."
         )
     gradients = {held.name: held.dense_gradient for held in layers}
-    return {name: saliency.blocks(_mean_over_ranks(g).abs(), recipe.block).cpu() for name, g in gradients.items() if g is not None}
+    return {
+        name: saliency.blocks(_mean_over_ranks(g).abs(), recipe.block).cpu()
+        for name, g in gradients.items()
+        if g is not None
+    }
 
 
 def _mean_over_ranks(gradient: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""What the controller needs of a weight under a pattern, however it is held: dense under a mask, or as blocks."""
+"""What the controller needs of a weight under a pattern, however it is held: dense under a mask, or as
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Held(Protocol):
 
     @property
     def room(self) -> int:
-        """The most blocks it may hold, however it is held: the course of a training does not depend on that."""
+        """The most blocks it may hold, however it is held: the course of a training does not
+        depend on that.
+        """
 
     @property
     def layer(self) -> nn.Module:
@@ -50,7 +54,9 @@ class Held(Protocol):
         """From now on, sum the dense gradient in `dense_gradient`, (O, I); off: forget it."""
 
     def move(self, movement: Movement) -> Change:
-        """Take the new pattern, the weight with it; the change that moments and gradient must undergo is returned."""
+        """Take the new pattern, the weight with it; the change that moments and gradient must undergo is
+        returned.
+        """
 
     def set_mask(self, mask: Tensor) -> None:
         """Take a pattern without touching the weight: it is loaded too."""

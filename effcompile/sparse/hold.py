@@ -1,4 +1,6 @@
-"""How a layer under a pattern is held: as blocks where kernels run them here, else dense under a mask; and back to a plain linear."""
+"""How a layer under a pattern is held: as blocks where kernels run them here, else dense under a mask; and
+back to a plain linear.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,17 @@ def check(optimizer: Optimizer, layers: Mapping[str, nn.Linear], recipe: Recipe)
     for name, layer in layers.items():
         refused = _no_blocks(layer, optimizer, recipe)
         if recipe.execution == "blocks" and refused:
-            raise UsageError(f"{name!r} cannot be held as blocks: {refused}. Use execution='masked' or 'auto'.")
+            raise UsageError(
+                f"{name!r} cannot be held as blocks: {refused}. Use execution='masked' or 'auto'."
+            )
 
 
-def hold(model: nn.Module, optimizer: Optimizer, name: str, layer: nn.Linear, mask: Tensor, recipe: Recipe) -> Held:
-    """Put a linear layer of the model, and the optimizer's moments of it, under a pattern of blocks (R, C)."""
+def hold(
+    model: nn.Module, optimizer: Optimizer, name: str, layer: nn.Linear, mask: Tensor, recipe: Recipe
+) -> Held:
+    """Put a linear layer of the model, and the optimizer's moments of it, under a pattern of
+    blocks (R, C).
+    """
     active = int(mask.sum())
     room = min(mask.numel(), int(active * _SLACK) + 1) if recipe.distribution == "global" else active
     if recipe.execution == "masked" or _no_blocks(layer, optimizer, recipe) or _no_gain(layer, recipe):
@@ -59,7 +67,9 @@ def release(model: nn.Module, optimizer: Optimizer, held: Held) -> None:
         linear, pattern = sparse.dense().train(sparse.training), sparse.pattern()
         weight = linear.weight
         assert isinstance(weight, nn.Parameter)
-        moments.replace(optimizer, sparse.values, weight, lambda tensor: pattern.to_dense(tensor[: pattern.nnz]))
+        moments.replace(
+            optimizer, sparse.values, weight, lambda tensor: pattern.to_dense(tensor[: pattern.nnz])
+        )
         _swap(model, held.name, linear)
 
 
@@ -75,11 +85,15 @@ def _no_blocks(layer: nn.Linear, optimizer: Optimizer, recipe: Recipe) -> str | 
 
 
 def _no_gain(layer: nn.Linear, recipe: Recipe) -> bool:
-    """With execution="auto": whether blocks would only be slower, for want of kernels here or because most of them are there."""
+    """With execution="auto": whether blocks would only be slower, for want of kernels here or because most of
+    them are there.
+    """
     if recipe.execution == "blocks":
         return False
     probe = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
-    return recipe.initial == "dense" or recipe.sparsity < 0.5 or fallback_reason(probe, recipe.block) is not None
+    return (
+        recipe.initial == "dense" or recipe.sparsity < 0.5 or fallback_reason(probe, recipe.block) is not None
+    )
 
 
 def _swap(model: nn.Module, name: str, new: nn.Module) -> None:

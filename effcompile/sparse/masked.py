@@ -1,7 +1,7 @@
 """A linear layer under a pattern, run dense: weight, gradient and moments are zero outside the pattern.
 
-This is exact and works with every layer, optimizer and compiler, and saves nothing: the dense product is computed. `blocks.py`
-is the other way of holding a weight.
+This is exact and works with every layer, optimizer and compiler, and saves nothing: the dense product is
+computed. `blocks.py` is the other way of holding a weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ __all__ = ["MaskedWeight"]
 
 
 class MaskedWeight:
-    """The weight (O, I) of a linear layer, of which blocks of a grid (R, C) are active. See `held.Held` for what the methods do."""
+    """The weight (O, I) of a linear layer, of which blocks of a grid (R, C) are active.
+
+    See `held.Held` for what the methods do.
+    """
 
     execution = "masked"
 
@@ -56,12 +59,17 @@ class MaskedWeight:
         return change
 
     def set_mask(self, mask: Tensor) -> None:
-        """Take a pattern, in place: what was compiled on this tensor stays valid. The weight is not touched."""
+        """Take a pattern, in place: what was compiled on this tensor stays valid.
+
+        The weight is not touched.
+        """
         self.mask = mask.cpu()
         self._outside.copy_(self._expand(~mask))
 
     def enforce(self) -> None:
-        """Zero what lies outside the pattern: optimizers that mix entries (Muon), or decay towards something, write there."""
+        """Zero what lies outside the pattern: optimizers that mix entries (Muon), or decay towards something,
+        write there.
+        """
         self.parameter.data.masked_fill_(self._there(self.parameter), 0.0)
 
     def release(self) -> None:
@@ -71,7 +79,9 @@ class MaskedWeight:
     def _sparse_gradient(self, gradient: Tensor) -> Tensor:
         if self._collecting:
             found = gradient.detach().float()
-            self.dense_gradient = found.clone() if self.dense_gradient is None else self.dense_gradient + found
+            self.dense_gradient = (
+                found.clone() if self.dense_gradient is None else self.dense_gradient + found
+            )
         return gradient.masked_fill(self._there(gradient), 0.0)
 
     def _there(self, tensor: Tensor) -> Tensor:
@@ -81,7 +91,11 @@ class MaskedWeight:
         return self._outside
 
     def _expand(self, grid: Tensor) -> Tensor:
-        elements = grid.to(self.layer.weight.device).repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
+        elements = (
+            grid.to(self.layer.weight.device)
+            .repeat_interleave(self.block, 0)
+            .repeat_interleave(self.block, 1)
+        )
         return elements.contiguous()
 
     def scores(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Which blocks of a weight are kept: block-sparse rows, and the same by columns for the transposed product.
 
-Legend: weight W (N, K) = (rows, cols), block b, block rows R = N/b, block columns C = K/b, kept blocks Z. Values are (Z, b, b) in the
-order of `col`: row by row, columns ascending.
+Legend: weight W (N, K) = (rows, cols), block b, block rows R = N/b, block columns C = K/b, kept blocks Z.
+Values are (Z, b, b) in the order of `col`: row by row, columns ascending.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from effcompile.ops.block_sparse_native import BLOCKS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockPattern:
-    """The kept blocks of an (N, K) weight. Make one with `from_blocks`, `from_mask`, `from_dense`, `from_indices` or `random`.
+    """The kept blocks of an (N, K) weight.
+
+    Make one with `from_blocks`, `from_mask`, `from_dense`, `from_indices` or `random`.
 
     Attributes:
         rows, cols: N and K, in elements.
         block: b, one of BLOCKS; divides both.
         crow: (R + 1) int32; the blocks of block row i are crow[i] to crow[i + 1].
         col: (Z) int32; their block columns, ascending within a row.
-        ccol: (C + 1) int32; the same by columns: the blocks of block column j are ccol[j] to ccol[j + 1] of `row` and `perm`.
+        ccol: (C + 1) int32; the same by columns: the blocks of block column j are ccol[j] to ccol[j + 1] of
+            `row` and `perm`.
         row: (Z) int32; their block rows, ascending within a column.
         perm: (Z) int32; their places in `col`, and so in the values.
     """
@@ -43,13 +46,21 @@ class BlockPattern:
         """From block-sparse-row indices, as torch.Tensor.crow_indices() and col_indices() give them.
 
         Raises:
-            UsageError: the block is not one of BLOCKS or does not divide the weight; the indices do not fit it, or repeat a block.
+            UsageError: the block is not one of BLOCKS or does not divide the weight; the indices do not fit
+                it, or repeat a block.
         """
         check_block(rows, cols, block)
         crow, col = crow.to(torch.int32).contiguous(), col.to(torch.int32).contiguous()
         _check_indices(crow, col, rows // block, cols // block)
         row_of = torch.repeat_interleave(torch.arange(rows // block, device=col.device), crow.diff().long())
-        return cls(rows=rows, cols=cols, block=block, crow=crow, col=col, **transposed_indices(row_of, col, cols // block))
+        return cls(
+            rows=rows,
+            cols=cols,
+            block=block,
+            crow=crow,
+            col=col,
+            **transposed_indices(row_of, col, cols // block),
+        )
 
     @classmethod
     def from_blocks(cls, kept: Tensor, block: int) -> BlockPattern:
@@ -59,10 +70,14 @@ class BlockPattern:
             UsageError: another tensor.
         """
         if kept.dim() != 2 or kept.dtype != torch.bool:
-            raise UsageError(f"A pattern of blocks is a 2-d Boolean tensor; given {kept.dim()}-d {kept.dtype}.")
+            raise UsageError(
+                f"A pattern of blocks is a 2-d Boolean tensor; given {kept.dim()}-d {kept.dtype}."
+            )
         crow = torch.zeros(kept.shape[0] + 1, dtype=torch.int64, device=kept.device)
         crow[1:] = kept.sum(1).cumsum(0)
-        return cls.from_indices(kept.shape[0] * block, kept.shape[1] * block, block, crow, kept.nonzero()[:, 1])
+        return cls.from_indices(
+            kept.shape[0] * block, kept.shape[1] * block, block, crow, kept.nonzero()[:, 1]
+        )
 
     @classmethod
     def from_mask(cls, mask: Tensor, block: int) -> BlockPattern:
@@ -83,7 +98,9 @@ class BlockPattern:
         return pattern, pattern.values_of(weight)
 
     @classmethod
-    def random(cls, rows: int, cols: int, block: int, sparsity: float, generator: torch.Generator | None = None) -> BlockPattern:
+    def random(
+        cls, rows: int, cols: int, block: int, sparsity: float, generator: torch.Generator | None = None
+    ) -> BlockPattern:
         """round((1 − sparsity)·R·C) blocks at random places.
 
         Raises:
@@ -114,13 +131,17 @@ class BlockPattern:
 
     def blocks(self) -> Tensor:
         """The Boolean (R, C) tensor of kept blocks."""
-        kept = torch.zeros(self.rows // self.block, self.cols // self.block, dtype=torch.bool, device=self.col.device)
+        kept = torch.zeros(
+            self.rows // self.block, self.cols // self.block, dtype=torch.bool, device=self.col.device
+        )
         kept[self.block_rows(), self.col.long()] = True
         return kept
 
     def block_rows(self) -> Tensor:
         """(Z) int64: the block row of each kept block, in the order of `col`."""
-        return torch.repeat_interleave(torch.arange(self.rows // self.block, device=self.col.device), self.crow.diff().long())
+        return torch.repeat_interleave(
+            torch.arange(self.rows // self.block, device=self.col.device), self.crow.diff().long()
+        )
 
     def mask(self) -> Tensor:
         """The Boolean (N, K) tensor of kept entries."""
@@ -134,7 +155,9 @@ class BlockPattern:
         """
         if weight.shape != (self.rows, self.cols):
             of = f"({self.rows}, {self.cols})"
-            raise UsageError(f"The pattern is of a weight {of}; given {tuple(weight.shape)}: a mask for another model?")
+            raise UsageError(
+                f"The pattern is of a weight {of}; given {tuple(weight.shape)}: a mask for another model?"
+            )
         return _as_blocks(weight, self.block)[self.block_rows(), self.col.long()].contiguous()
 
     def to_dense(self, values: Tensor) -> Tensor:
@@ -144,7 +167,10 @@ class BlockPattern:
             UsageError: the values do not fit the pattern.
         """
         if values.shape != (self.nnz, self.block, self.block):
-            raise UsageError(f"The pattern's values are ({self.nnz}, {self.block}, {self.block}); given {tuple(values.shape)}.")
+            raise UsageError(
+                f"The pattern's values are ({self.nnz}, {self.block}, {self.block}); given "
+                f"{tuple(values.shape)}."
+            )
         blocks = values.new_zeros(self.rows // self.block, self.cols // self.block, self.block, self.block)
         blocks = blocks.index_put((self.block_rows(), self.col.long()), values)
         return blocks.permute(0, 2, 1, 3).reshape(self.rows, self.cols)
@@ -154,24 +180,33 @@ class BlockPattern:
         return BlockPattern.from_indices(self.cols, self.rows, self.block, self.ccol, self.row)
 
     def places_in(self, other: BlockPattern) -> Tensor:
-        """(Z) int64: for each block kept here, its place among the other's values, or −1: what moves values and moments along.
+        """(Z) int64: for each block kept here, its place among the other's values, or −1: what moves values
+        and moments along.
 
         Raises:
             UsageError: the other is of another weight or block size.
         """
         if (self.rows, self.cols, self.block) != (other.rows, other.cols, other.block):
-            raise UsageError(f"Patterns of one weight and block size can be compared; given {self} and {other}.")
+            raise UsageError(
+                f"Patterns of one weight and block size can be compared; given {self} and {other}."
+            )
         places = torch.full((self.rows // self.block, self.cols // self.block), -1, device=self.col.device)
         places[other.block_rows(), other.col.long()] = torch.arange(other.nnz, device=self.col.device)
         return places[self.block_rows(), self.col.long()]
 
     def to(self, device: torch.device | str) -> BlockPattern:
         """The same pattern with its indices on a device."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in ("crow", "col", "ccol", "row", "perm")})
+        return replace(
+            self, **{name: getattr(self, name).to(device) for name in ("crow", "col", "ccol", "row", "perm")}
+        )
 
     def __eq__(self, other: object) -> bool:
-        return (isinstance(other, BlockPattern) and (self.rows, self.cols, self.block) == (other.rows, other.cols, other.block)
-                and torch.equal(self.crow, other.crow) and torch.equal(self.col, other.col))  # fmt: skip
+        return (
+            isinstance(other, BlockPattern)
+            and (self.rows, self.cols, self.block) == (other.rows, other.cols, other.block)
+            and torch.equal(self.crow, other.crow)
+            and torch.equal(self.col, other.col)
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -180,7 +215,9 @@ class BlockPattern:
 
 
 def transposed_indices(row_of: Tensor, col: Tensor, block_cols: int) -> dict[str, Tensor]:
-    """ccol, row and perm of BlockPattern, from the block row (Z) and block column (Z) of each block in the order of its values."""
+    """ccol, row and perm of BlockPattern, from the block row (Z) and block column (Z) of each block in the
+    order of its values.
+    """
     perm = torch.sort(col.long() * (int(row_of.max()) + 1 if row_of.numel() else 1) + row_of).indices
     ccol = torch.zeros(block_cols + 1, dtype=torch.int64, device=col.device)
     ccol[1:] = torch.bincount(col.long(), minlength=block_cols).cumsum(0)
@@ -188,16 +225,22 @@ def transposed_indices(row_of: Tensor, col: Tensor, block_cols: int) -> dict[str
 
 
 def check_block(rows: int, cols: int, block: int) -> None:
-    """Raises UsageError when there are no kernels for the block size, or it does not divide both axes of the weight."""
+    """Raises UsageError when there are no kernels for the block size, or it does not divide both axes of the
+    weight.
+    """
     if block not in BLOCKS:
         raise UsageError(f"A block is one of {', '.join(map(str, BLOCKS))}; given {block}.")
     if rows < 1 or cols < 1:
         raise UsageError(f"A block-sparse weight has rows and columns; given ({rows}, {cols}).")
     if rows % block or cols % block:
-        fitting = ", ".join(str(b) for b in sorted(BLOCKS, key=lambda b: abs(b - block)) if rows % b == 0 and cols % b == 0)
+        fitting = ", ".join(
+            str(b) for b in sorted(BLOCKS, key=lambda b: abs(b - block)) if rows % b == 0 and cols % b == 0
+        )
         padded = f"({-(-rows // block) * block}, {-(-cols // block) * block})"
-        raise UsageError(f"Blocks of {block} do not divide a weight ({rows}, {cols}). Those that do, nearest first: {fitting}. "
-                         f"Or pad the weight to {padded}.")  # fmt: skip
+        raise UsageError(
+            f"Blocks of {block} do not divide a weight ({rows}, {cols}). Those that do, nearest first: "
+            f"{fitting}. Or pad the weight to {padded}."
+        )
 
 
 def _check_indices(crow: Tensor, col: Tensor, block_rows: int, block_cols: int) -> None:
@@ -206,10 +249,15 @@ def _check_indices(crow: Tensor, col: Tensor, block_rows: int, block_cols: int) 
         shapes = f"{tuple(crow.shape)}, with columns {tuple(col.shape)}"
         raise UsageError(f"A pattern of {of} has {block_rows + 1} row pointers; given {shapes}.")
     if int(crow[0]) != 0 or int(crow[-1]) != col.shape[0] or bool((crow.diff() < 0).any()):
-        raise UsageError(f"The row pointers must ascend from 0 to the {col.shape[0]} column indices; they run from {int(crow[0])} "
-                         f"to {int(crow[-1])}.")  # fmt: skip
+        raise UsageError(
+            f"The row pointers must ascend from 0 to the {col.shape[0]} column indices; they run from "
+            f"{int(crow[0])} to {int(crow[-1])}."
+        )
     if col.numel() and (int(col.min()) < 0 or int(col.max()) >= block_cols):
-        raise UsageError(f"A pattern of {of} has column indices from 0 to {block_cols - 1}; given {int(col.min())} to {int(col.max())}.")
+        raise UsageError(
+            f"A pattern of {of} has column indices from 0 to {block_cols - 1}; given {int(col.min())} to "
+            f"{int(col.max())}."
+        )
     same_row = torch.ones_like(col, dtype=torch.bool)
     same_row[crow[:-1].long()[crow[:-1] < col.shape[0]]] = False
     if bool(((col.diff() <= 0) & same_row[1:]).any()):

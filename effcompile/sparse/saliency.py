@@ -1,9 +1,11 @@
-"""Saliency: what every weight, block, neuron and head of a linear layer is worth, and which of them a sparsity keeps.
+"""Saliency: what every weight, block, neuron and head of a linear layer is worth, and which of them a
+sparsity keeps.
 
-Pure functions. An element saliency (`magnitude`, `wanda`, `snip`) is reduced to what is kept or dropped as one (`blocks`, `neurons`,
-`heads`), and `masks` keeps the best of it.
+Pure functions. An element saliency (`magnitude`, `wanda`, `snip`) is reduced to what is kept or dropped as
+one (`blocks`, `neurons`, `heads`), and `masks` keeps the best of it.
 
-Legend: O, I out and in features; b block side; R = O / b and C = I / b, the grid of blocks; F hidden neurons; H heads; D width.
+Legend: O, I out and in features; b block side; R = O / b and C = I / b, the grid of blocks; F hidden neurons;
+H heads; D width.
 """
 
 from __future__ import annotations
@@ -16,7 +18,20 @@ from torch import Tensor
 
 from effcompile.core.errors import UsageError
 
-__all__ = ["balanced_count", "blocks", "counts", "given", "heads", "magnitude", "masks", "neurons", "snip", "top", "two_of_four", "wanda"]
+__all__ = [
+    "balanced_count",
+    "blocks",
+    "counts",
+    "given",
+    "heads",
+    "magnitude",
+    "masks",
+    "neurons",
+    "snip",
+    "top",
+    "two_of_four",
+    "wanda",
+]
 
 Distribution = Literal["uniform", "global"]
 
@@ -30,24 +45,31 @@ def magnitude(weight: Tensor) -> Tensor:
 
 
 def wanda(weight: Tensor, norms: Tensor) -> Tensor:
-    """|W_oi| · ‖x_i‖₂, (O, I) and (I) → (O, I); the norms are those of calibration inputs (Sun et al. 2023, eq. 1).
+    """|W_oi| · ‖x_i‖₂, (O, I) and (I) → (O, I); the norms are those of calibration inputs (Sun et al. 2023,
+    eq. 1).
 
     Raises:
         UsageError: another number of norms than input features.
     """
     if norms.shape != weight.shape[1:]:
-        raise UsageError(f"Wanda takes one norm per input feature, {tuple(weight.shape[1:])}; given {tuple(norms.shape)}.")
+        raise UsageError(
+            f"Wanda takes one norm per input feature, {tuple(weight.shape[1:])}; given {tuple(norms.shape)}."
+        )
     return weight.detach().abs() * norms
 
 
 def snip(weight: Tensor, gradient: Tensor) -> Tensor:
-    """|g · W|, both (O, I) → (O, I); the gradient is that of the loss at initialisation (Lee et al. 2019, eq. 5, not normalised).
+    """|g · W|, both (O, I) → (O, I); the gradient is that of the loss at initialisation (Lee et al. 2019, eq.
+    5, not normalised).
 
     Raises:
         UsageError: the shapes differ.
     """
     if weight.shape != gradient.shape:
-        raise UsageError(f"SNIP takes a gradient of the weight's shape, {tuple(weight.shape)}; given {tuple(gradient.shape)}.")
+        raise UsageError(
+            f"SNIP takes a gradient of the weight's shape, {tuple(weight.shape)}; given "
+            f"{tuple(gradient.shape)}."
+        )
     return (weight.detach() * gradient).abs()
 
 
@@ -55,7 +77,8 @@ def snip(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 def blocks(saliency: Tensor, block: int) -> Tensor:
-    """The sum over every b×b block, (O, I) → (R, C): of |W| it is the L1 norm, Dietrich et al.'s best (2108.06277, table A.3).
+    """The sum over every b×b block, (O, I) → (R, C): of |W| it is the L1 norm, Dietrich et al.'s best
+    (2108.06277, table A.3).
 
     Raises:
         UsageError: the block does not divide both dimensions.
@@ -67,12 +90,15 @@ def blocks(saliency: Tensor, block: int) -> Tensor:
 
 
 def neurons(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
-    """What each hidden neuron is worth, (F): its row in every (F, D) that makes it and its column in every (D, F) that reads it."""
+    """What each hidden neuron is worth, (F): its row in every (F, D) that makes it and its column in every
+    (D, F) that reads it.
+    """
     return torch.stack([*(s.sum(dim=1) for s in rows), *(s.sum(dim=0) for s in columns)]).sum(dim=0)
 
 
 def heads(rows: Sequence[Tensor], columns: Sequence[Tensor], count: int) -> Tensor:
-    """What each of H attention heads is worth, (H): rows are of Q, K and V, (H·d, D), columns of the output projection, (D, H·d).
+    """What each of H attention heads is worth, (H): rows are of Q, K and V, (H·d, D), columns of the output
+    projection, (D, H·d).
 
     Raises:
         UsageError: the rows are not a multiple of the heads.
@@ -107,7 +133,9 @@ def two_of_four(saliency: Tensor) -> Tensor:
     return top(lines, torch.full((len(lines),), 2)).reshape(rows, columns)
 
 
-def counts(scores: Mapping[str, Tensor], sparsity: float, distribution: Distribution = "uniform") -> dict[str, int]:
+def counts(
+    scores: Mapping[str, Tensor], sparsity: float, distribution: Distribution = "uniform"
+) -> dict[str, int]:
     """How many blocks every layer keeps, at least one.
 
     uniform: the same share everywhere. global: as many as it has among the best of all layers.
@@ -126,7 +154,10 @@ def balanced_count(count: int, rows: int) -> int:
 
 
 def masks(
-    scores: Mapping[str, Tensor], sparsity: float, distribution: Distribution = "uniform", balanced: bool = False
+    scores: Mapping[str, Tensor],
+    sparsity: float,
+    distribution: Distribution = "uniform",
+    balanced: bool = False,
 ) -> dict[str, Tensor]:
     """The blocks that every layer keeps, (R, C) → bool (R, C); balanced: equally many in every block row."""
     kept = counts(scores, sparsity, distribution)
@@ -141,7 +172,8 @@ def _best(scores: Tensor, count: int, balanced: bool) -> Tensor:
 
 
 def given(name: str, mask: Tensor, shape: tuple[int, int], block: int) -> Tensor:
-    """A mask of elements (O, I) or of blocks (R, C) as bool (R, C): a block is kept when any of its elements is.
+    """A mask of elements (O, I) or of blocks (R, C) as bool (R, C): a block is kept when any of its elements
+    is.
 
     Raises:
         UsageError: of neither shape (a mask for another model), or it keeps nothing.
@@ -149,8 +181,14 @@ def given(name: str, mask: Tensor, shape: tuple[int, int], block: int) -> Tensor
     grid = (shape[0] // block, shape[1] // block)
     if tuple(mask.shape) not in (shape, grid):
         allowed = f"{shape[0]} × {shape[1]} (elements) or {grid[0]} × {grid[1]} (blocks of {block})"
-        raise UsageError(f"The mask of {name!r} is {' × '.join(map(str, mask.shape))}; it must be {allowed}. Is it of another model?")
+        raise UsageError(
+            f"The mask of {name!r} is {' × '.join(map(str, mask.shape))}; it must be {allowed}. Is it of "
+            "another model?"
+        )
     found = mask.bool() if tuple(mask.shape) == grid else blocks(mask.ne(0).float(), block) > 0
     if not found.any():
-        raise UsageError(f"The mask of {name!r} keeps nothing. Keep at least one block, or leave the layer out of `layers`.")
+        raise UsageError(
+            f"The mask of {name!r} keeps nothing. Keep at least one block, or leave the layer out of "
+            "`layers`."
+        )
     return found

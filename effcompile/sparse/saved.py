@@ -1,4 +1,6 @@
-"""What a sparse training comes back to: a step that was remembered, a checkpoint of the same recipe and model."""
+"""What a sparse training comes back to: a step that was remembered, a checkpoint of the same recipe and
+model.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ def check_state(state: Mapping[str, Any], recipe: Recipe, masks: Mapping[str, Te
         if mine[entry] != state["recipe"][entry]:
             saved = state["recipe"][entry]
             raise UsageError(
-                f"The checkpoint was trained with {entry}={saved!r}, this controller has {mine[entry]!r}. Make it with {saved!r}."
+                f"The checkpoint was trained with {entry}={saved!r}, this controller has {mine[entry]!r}. "
+                f"Make it with {saved!r}."
             )
     shapes = {name: tuple(mask.shape) for name, mask in state["masks"].items()}
     here = {name: tuple(mask.shape) for name, mask in masks.items()}
     if shapes != here:
         differ = sorted(name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name))
-        raise UsageError(f"The checkpoint's masks are of another model: {', '.join(differ[:4])} differ in name or shape.")
+        raise UsageError(
+            f"The checkpoint's masks are of another model: {', '.join(differ[:4])} differ in name or shape."
+        )
 
 
 def remembered(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -51,5 +56,9 @@ def put_back(found: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -
     try:
         model.load_state_dict(kept["model"])
     except RuntimeError as error:
-        raise UsageError("Layers changed their form since remember(): a shrunk or compacted model has no way back.") from error
-    optimizer.load_state_dict({"state": kept["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+        raise UsageError(
+            "Layers changed their form since remember(): a shrunk or compacted model has no way back."
+        ) from error
+    optimizer.load_state_dict(
+        {"state": kept["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+    )

@@ -1,8 +1,8 @@
 """Tickets: when an early-bird mask has settled, and neurons taken out of a model for good.
 
-Early-bird tickets (You et al. 2020, 1909.11957; EarlyBERT, Chen et al. 2021, 2101.00063): the mask that pruning would give now is
-compared with the last few; once they agree, training may go on with it alone. Neurons then leave as whole rows and columns, so
-that the smaller model is dense and faster on any machine.
+Early-bird tickets (You et al. 2020, 1909.11957; EarlyBERT, Chen et al. 2021, 2101.00063): the mask that
+pruning would give now is compared with the last few; once they agree, training may go on with it alone.
+Neurons then leave as whole rows and columns, so that the smaller model is dense and faster on any machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def mask_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class EarlyBird:
-    """Watches masks settle: found once the newest is within `threshold` of each of the `window` − 1 before it."""
+    """Watches masks settle: found once the newest is within `threshold` of each of the `window` − 1 before
+    it.
+    """
 
     threshold: float = 0.1
     window: int = 5
@@ -38,7 +40,9 @@ class EarlyBird:
     distance: float = math.inf
 
     def observe(self, masks: Mapping[str, Tensor]) -> bool:
-        """Take the masks of now; True when they have settled. `distance` is the greatest to those before, ∞ until there are enough.
+        """Take the masks of now; True when they have settled.
+
+        `distance` is the greatest to those before, ∞ until there are enough.
 
         Masks of other things than those before (neurons instead of blocks, a shrunk model) begin anew.
         """
@@ -47,13 +51,16 @@ class EarlyBird:
             self.seen = []
         before, self.seen = self.seen, [*self.seen, newest][-self.window :]
         past = before[-(self.window - 1) :]
-        self.distance = max(mask_distance(newest, old) for old in past) if len(past) == self.window - 1 else math.inf
+        self.distance = (
+            max(mask_distance(newest, old) for old in past) if len(past) == self.window - 1 else math.inf
+        )
         return self.distance <= self.threshold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neurons:
-    """One set of hidden neurons: linear layers whose rows make them (two in a gated unit), and those whose columns read them.
+    """One set of hidden neurons: linear layers whose rows make them (two in a gated unit), and those whose
+    columns read them.
 
     Between the two, every operation must treat neurons one by one (activation, product of gates, dropout).
     """
@@ -63,12 +70,14 @@ class Neurons:
 
 
 def find_neurons(model: nn.Module, rows: Sequence[str], columns: Sequence[str]) -> list[Neurons]:
-    """The sets of neurons that patterns name, one per block: `rows=["blocks.*.up"], columns=["blocks.*.down"]`.
+    """The sets of neurons that patterns name, one per block: `rows=["blocks.*.up"],
+    columns=["blocks.*.down"]`.
 
     Layers belong together when they have the same parent.
 
     Raises:
-        UnknownNameError: a pattern names no linear layer. UsageError: a set without rows or columns, or of unequal sizes.
+        UnknownNameError: a pattern names no linear layer. UsageError: a set without rows or columns, or of
+            unequal sizes.
     """
     known = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     sets: dict[str, tuple[list[str], list[str]]] = {}
@@ -83,7 +92,10 @@ def find_neurons(model: nn.Module, rows: Sequence[str], columns: Sequence[str]) 
     for parent, (makers, readers) in sets.items():
         sizes = {known[name].out_features for name in makers} | {known[name].in_features for name in readers}
         if not makers or not readers or len(sizes) != 1:
-            raise UsageError(f"In {parent!r}, rows of {makers} and columns of {readers} are no one set of neurons: sizes {sorted(sizes)}.")
+            raise UsageError(
+                f"In {parent!r}, rows of {makers} and columns of {readers} are no one set of neurons: "
+                f"sizes {sorted(sizes)}."
+            )
         found.append(Neurons(rows=tuple(makers), columns=tuple(readers)))
     return found
 
@@ -93,7 +105,10 @@ def _shapes(masks: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def neuron_masks(model: nn.Module, sets: Sequence[Neurons], sparsity: float) -> dict[str, Tensor]:
-    """The neurons to keep in each set, bool (F), by the L1 norm of their rows and columns; at least one each. Keyed by the first row."""
+    """The neurons to keep in each set, bool (F), by the L1 norm of their rows and columns; at least one each.
+
+    Keyed by the first row.
+    """
     kept = {}
     for group in sets:
         rows = [saliency.magnitude(_linear(model, name).weight) for name in group.rows]
@@ -104,8 +119,12 @@ def neuron_masks(model: nn.Module, sets: Sequence[Neurons], sparsity: float) -> 
     return kept
 
 
-def shrink(model: nn.Module, optimizer: Optimizer, sets: Sequence[Neurons], masks: Mapping[str, Tensor]) -> None:
-    """Take the neurons that the masks drop out of the model and of the optimizer's state: weights become smaller, not zero."""
+def shrink(
+    model: nn.Module, optimizer: Optimizer, sets: Sequence[Neurons], masks: Mapping[str, Tensor]
+) -> None:
+    """Take the neurons that the masks drop out of the model and of the optimizer's state: weights become
+    smaller, not zero.
+    """
     for group in sets:
         kept = masks[group.rows[0]].nonzero().squeeze(1)
         for name in group.rows:

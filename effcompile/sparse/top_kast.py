@@ -1,8 +1,10 @@
-"""Top-KAST: weights of the largest magnitude in the forward, gradients for a larger set (Jayakumar et al. 2021, arXiv 2106.03517).
+"""Top-KAST: weights of the largest magnitude in the forward, gradients for a larger set (Jayakumar et al.
+2021, arXiv 2106.03517).
 
-With A the places of the largest weights and B ⊇ A those of more of them, a layer computes with w·1_A, and the gradient of w is that of the
-product at the places of B: w·1_A + (w − stop(w))·1_{B∖A} has this value and this gradient. Places outside A are pulled towards zero so
-that they must earn their way in (their section 2.3: the penalty of B∖A is divided by the density of A).
+With A the places of the largest weights and B ⊇ A those of more of them, a layer computes with w·1_A, and the
+gradient of w is that of the product at the places of B: w·1_A + (w − stop(w))·1_{B∖A} has this value and this
+gradient. Places outside A are pulled towards zero so that they must earn their way in (their section 2.3: the
+penalty of B∖A is divided by the density of A).
 """
 
 from __future__ import annotations
@@ -21,18 +23,34 @@ _FORWARD, _BACKWARD = "top_kast_forward", "top_kast_beside"
 
 
 class TopKast:
-    """Keeps the linears inside a model's blocks under Top-KAST's two masks. Call `step` after every `optimizer.step()`.
+    """Keeps the linears inside a model's blocks under Top-KAST's two masks.
+
+    Call `step` after every `optimizer.step()`.
 
     Raises:
         UsageError: a sparsity out of range, or the backward's is the larger one.
     """
 
-    def __init__(self, model: nn.Module, *, sparsity: float, backward_sparsity: float, every: int = 100, penalty: float = 1e-4) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sparsity: float,
+        backward_sparsity: float,
+        every: int = 100,
+        penalty: float = 1e-4,
+    ) -> None:
         if not 0 <= backward_sparsity <= sparsity < 1:
             raise UsageError(
-                f"sparsity = {sparsity!r} and backward_sparsity = {backward_sparsity!r}: wanted is 0 ≤ backward_sparsity ≤ sparsity < 1."
+                f"sparsity = {sparsity!r} and backward_sparsity = {backward_sparsity!r}: wanted is 0 ≤ "
+                "backward_sparsity ≤ sparsity < 1."
             )
-        self.sparsity, self.backward_sparsity, self.every, self.penalty = sparsity, backward_sparsity, every, penalty
+        self.sparsity, self.backward_sparsity, self.every, self.penalty = (
+            sparsity,
+            backward_sparsity,
+            every,
+            penalty,
+        )
         self.layers: Mapping[str, nn.Linear] = inside_blocks(model)
         self._steps = 0
         for layer in self.layers.values():
@@ -81,7 +99,9 @@ class TopKast:
         for layer in self.layers.values():
             if layer.weight.is_meta:
                 continue
-            forward, backward = (_largest(layer.weight, 1 - share) for share in (self.sparsity, self.backward_sparsity))
+            forward, backward = (
+                _largest(layer.weight, 1 - share) for share in (self.sparsity, self.backward_sparsity)
+            )
             getattr(layer, _FORWARD).copy_(forward)
             getattr(layer, _BACKWARD).copy_(backward & ~forward)
 
@@ -90,7 +110,11 @@ def _largest(weight: Tensor, share: float) -> Tensor:
     """The places of this share of the largest magnitudes."""
     count = max(1, round(share * weight.numel()))
     places = weight.abs().flatten().topk(count).indices
-    return torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device).index_fill_(0, places, True).view_as(weight)
+    return (
+        torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
+        .index_fill_(0, places, True)
+        .view_as(weight)
+    )
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:

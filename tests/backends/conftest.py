@@ -53,7 +53,9 @@ def program(model: nn.Module) -> Program:
     ids = ids_of(2, ROWS)
     axes = ({0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("seq", min=2, max=512)},)
     with torch.no_grad():
-        exported = torch.export.export(model, (ids,), dynamic_shapes=axes, strict=False).run_decompositions({})
+        exported = torch.export.export(model, (ids,), dynamic_shapes=axes, strict=False).run_decompositions(
+            {}
+        )
     module = exported.module()
     for node in [n for n in module.graph.nodes if n.op == "call_module"]:
         module.graph.erase_node(node)

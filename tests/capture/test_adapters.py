@@ -35,7 +35,9 @@ def operators(model: nn.Module, x: torch.Tensor) -> Counter[str]:
     return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_dropout": 0.3}], ids=["lora", "dora", "dropout"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"lora_dropout": 0.3}], ids=["lora", "dora", "dropout"]
+)
 def test_the_captured_graph_has_no_operators_of_the_adapters(options: dict[str, Any]) -> None:
     model, x = adapted(peft.LoraConfig(r=2, target_modules=["up", "down"], **options)), torch.randn(3, 8)
     before, wanted = {name: value.clone() for name, value in model.state_dict().items()}, model(x)
@@ -44,7 +46,9 @@ def test_the_captured_graph_has_no_operators_of_the_adapters(options: dict[str, 
     assert operators(model, x) == operators(Net().eval(), x)
     torch.testing.assert_close(program.module(x), wanted, rtol=1e-6, atol=1e-6)
     assert all(check.passed for check in verify_capture(program, model))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()) and torch.equal(model(x), wanted)
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    ) and torch.equal(model(x), wanted)
 
 
 def test_disabled_adapters_stay_out() -> None:

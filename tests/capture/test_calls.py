@@ -1,4 +1,6 @@
-"""Arguments are matched by parameter and by key; what is no tensor is the same by type and value, or refused."""
+"""Arguments are matched by parameter and by key; what is no tensor is the same by type and value,
+or refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from effcompile.core.errors import GuardError
 X, Y = torch.zeros(2), torch.ones(3)
 
 
-def forward(x: Any, batch: Any = None, alpha: float = 1.0, *, flag: bool = True, text: Any = "a", none: Any = None) -> None: ...
+def forward(
+    x: Any, batch: Any = None, alpha: float = 1.0, *, flag: bool = True, text: Any = "a", none: Any = None
+) -> None: ...
 
 
 def takes_all(x: Any, *rest: Any, **others: Any) -> None: ...

@@ -35,7 +35,9 @@ class Masking(nn.Module):
         self.linear, self.config = nn.Linear(4, 4), SimpleNamespace(mask_time_prob=0.5)
 
     def _mask(self, lengths: Tensor) -> Tensor:
-        return torch.from_numpy(np.arange(3)[None] < self.config.mask_time_prob * np.array(lengths.tolist())[:, None])
+        return torch.from_numpy(
+            np.arange(3)[None] < self.config.mask_time_prob * np.array(lengths.tolist())[:, None]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * self._mask(x.sum((1, 2)).long()).unsqueeze(-1)).square().mean()

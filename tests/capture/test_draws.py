@@ -1,4 +1,6 @@
-"""Random numbers of a planned step are eager's under the same seed, also where a tensor is a permuted view or a module is used twice."""
+"""Random numbers of a planned step are eager's under the same seed, also where a tensor is a permuted view or
+a module is used twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One captured graph is the model's forward in every regime: prefill, single tokens, chunks; its cache has the roles of state."""
+"""One captured graph is the model's forward in every regime: prefill, single tokens, chunks; its cache has
+the roles of state.
+"""
 
 import generation_models
 import pytest
@@ -17,11 +19,15 @@ KINDS = ("llama", "gemma3_text", "t5")
 
 @pytest.fixture(scope="module", params=KINDS)
 def captured(request: pytest.FixtureRequest) -> tuple[nn.Module, GenerationStep]:
-    return generation_models.captured(request.param, **({"num_hidden_layers": 1} if request.param == "llama" else {}))
+    return generation_models.captured(
+        request.param, **({"num_hidden_layers": 1} if request.param == "llama" else {})
+    )
 
 
 @pytest.mark.parametrize("sizes", [(5, 1, 1, 2, 1, 30), (40,), (1, 20, 19)])
-def test_a_step_is_the_forward_without_a_cache(captured: tuple[nn.Module, GenerationStep], sizes: tuple[int, ...]) -> None:
+def test_a_step_is_the_forward_without_a_cache(
+    captured: tuple[nn.Module, GenerationStep], sizes: tuple[int, ...]
+) -> None:
     """The oracle is the model's own forward over the whole text, which has no cache."""
     model, step = captured
     text, run = ids(2, 40), lower_eager(step.program)
@@ -29,7 +35,10 @@ def test_a_step_is_the_forward_without_a_cache(captured: tuple[nn.Module, Genera
     if step.encoder is not None:
         extra["encoder_outputs"] = model.get_encoder()(ids(2, 7, seed=2), return_dict=True)
         made = iter(lower_eager(step.source)(extra["encoder_outputs"][0], text[:, :1]))
-        leaves = [next(made) if leaf.growth is Growth.SOURCE else old for leaf, old in zip(step.layout, leaves, strict=True)]
+        leaves = [
+            next(made) if leaf.growth is Growth.SOURCE else old
+            for leaf, old in zip(step.layout, leaves, strict=True)
+        ]
     with torch.no_grad():
         wanted = model(**{step.boundary.tokens: text}, **extra, use_cache=False).logits
     past = 0
@@ -42,7 +51,12 @@ def test_a_step_is_the_forward_without_a_cache(captured: tuple[nn.Module, Genera
             "source_mask": torch.ones(2, 7, dtype=torch.int64),
         }
         cache = iter(leaves)
-        logits, *after = run(*(next(cache) if spec.name.startswith("past") else given[spec.name] for spec in step.program.inputs))
+        logits, *after = run(
+            *(
+                next(cache) if spec.name.startswith("past") else given[spec.name]
+                for spec in step.program.inputs
+            )
+        )
         torch.testing.assert_close(logits, wanted[:, past : past + new], rtol=1e-5, atol=1e-5)
         for at, rows in zip(step.layout.written, after, strict=True):
             window = step.layout.leaves[at].window
@@ -72,7 +86,9 @@ def test_the_cache_is_state_that_enters_and_is_updated(captured: tuple[nn.Module
 
 def test_layers_are_told_apart() -> None:
     _, step = generation_models.captured("gemma3_text")
-    assert [(leaf.growth, leaf.window) for leaf in step.layout] == [(Growth.WINDOW, 15)] * 2 + [(Growth.FULL, 0)] * 2
+    assert [(leaf.growth, leaf.window) for leaf in step.layout] == [(Growth.WINDOW, 15)] * 2 + [
+        (Growth.FULL, 0)
+    ] * 2
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -83,7 +99,10 @@ def test_the_model_stays_as_it_was() -> None:
     assert model.config.use_cache is False
 
 
-@pytest.mark.parametrize(("model", "said"), [(nn.Linear(2, 2), "no Hugging Face model"), ("mamba", "returns no cache of keys and values")])
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(nn.Linear(2, 2), "no Hugging Face model"), ("mamba", "returns no cache of keys and values")],
+)
 def test_models_without_a_cache_of_keys_are_refused_in_words(model: nn.Module | str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         capture_step(tiny(model) if isinstance(model, str) else model)

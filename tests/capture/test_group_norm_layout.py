@@ -1,4 +1,6 @@
-"""GroupNorm behind a view of a transposed tensor: the tracer's strides of an axis of size 1 are not those at run time."""
+"""GroupNorm behind a view of a transposed tensor: the tracer's strides of an axis of size 1 are not those at
+run time.
+"""
 
 import pytest
 import torch
@@ -37,4 +39,6 @@ def test_a_call_of_it_too(backend: str) -> None:
     torch.manual_seed(0)
     model, x = Tokens().eval(), torch.randn(1, 8, 4, 4)
     with torch.no_grad():
-        torch.testing.assert_close(effcompile.optimize(model, (x,), backend=backend)(x), model(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            effcompile.optimize(model, (x,), backend=backend)(x), model(x), rtol=1e-4, atol=1e-5
+        )

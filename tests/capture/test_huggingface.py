@@ -1,4 +1,6 @@
-"""Each capture in a process of its own: HF registers pytree classes globally, so that a warm process proves less."""
+"""Each capture in a process of its own: HF registers pytree classes globally, so that a warm process proves
+less.
+"""
 
 from collections.abc import Iterator
 
@@ -21,10 +23,12 @@ if kind == "bert":
 elif kind == "gpt_oss":
     from effcompile.capture import mends
     mends._MOST_GATHERED = int(sys.argv[2])
-    heads = dict(num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0, layer_types=["full_attention"])
-    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**small, **heads, num_local_experts=4, num_experts_per_tok=2))
+    heads = dict(num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0)
+    more = dict(layer_types=["full_attention"], num_local_experts=4, num_experts_per_tok=2)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**small, **heads, **more))
 elif kind == "gpt2":
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config)
 else:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=2))
 cache = model.config.use_cache
@@ -54,7 +58,13 @@ def captures() -> Iterator[Forks]:
 @pytest.mark.parametrize(
     ("kind", "cached", "first", "attention", "outputs"),
     [
-        ("bert", False, "encoder.layer.0.attention.self.query", "encoder.layer.0.attention.self", ["last_hidden_state", "pooler_output"]),
+        (
+            "bert",
+            False,
+            "encoder.layer.0.attention.self.query",
+            "encoder.layer.0.attention.self",
+            ["last_hidden_state", "pooler_output"],
+        ),
         ("gpt2", True, "transformer.h.0.attn.c_attn", "transformer.h.0.attn", ["logits"]),
         ("llama", True, "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn", ["logits"]),
     ],
@@ -86,5 +96,6 @@ def test_experts_whose_weights_would_be_copied_for_every_token_take_their_tokens
     """8 tokens × 2 experts × 16 × 64 × 4 bytes = 64 KiB."""
     found = captures.answer("gpt_oss", str(most))
     assert any("grouped_mm" in target for target in found["targets"]) is grouped
-    assert any("batched_mm" in mend for mend in found["mends"]) is not grouped  # in groups is what this model does anyway
+    # in groups is what this model does anyway
+    assert any("batched_mm" in mend for mend in found["mends"]) is not grouped
     assert all(passed for _, _, passed, _ in found["checks"]) and found["restored"]

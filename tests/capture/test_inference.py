@@ -47,11 +47,17 @@ class Tied(nn.Module):
 
 def test_an_mlp_keeps_its_batch_dynamic_and_its_features_fixed() -> None:
     program = capture(mlp(), (torch.randn(3, 8),))
-    assert [(spec.name, spec.dtype, spec.shape) for spec in program.inputs] == [("input", "float32", ("batch", 8))]
+    assert [(spec.name, spec.dtype, spec.shape) for spec in program.inputs] == [
+        ("input", "float32", ("batch", 8))
+    ]
     assert [(spec.name, spec.shape) for spec in program.outputs] == [("output_0", ("batch", 4))]
     assert program.fixed == ()
     assert program.mends == ()
-    assert [node.target for node in program.calls()] == [aten.linear.default, aten.gelu.default, aten.linear.default]
+    assert [node.target for node in program.calls()] == [
+        aten.linear.default,
+        aten.gelu.default,
+        aten.linear.default,
+    ]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -78,7 +84,9 @@ def test_dynamic_false_captures_the_example_only() -> None:
 
 def test_a_mapping_goes_to_torch_export() -> None:
     program = capture(
-        nn.Embedding(10, 4), (torch.zeros(1, 6, dtype=torch.long),), dynamic={"input": {0: torch.export.Dim("n", min=1, max=9)}}
+        nn.Embedding(10, 4),
+        (torch.zeros(1, 6, dtype=torch.long),),
+        dynamic={"input": {0: torch.export.Dim("n", min=1, max=9)}},
     )
     assert program.inputs[0].shape == ("batch", 6)
 
@@ -145,7 +153,11 @@ def test_a_data_dependent_branch_names_its_line_the_construct_and_a_fix() -> Non
     with pytest.raises(CaptureError) as caught:
         capture(Branch(), (torch.randn(2, 3),))
     text = str(caught.value)
-    line = next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "the offending line" in line)
+    line = next(
+        number
+        for number, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "the offending line" in line
+    )
     assert f"test_inference.py:{line}" in text
     assert "if x.sum() > 0" in text
     assert "torch.where" in text
@@ -243,7 +255,9 @@ def test_when_a_dynamic_sequence_cannot_be_traced_the_batch_stays_dynamic_and_th
     program = capture(model, (torch.ones(2, 6, dtype=torch.long),))
     assert program.inputs[0].shape == ("batch", 6)
     assert len(program.fixed) == 1
-    assert str(program.fixed[0]).startswith("fixed: seq of ids: fixed at the example's size. NotImplementedError: no symbolic length (")
+    assert str(program.fixed[0]).startswith(
+        "fixed: seq of ids: fixed at the example's size. NotImplementedError: no symbolic length ("
+    )
     assert all(check.passed for check in verify_capture(program, model))
 
 
@@ -273,7 +287,9 @@ class Sparse(nn.Module):
 
 
 def test_a_sparse_tensor_is_refused_in_words() -> None:
-    with pytest.raises(CaptureError, match=r"held is a tensor of layout torch.sparse_coo, and a plan holds dense ones"):
+    with pytest.raises(
+        CaptureError, match=r"held is a tensor of layout torch.sparse_coo, and a plan holds dense ones"
+    ):
         capture(Sparse().eval(), (torch.randn(3, 8),))
 
 

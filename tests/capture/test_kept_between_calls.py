@@ -1,4 +1,6 @@
-"""What a forward keeps from one call for the next is followed in buffers, and refused elsewhere; a capture leaves no trace of itself."""
+"""What a forward keeps from one call for the next is followed in buffers, and refused elsewhere; a capture
+leaves no trace of itself.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,20 @@ class Keeping(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.linear, self.how = nn.Linear(4, 4), how
-        self.state, self.past, self.held, self.box = torch.zeros(4), [torch.zeros(4)], {"state": torch.zeros(4)}, Box()
+        self.state, self.past, self.held, self.box = (
+            torch.zeros(4),
+            [torch.zeros(4)],
+            {"state": torch.zeros(4)},
+            Box(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = {"attribute": self.state, "list": self.past[-1], "dict": self.held["state"], "object": self.box.state}[self.how]
+        kept = {
+            "attribute": self.state,
+            "list": self.past[-1],
+            "dict": self.held["state"],
+            "object": self.box.state,
+        }[self.how]
         y = torch.tanh(self.linear(x) + kept)
         new = y.detach().mean(0)
         if self.how == "attribute":
@@ -145,7 +157,11 @@ def test_all_is_put_back() -> None:
         model.past.pop()
         model.new, model.box.other = 1, 2  # type: ignore[attr-defined]
         del model.held["state"]
-    assert all(a is b for a, b in zip(model.past, before, strict=True)) and not hasattr(model, "new") and not hasattr(model.box, "other")
+    assert (
+        all(a is b for a, b in zip(model.past, before, strict=True))
+        and not hasattr(model, "new")
+        and not hasattr(model.box, "other")
+    )
     assert list(model.held) == ["state"]
 
 

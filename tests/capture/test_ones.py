@@ -1,4 +1,6 @@
-"""A size of 1 is taken where the graph is the model there, and refused where the model raises or goes another way."""
+"""A size of 1 is taken where the graph is the model there, and refused where the model raises or goes another
+way.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,12 @@ def test_only_both_together_are_refused() -> None:
 
 
 def test_the_plan_says_it_and_the_call_refuses_it() -> None:
-    run = effcompile.optimize(Normed().eval(), inputs=(torch.randn(2, 6, 8),), backend="torch-eager", target=load_target("cpu-generic"))
+    run = effcompile.optimize(
+        Normed().eval(),
+        inputs=(torch.randn(2, 6, 8),),
+        backend="torch-eager",
+        target=load_target("cpu-generic"),
+    )
     assert any("seq of 1 is not taken: the model itself raises" in str(note) for note in run.plan.notes)
     with pytest.raises(GuardError, match="seq=1"):
         run(torch.randn(2, 1, 8))

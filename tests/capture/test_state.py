@@ -14,7 +14,10 @@ from effcompile.core.errors import CaptureError, GuardError
 
 IDS = torch.arange(8).reshape(2, 4)
 #: What a planned step follows by itself, or runs around itself.
-FOLLOWED_IN_TRAINING = {*WEIGHTS, "another buffer", "a hook on the outermost module"} - {"load_state_dict(assign=True)"}  # which unties
+# which unties
+FOLLOWED_IN_TRAINING = {*WEIGHTS, "another buffer", "a hook on the outermost module"} - {
+    "load_state_dict(assign=True)"
+}
 #: What has no meaning without gradients.
 ONLY_IN_TRAINING = {"a backward hook"}
 
@@ -126,7 +129,13 @@ def test_one_byte_of_a_small_weight_is_seen(request: pytest.FixtureRequest) -> N
 def test_what_is_watched_is_listed() -> None:
     _, guards = guarded(False)
     places = {guard.place: guard for guard in guards.listed()}
-    for place in ("model.temperature", "model.drop.p", "model.inner.scaling['default']", "model.inner.up.weight", "mutations.SCALE"):
+    for place in (
+        "model.temperature",
+        "model.drop.p",
+        "model.inner.scaling['default']",
+        "model.inner.up.weight",
+        "mutations.SCALE",
+    ):
         assert place in places
     assert places["model.temperature"].expected == "1.0" and places["model.temperature"].kind == "attribute"
     assert "model.calls" not in places and "model.note" not in places
@@ -163,7 +172,9 @@ def test_a_count_that_the_forward_reads_is_refused(kind: type[Counting]) -> None
     model = kind("count")
     guards = ModelGuards(model, training=True)
     model(torch.ones(2))
-    with pytest.raises(CaptureError, match=r"changes model\.(calls|stats\['calls'\]) at each call, from 0 to 1, and reads it"):
+    with pytest.raises(
+        CaptureError, match=r"changes model\.(calls|stats\['calls'\]) at each call, from 0 to 1, and reads it"
+    ):
         guards.settle()
 
 
@@ -180,11 +191,17 @@ def test_what_is_only_counted_or_kept_is_said_to_be_left() -> None:
 
 def test_the_loss_beside_a_model_is_watched() -> None:
     weight, smoothed = [1.0], nn.CrossEntropyLoss(label_smoothing=0.1)
-    for loss in (lambda outputs, inputs: outputs.sum() * weight[0], lambda outputs, inputs: smoothed(outputs, inputs), smoothed):
+    for loss in (
+        lambda outputs, inputs: outputs.sum() * weight[0],
+        lambda outputs, inputs: smoothed(outputs, inputs),
+        smoothed,
+    ):
         guards = ModelGuards(nn.Linear(2, 2), training=True, beside={"loss": loss})
         guards.check()
         weight[0], smoothed.label_smoothing = 2.0, 0.2
-        with pytest.raises(GuardError, match=r"weight in .*\[0\] was 1.0 and is 2.0|label_smoothing was 0.1 and is 0.2"):
+        with pytest.raises(
+            GuardError, match=r"weight in .*\[0\] was 1.0 and is 2.0|label_smoothing was 0.1 and is 0.2"
+        ):
             guards.check()
         weight[0], smoothed.label_smoothing = 1.0, 0.1
         guards.check()

@@ -1,4 +1,6 @@
-"""Frozen parameters (peft): gradients that nobody asks for are not computed, nothing is kept for them, and the others are eager's."""
+"""Frozen parameters (peft): gradients that nobody asks for are not computed, nothing is kept for them, and
+the others are eager's.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +18,14 @@ from effcompile.schedules.blocks import Blocks, split
 peft = pytest.importorskip("peft")
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "lora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1),
+    "lora": lambda: peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.1
+    ),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
-    "ia3": lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "ia3": lambda: peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
 }
 
 
@@ -28,8 +34,8 @@ def llama() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=64, use_cache=False,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(0, VOCABULARY, (2, 16))
     return hf.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
@@ -41,7 +47,9 @@ def work(cut: Blocks) -> tuple[float, int]:
     forward, backward = split(step)
     made = {s for node in forward for s in cut.held.made[node]}
     saved = {s for node in backward for arg in node.all_input_nodes for s in cut.held.of[arg]} & made
-    return sum(flops(n) for n in step.graph.nodes if n.op == "call_function"), sum(cut.held.nbytes[s] for s in saved)
+    return sum(flops(n) for n in step.graph.nodes if n.op == "call_function"), sum(
+        cut.held.nbytes[s] for s in saved
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -59,17 +67,22 @@ def test_only_the_trained_gradients_are_made_and_they_are_eagers(name: str) -> N
 
 
 def test_a_frozen_linear_costs_four_instead_of_six_flops_per_weight_and_keeps_no_input() -> None:
-    layers = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 1, bias=False))
+    layers = nn.Sequential(
+        nn.Linear(8, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 1, bias=False)
+    )
     x, tokens = torch.randn(6, 8), 6
 
     def measured() -> tuple[float, int]:
-        return work(cut_step(capture_training(layers, (x,), loss=lambda outputs, _: outputs.sum()), measure=False))
+        return work(
+            cut_step(capture_training(layers, (x,), loss=lambda outputs, _: outputs.sum()), measure=False)
+        )
 
     everywhere = measured()
     layers[1].weight.requires_grad_(False)
     frozen = measured()
     assert everywhere[0] - frozen[0] == 2 * tokens * 16 * 16
-    assert everywhere[1] - frozen[1] == 4 * tokens * 16  # the first linear's output: only the second's weight gradient read it
+    # the first linear's output: only the second's weight gradient read it
+    assert everywhere[1] - frozen[1] == 4 * tokens * 16
 
 
 def test_a_model_with_everything_frozen_says_so() -> None:

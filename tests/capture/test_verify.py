@@ -9,7 +9,9 @@ from effcompile.capture.verify import relative_error
 
 
 class Masked(nn.Module):
-    """Mean over unmasked tokens; `bake` ignores the mask as a graph would that was traced with it as a constant."""
+    """Mean over unmasked tokens; `bake` ignores the mask as a graph would that was traced with it as a
+    constant.
+    """
 
     def __init__(self, *, bake: bool = False) -> None:
         super().__init__()
@@ -88,7 +90,9 @@ def test_variants_need_no_model() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "kept"), [([3, 2], [2, 2]), ([1, 2], [1, 2]), ([8, 1], [6, 1])])
-def test_a_mask_that_is_padded_already_loses_tokens_and_never_all(lengths: list[int], kept: list[int]) -> None:
+def test_a_mask_that_is_padded_already_loses_tokens_and_never_all(
+    lengths: list[int], kept: list[int]
+) -> None:
     """Also where most are pads, so that the most frequent value is no token's."""
     mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).long()
     model, given = Masked(), {"input_ids": torch.randint(0, 16, (2, 8)), "attention_mask": mask}
@@ -107,7 +111,9 @@ def test_a_mask_that_marks_the_pads_gains_some() -> None:
 
     pads = torch.zeros(2, 8, dtype=torch.bool)
     pads[:, 6:] = True
-    program = capture(Marked(), (), {"input_ids": torch.randint(0, 16, (2, 8)), "padding_mask": pads}, dynamic=False)
+    program = capture(
+        Marked(), (), {"input_ids": torch.randint(0, 16, (2, 8)), "padding_mask": pads}, dynamic=False
+    )
     padded = variants(program)[-1][2]["padding_mask"]
     assert padded[0].tolist() == [True] + [False] * 5 + [True] * 2
     assert torch.equal(padded[1], pads[1])

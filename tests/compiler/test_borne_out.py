@@ -1,4 +1,6 @@
-"""Times that are far off are measured again, then priced and solved again; what stays off is said beside the proof."""
+"""Times that are far off are measured again, then priced and solved again; what stays off is said beside the
+proof.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,23 @@ def _far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(borne_out_module, "busy", lambda: "")
 
 
-def outcome(predicted: float, measured: float, original: float = 1.0, note: str = "", backend: str = "torch-eager") -> Outcome:
+def outcome(
+    predicted: float, measured: float, original: float = 1.0, note: str = "", backend: str = "torch-eager"
+) -> Outcome:
     certificate = Certificate(
-        status="optimal within gap", objective=1.0, bound=1.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="z3"
+        status="optimal within gap",
+        objective=1.0,
+        bound=1.0,
+        gap=0.0,
+        sites=0,
+        alternatives=0,
+        seconds=0.0,
+        solver="z3",
     )
     plan = Plan(
-        model="Net", fingerprint="", parameters=0, goal=Goal(), target="this machine", target_line="", backend=backend, decisions=(),
-        declined=(), certificate=certificate, baseline=Totals(), predicted=Totals(seconds=predicted), measured=Totals(seconds=measured),
+        model="Net", fingerprint="", parameters=0, goal=Goal(), target="this machine", target_line="",
+        backend=backend, decisions=(), declined=(), certificate=certificate, baseline=Totals(),
+        predicted=Totals(seconds=predicted), measured=Totals(seconds=measured),
         measured_baseline=Totals(seconds=original), notes=(Because(note),) if note else (),
     )  # fmt: skip
     return Outcome(plan=plan, program=cast("Any", None), lowered=cast("Any", None), checks=())
@@ -50,7 +62,9 @@ def in_turn(*found: Outcome) -> Callable[[], Outcome]:
     return iter(found).__next__
 
 
-@pytest.mark.parametrize(("predicted", "measured"), [(0.1, 0.1), (0.1, 0.14), (0.14, 0.1), (1e-4, 4e-3), (4e-3, 1e-4)])
+@pytest.mark.parametrize(
+    ("predicted", "measured"), [(0.1, 0.1), (0.1, 0.14), (0.14, 0.1), (1e-4, 4e-3), (4e-3, 1e-4)]
+)
 def test_times_that_agree_are_taken_as_they_are(predicted: float, measured: float) -> None:
     """Differences of a few milliseconds are those of a call in Python."""
     best = outcome(predicted, measured)
@@ -59,13 +73,17 @@ def test_times_that_agree_are_taken_as_they_are(predicted: float, measured: floa
 
 @pytest.mark.parametrize(("predicted", "measured"), [(0.012, 0.1), (0.1, 0.012)])
 def test_a_busy_minute_of_measuring_is_measured_again(predicted: float, measured: float) -> None:
-    found = confirmed(in_turn(outcome(predicted, measured), outcome(predicted, predicted * 1.1)), never, never)
+    found = confirmed(
+        in_turn(outcome(predicted, measured), outcome(predicted, predicted * 1.1)), never, never
+    )
     assert found.plan.misjudged is None
     assert any("measured again" in str(note) for note in found.plan.notes)
 
 
 @pytest.mark.parametrize(("second", "share"), [(0.3, 0.3), (0.6, 0.5)])
-def test_prices_of_another_minute_are_taken_again_and_the_faster_plan_stays(second: float, share: float) -> None:
+def test_prices_of_another_minute_are_taken_again_and_the_faster_plan_stays(
+    second: float, share: float
+) -> None:
     """Each in units of the original that was timed beside it: the machine may be slower by now."""
     first = outcome(4.0, 1.0, original=2.0, note="first")
     other = outcome(2 * second, 2 * second, original=2.0, note="second", backend="openvino")
@@ -98,7 +116,9 @@ def test_what_stays_off_is_said_beside_the_proof() -> None:
 def test_what_is_not_chosen_again_is_let_go_of_before_another_is_built(
     monkeypatch: pytest.MonkeyPatch, shares: list[float], stays: bool
 ) -> None:
-    """Two lowered models, one beside the other, are more than planning may take; the first is built again where it is the faster one."""
+    """Two lowered models, one beside the other, are more than planning may take; the first is built again
+    where it is the faster one.
+    """
     made: list[weakref.ref[Any]] = []
     alive: list[list[bool]] = []
     settle, share = compile_module.settle, iter(shares).__next__
@@ -119,4 +139,8 @@ def test_what_is_not_chosen_again_is_let_go_of_before_another_is_built(
     planned = effcompile.optimize(model, inputs=(x,), backend="torch-eager")
     assert alive == [[], [False], [False, False]][: 3 if stays else 2]
     assert made[-1]() is not None and torch.equal(planned(x), model(x))
-    assert any(("the first plan is faster, and stays" in str(note)) is stays for note in planned.plan.notes if "solved again" in str(note))
+    assert any(
+        ("the first plan is faster, and stays" in str(note)) is stays
+        for note in planned.plan.notes
+        if "solved again" in str(note)
+    )

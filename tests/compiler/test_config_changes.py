@@ -1,4 +1,6 @@
-"""A Hugging Face model whose configuration is changed after planning: its answers, a copy's too, are the model's own or refused."""
+"""A Hugging Face model whose configuration is changed after planning: its answers, a copy's too, are the
+model's own or refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ Change = Callable[[Any], Undo]
 @cache
 def planned() -> tuple[nn.Module, Executable]:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 32,
+    }
     model = transformers.BertModel(transformers.BertConfig(**sizes), add_pooling_layer=False).eval()
     made = effcompile.optimize(model, inputs={"input_ids": IDS}, backend="torch-eager", target="cpu-generic")
     assert isinstance(made, Executable)
@@ -93,7 +101,9 @@ def test_a_changed_configuration_gives_no_old_answer(name: str, copied: bool) ->
 
 
 def test_hidden_states_that_the_model_itself_was_asked_for_change_nothing() -> None:
-    """HuggingFace hooks collectors into the model at the first such call, which do nothing in others; hooks of others change answers."""
+    """HuggingFace hooks collectors into the model at the first such call, which do nothing in others; hooks
+    of others change answers.
+    """
     model, made = planned()
     own: Any = made.original
     own(input_ids=IDS, output_hidden_states=True)
@@ -118,7 +128,9 @@ def test_what_a_refusal_offers_is_there_to_be_asked_for() -> None:
 
 
 def test_hidden_states_that_a_later_step_asks_for_are_returned() -> None:
-    """Fields for show are left out of a plan that nobody asked for them; one who asks at the call gets them, not None."""
+    """Fields for show are left out of a plan that nobody asked for them; one who asks at the call gets them,
+    not None.
+    """
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "n_positions": 8}
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

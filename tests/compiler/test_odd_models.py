@@ -1,4 +1,6 @@
-"""Models whose outputs, layouts or kernels are not the usual ones: they are optimized and answer as eager does."""
+"""Models whose outputs, layouts or kernels are not the usual ones: they are optimized and answer as eager
+does.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,17 @@ def target() -> Target:
     """A machine that is known, so that no kernels are timed."""
     found = load_target("cpu-generic")
     absent = {"bf16": lacking("bf16"), "int8": lacking("int8_channel")}  # plans run here
-    return replace(found, peak_flops={dtype: peak for dtype, peak in found.peak_flops.items() if absent.get(dtype) is None})
+    return replace(
+        found,
+        peak_flops={dtype: peak for dtype, peak in found.peak_flops.items() if absent.get(dtype) is None},
+    )
 
 
 @pytest.mark.parametrize("backend", ["torch-eager", pytest.param("onnxruntime", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("returns", OUTPUTS.values(), ids=list(OUTPUTS))
-def test_what_a_model_returns_beside_tensors_is_returned(returns: Callable[..., Any], backend: str, target: Target) -> None:
+def test_what_a_model_returns_beside_tensors_is_returned(
+    returns: Callable[..., Any], backend: str, target: Target
+) -> None:
     model = Of(returns).eval()
     run = effcompile.optimize(model, inputs=torch.randn(2, 5, 16), backend=backend, target=target)
     for shape in ((2, 5, 16), (3, 7, 16)):
@@ -62,14 +69,22 @@ def test_what_a_model_returns_beside_tensors_is_returned(returns: Callable[..., 
 
 def test_a_number_read_from_a_tensor_is_refused_in_words() -> None:
     with pytest.raises(CaptureError, match=r"Return the tensor itself"):
-        effcompile.optimize(Of(lambda h, x: (h, h.sum().item())).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager")
+        effcompile.optimize(
+            Of(lambda h, x: (h, h.sum().item())).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager"
+        )
 
 
-def test_verification_calls_the_executable_as_a_user_does(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+def test_verification_calls_the_executable_as_a_user_does(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
     """A fault between the artifact's flat results and what the user receives is found."""
-    monkeypatch.setattr("effcompile.ir.program.Program.with_plain_results", lambda self, tensors, inputs: [tensors[0], 4])
+    monkeypatch.setattr(
+        "effcompile.ir.program.Program.with_plain_results", lambda self, tensors, inputs: [tensors[0], 4]
+    )
     with pytest.raises(VerificationError, match="beside the tensors"):
-        effcompile.optimize(Of(lambda h, x: (h, 3)).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target)
+        effcompile.optimize(
+            Of(lambda h, x: (h, 3)).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target
+        )
 
 
 @pytest.mark.parametrize("backend", ["torch-eager", pytest.param("onnxruntime", marks=pytest.mark.slow)])
@@ -110,14 +125,23 @@ NORMED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("after", [lambda h: h.reshape(10, 16), lambda h: h.transpose(1, 2).reshape(10, 16), lambda h: h.flatten(1)])
+@pytest.mark.parametrize(
+    "after",
+    [lambda h: h.reshape(10, 16), lambda h: h.transpose(1, 2).reshape(10, 16), lambda h: h.flatten(1)],
+)
 @pytest.mark.parametrize("norm", NORMED.values(), ids=list(NORMED))
-def test_norms_of_a_transposed_view(norm: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor], target: Target) -> None:
-    """Kernels lay their result out otherwise than tracing thinks, so that a reshape that was traced as a view is none."""
+def test_norms_of_a_transposed_view(
+    norm: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor], target: Target
+) -> None:
+    """Kernels lay their result out otherwise than tracing thinks, so that a reshape that was traced as a view
+    is none.
+    """
     model = Of(lambda h, x: after(norm(h.transpose(1, 2))))
     x = torch.randn(2, 5, 16)
     _same(effcompile.optimize(model.eval(), inputs=x, backend="torch-eager", target=target), model, x)
-    step = Of(lambda h, x: (after(norm(h.transpose(1, 2))) ** 2 * torch.arange(16)[: x.shape[-1]].sum()).mean()).train()
+    step = Of(
+        lambda h, x: (after(norm(h.transpose(1, 2))) ** 2 * torch.arange(16)[: x.shape[-1]].sum()).mean()
+    ).train()
     planned = effcompile.optimize(step, inputs=x, mode="training")
     assert torch.allclose(planned(x), step(x))
     planned(torch.randn(5, 2, 16).transpose(0, 1)).backward()
@@ -133,12 +157,18 @@ def test_a_training_step_takes_inputs_of_other_strides() -> None:
 
 
 class Biased(nn.Module):
-    """Attention with a learned additive bias, as T5 makes it: with gradients it is computed by another kernel, laid out otherwise."""
+    """Attention with a learned additive bias, as T5 makes it: with gradients it is computed by another
+    kernel, laid out otherwise.
+    """
 
     def __init__(self, looked_up: bool) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.table, self.bias, self.looked_up = nn.Embedding(20, 2), nn.Parameter(torch.randn(2, 10, 10)), looked_up
+        self.table, self.bias, self.looked_up = (
+            nn.Embedding(20, 2),
+            nn.Parameter(torch.randn(2, 10, 10)),
+            looked_up,
+        )
         self.register_buffer("distance", torch.randint(0, 20, (10, 10)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,13 +187,19 @@ def test_attention_with_a_learned_bias(looked_up: bool, max_error: float | None,
     assert float((found - wanted).norm() / wanted.norm()) <= (max_error or 1e-5)
 
 
-def test_a_pass_that_fails_is_named_with_the_way_around(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+def test_a_pass_that_fails_is_named_with_the_way_around(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
     def broken(*_: object) -> None:
         raise KeyError("no such thing")
 
     monkeypatch.setattr("effcompile.passes.quantize.Quantize.apply", broken)
-    with pytest.raises(InternalError, match=r"'pass quantize': KeyError.*report.*--pass no-quantize") as raised:
-        effcompile.optimize(Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target)
+    with pytest.raises(
+        InternalError, match=r"'pass quantize': KeyError.*report.*--pass no-quantize"
+    ) as raised:
+        effcompile.optimize(
+            Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target
+        )
     assert isinstance(raised.value.__cause__, KeyError) and raised.value.stage == "pass quantize"
 
 
@@ -177,7 +213,9 @@ def test_a_pass_that_fails_is_named_with_the_way_around(monkeypatch: pytest.Monk
         ("effcompile.compiler.compile.fingerprint", "optimize"),
     ],
 )
-def test_every_stage_names_itself(place: str, stage: str, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+def test_every_stage_names_itself(
+    place: str, stage: str, monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("boom")
 
@@ -194,28 +232,44 @@ def test_an_interrupt_is_left_alone(monkeypatch: pytest.MonkeyPatch, target: Tar
 
     monkeypatch.setattr("effcompile.compiler.settle.verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        effcompile.optimize(Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target)
+        effcompile.optimize(
+            Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target
+        )
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
 )
-def test_too_little_memory_is_told_as_such(error: Exception, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+def test_too_little_memory_is_told_as_such(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
     def short(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("effcompile.compiler.settle.verify", short)
-    with pytest.raises(effcompile.EffcompileError, match="Memory ran out while the model was planned or verified"):
-        effcompile.optimize(Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target)
+    with pytest.raises(
+        effcompile.EffcompileError, match="Memory ran out while the model was planned or verified"
+    ):
+        effcompile.optimize(
+            Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target
+        )
 
 
 def test_an_artifact_that_fails_at_a_call_says_so(target: Target) -> None:
     def broken(*_: Tensor) -> list[Tensor]:
         raise IndexError("boom")
 
-    run = effcompile.optimize(Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target)
+    run = effcompile.optimize(
+        Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target
+    )
     run._lowered = broken
-    with pytest.raises(LoweringError, match="as lowered to torch-eager failed with these inputs: IndexError: boom"):
+    with pytest.raises(
+        LoweringError, match="as lowered to torch-eager failed with these inputs: IndexError: boom"
+    ):
         run(torch.randn(2, 5, 16))
 
 
@@ -225,12 +279,18 @@ def _same(run: Any, model: nn.Module, *inputs: Tensor) -> None:
     found = pytree.tree_flatten_with_path(run(*inputs))[0]
     for (place, a), (other, b) in zip(found, wanted, strict=True):
         assert place == other
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5) if isinstance(b, Tensor) else (a == b and type(a) is type(b))
+        assert (
+            torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+            if isinstance(b, Tensor)
+            else (a == b and type(a) is type(b))
+        )
 
 
 @pytest.mark.parametrize("backend", [None, "onnxruntime"])
 def test_a_model_in_bf16_goes_to_a_backend_that_takes_it(backend: str | None) -> None:
-    """No arrays of that dtype are to be had for the others: they are left out with the reason, and refused where they are asked for."""
+    """No arrays of that dtype are to be had for the others: they are left out with the reason, and refused
+    where they are asked for.
+    """
     model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU()).bfloat16().eval(), torch.randn(4, 16).bfloat16()
     if backend is not None:
         with pytest.raises(UsageError, match="is bfloat16, and ONNX Runtime is given NumPy's arrays"):
@@ -244,10 +304,14 @@ def test_a_model_in_bf16_goes_to_a_backend_that_takes_it(backend: str | None) ->
 def test_calibration_inputs_by_name_for_an_example_by_position(target: Target) -> None:
     model, x = Of(lambda h, x: h).eval(), torch.randn(2, 5, 16)
     calibration = [{"x": torch.randn(2, 5, 16)}, torch.randn(2, 5, 16)]
-    run = effcompile.optimize(model, inputs=x, backend="torch-eager", target=target, max_error=3e-2, calibration=calibration)
+    run = effcompile.optimize(
+        model, inputs=x, backend="torch-eager", target=target, max_error=3e-2, calibration=calibration
+    )
     assert float((run(x) - model(x)).norm() / model(x).norm()) <= 3e-2
     with pytest.raises(effcompile.EffcompileError, match="cannot be called so"):
-        effcompile.optimize(model, inputs=x, backend="torch-eager", target=target, max_error=3e-2, calibration=[{"y": x}])
+        effcompile.optimize(
+            model, inputs=x, backend="torch-eager", target=target, max_error=3e-2, calibration=[{"y": x}]
+        )
 
 
 @pytest.mark.parametrize("max_error", [1e-3, 3e-2, 0.1])

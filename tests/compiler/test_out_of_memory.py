@@ -13,7 +13,10 @@ from effcompile.machine.room import planning
 
 
 def test_an_allocation_that_the_system_refuses_is_told_in_words() -> None:
-    with pytest.raises(OutOfMemoryError, match="Memory ran out while the model was planned or verified"), planning():
+    with (
+        pytest.raises(OutOfMemoryError, match="Memory ran out while the model was planned or verified"),
+        planning(),
+    ):
         torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(OutOfMemoryError, match="Raise the limit"), planning():
         raise MemoryError
@@ -54,12 +57,21 @@ except EffcompileError as error:
     assert done.stdout.strip() == "OutOfMemoryError", done.stderr[-2000:]
 
 
-def test_a_backend_that_copies_more_weights_than_memory_holds_gives_way_to_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_copies_more_weights_than_memory_holds_gives_way_to_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
-    model, x = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512)).eval(), torch.randn(4, 512)
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512)).eval(),
+        torch.randn(4, 512),
+    )
     weights = sum(p.numel() * 4 for p in model.parameters())
     monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 2 * weights)
-    with pytest.raises(LoweringError, match=r"Lowering to onnxruntime needs .* MiB, and .* are free: .*--backend torch-eager"):
+    with pytest.raises(
+        LoweringError, match=r"Lowering to onnxruntime needs .* MiB, and .* are free: .*--backend torch-eager"
+    ):
         effcompile.optimize(model, inputs=(x,), backend="onnxruntime")
     with torch.no_grad():
-        assert torch.allclose(effcompile.optimize(model, inputs=(x,), backend="torch-eager")(x), model(x), atol=1e-5)
+        assert torch.allclose(
+            effcompile.optimize(model, inputs=(x,), backend="torch-eager")(x), model(x), atol=1e-5
+        )

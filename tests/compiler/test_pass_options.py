@@ -1,4 +1,6 @@
-"""Every option of every pass reaches the artifact, or changes the plan in the stated way; read by other means than the package's own."""
+"""Every option of every pass reaches the artifact, or changes the plan in the stated way; read by other means
+than the package's own.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
+import effcompile
 from effcompile.backends import load_backend
 from effcompile.backends.base import Lowered
 from effcompile.capture import capture
@@ -40,7 +44,11 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).view(*x.shape[:2], 4, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -52,7 +60,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(50, WIDTH), nn.ModuleList([Layer()]), nn.Linear(WIDTH, 50)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(50, WIDTH),
+            nn.ModuleList([Layer()]),
+            nn.Linear(WIDTH, 50),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -84,7 +96,12 @@ def cheap(call: KernelCall) -> float:
     if call.kernel.startswith("linear/"):
         m, k, n = call.dims[:3]
         return 1e-12 * m * k * n * (1.0 if call.format is None else call.format.bits / 32)
-    return {"attention/sdpa_int8": 1e-7, "gelu/tanh": 1e-7, "embedding/int8": 1e-7, "embedding/int8_rows": 1e-7}.get(call.kernel, 1e-6)
+    return {
+        "attention/sdpa_int8": 1e-7,
+        "gelu/tanh": 1e-7,
+        "embedding/int8": 1e-7,
+        "embedding/int8_rows": 1e-7,
+    }.get(call.kernel, 1e-6)
 
 
 @dataclass(frozen=True)
@@ -109,16 +126,16 @@ class Made:
 @pytest.fixture
 def make(program: Program) -> Callable[..., Made]:
     target = Target(
-        name="test", description="test", device="cpu", cores=2, memory_bytes=2**33, memory_bandwidth=2e10, link_bandwidth=1e10,
-        peak_flops={"fp32": 1e11}, probe=lambda backend, call: cheap(call),
+        name="test", description="test", device="cpu", cores=2, memory_bytes=2**33, memory_bandwidth=2e10,
+        link_bandwidth=1e10, peak_flops={"fp32": 1e11}, probe=lambda backend, call: cheap(call),
     )  # fmt: skip
 
     def made(*spec: str, backend: str = "onnxruntime", lower: bool = True) -> Made:
         passes, chosen = load_passes(spec), load_backend(backend)
         options = pricing.measured_options(passes)
         search = Search(
-            regimes=Regimes.of_call(program),
-            program=program, goal=Goal(max_error=0.5), machine=Machine(target=target), passes=passes, calibration_inputs="none",
+            regimes=Regimes.of_call(program), program=program, goal=Goal(max_error=0.5),
+            machine=Machine(target=target), passes=passes, calibration_inputs="none",
             sensitivity=Sensitivity(errors=Small(), method="given"), formats=pricing.formats(options),
         )  # fmt: skip
         plan = search.plan_for(chosen)
@@ -138,7 +155,9 @@ def kinds(made: Made) -> set[str]:
 
 def blocks_of(model: onnx.ModelProto) -> set[tuple[int, int]]:
     """(bits, block size) of the products with weights in groups."""
-    found = [{a.name: a.i for a in node.attribute} for node in model.graph.node if node.op_type == "MatMulNBits"]
+    found = [
+        {a.name: a.i for a in node.attribute} for node in model.graph.node if node.op_type == "MatMulNBits"
+    ]
     return {(int(each["bits"]), int(each["block_size"])) for each in found}
 
 
@@ -164,21 +183,39 @@ def quantize_group_size(make: Make, folder: Path) -> None:
 
 def quantize_embeddings(make: Make, folder: Path) -> None:
     def tables(model: onnx.ModelProto) -> set[int]:
-        weights = {tensor.name: tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2}
-        return {weights[node.input[0]] for node in model.graph.node if node.op_type == "Gather" and node.input[0] in weights}
+        weights = {
+            tensor.name: tensor.data_type for tensor in model.graph.initializer if len(tensor.dims) == 2
+        }
+        return {
+            weights[node.input[0]]
+            for node in model.graph.node
+            if node.op_type == "Gather" and node.input[0] in weights
+        }
 
     whole = {onnx.TensorProto.FLOAT}
-    assert tables(make("quantize", "quantize.options=w4", "quantize.embeddings=no").onnx(folder / "no")) == whole
-    assert tables(make("quantize", "quantize.options=w4", "quantize.embeddings=yes").onnx(folder / "yes")).isdisjoint(whole)
+    assert (
+        tables(make("quantize", "quantize.options=w4", "quantize.embeddings=no").onnx(folder / "no")) == whole
+    )
+    assert tables(
+        make("quantize", "quantize.options=w4", "quantize.embeddings=yes").onnx(folder / "yes")
+    ).isdisjoint(whole)
 
 
 def fuse_norms(make: Make, folder: Path) -> None:
-    assert "norm" in kinds(make("fuse", lower=False)) and "norm" not in kinds(make("fuse", "fuse.norms=no", lower=False))
+    assert "norm" in kinds(make("fuse", lower=False)) and "norm" not in kinds(
+        make("fuse", "fuse.norms=no", lower=False)
+    )
 
 
 def fuse_gelu(make: Make, folder: Path) -> None:
     def forms(model: onnx.ModelProto) -> set[bytes]:
-        return {a.s for node in model.graph.node if node.op_type == "Gelu" for a in node.attribute if a.name == "approximate"}
+        return {
+            a.s
+            for node in model.graph.node
+            if node.op_type == "Gelu"
+            for a in node.attribute
+            if a.name == "approximate"
+        }
 
     assert forms(make("fuse").onnx(folder / "yes")) == {b"tanh"}
     assert forms(make("fuse", "fuse.gelu=no").onnx(folder / "no")) <= {b"none"}
@@ -186,7 +223,14 @@ def fuse_gelu(make: Make, folder: Path) -> None:
 
 def attention_int8(make: Make, folder: Path) -> None:
     """OpenVINO alone has it; the plan offers it there, with what it requires of the projections."""
-    made = make("attention", "quantize", "quantize.options=int8_static", "attention.int8=yes", backend="openvino", lower=False)
+    made = make(
+        "attention",
+        "quantize",
+        "quantize.options=int8_static",
+        "attention.int8=yes",
+        backend="openvino",
+        lower=False,
+    )
     assert {d.option for d in made.plan.decisions if d.kind == "attention"} == {"sdpa_int8"}
     made = make("attention", "quantize", "quantize.options=int8_static", backend="openvino", lower=False)
     assert "sdpa_int8" not in {d.option for d in (*made.plan.decisions, *made.plan.declined)}
@@ -194,10 +238,16 @@ def attention_int8(make: Make, folder: Path) -> None:
 
 def predicted(make: Make, *spec: str) -> Mapping[str, Any]:
     """The arguments of the predictor that stands in the graph."""
-    made = make("predict", "predict.least=16", "predict.block=16", "predict.mass=0.5", *spec, backend="torch-eager")
+    made = make(
+        "predict", "predict.least=16", "predict.block=16", "predict.mass=0.5", *spec, backend="torch-eager"
+    )
     (call,) = (node for node in made.lowered.program.graph.nodes if "predicted_tiles" in str(node.target))  # type: ignore[union-attr]
     schema = call.target._schema.arguments
-    return {**{a.name: a.default_value for a in schema}, **dict(zip([a.name for a in schema], call.args, strict=False)), **call.kwargs}
+    return {
+        **{a.name: a.default_value for a in schema},
+        **dict(zip([a.name for a in schema], call.args, strict=False)),
+        **call.kwargs,
+    }
 
 
 def predict_method(make: Make, folder: Path) -> None:
@@ -217,7 +267,14 @@ def predict_least(make: Make, folder: Path) -> None:
 
 
 def predict_seconds(make: Make, folder: Path) -> None:
-    made = make("predict", "predict.least=16", "predict.block=16", "predict.seconds=0", lower=False, backend="torch-eager")
+    made = make(
+        "predict",
+        "predict.least=16",
+        "predict.block=16",
+        "predict.seconds=0",
+        lower=False,
+        backend="torch-eager",
+    )
     assert any("within predict.seconds = 0" in words(d.reason) for d in made.plan.declined)
 
 
@@ -241,7 +298,9 @@ def saliency(name: str, setting: str, site: str) -> Check:
 
 def shrink_sites(make: Make, folder: Path) -> None:
     made = make("shrink", "shrink.neurons=0.5", "shrink.heads=0.5", "shrink.sites=*neurons")
-    assert made.weight("layers.0.q").shape == (WIDTH, WIDTH) and made.weight("layers.0.up").shape[0] == 2 * WIDTH
+    assert (
+        made.weight("layers.0.q").shape == (WIDTH, WIDTH) and made.weight("layers.0.up").shape[0] == 2 * WIDTH
+    )
 
 
 def shrink_masks(make: Make, folder: Path) -> None:
@@ -256,7 +315,9 @@ def pattern(made: Made, folder: Path, site: str = "up") -> tuple[int, float]:
     """Block side and density of the block-sparse product of a layer, from the file."""
     nodes = {node.name: node for node in made.onnx(folder).graph.node if node.op_type == "BlockSparseLinear"}
     weights = {t.name: t for t in made.onnx(folder).graph.initializer}
-    (node,) = (node for name, node in nodes.items() if site in node.input[1] or site in name or len(nodes) == 1)
+    (node,) = (
+        node for name, node in nodes.items() if site in node.input[1] or site in name or len(nodes) == 1
+    )
     figures = {a.name: a.i for a in node.attribute}
     kept = np.prod(weights[node.input[1]].dims[:1])
     return int(figures["block"]), float(kept * figures["block"] ** 2 / (figures["rows"] * figures["cols"]))
@@ -267,24 +328,56 @@ ONE = ("sparsify", "sparsify.sites=layers.0.up")
 
 def sparsify_sparsity(make: Make, folder: Path) -> None:
     for share in (0.5, 0.75):
-        assert pattern(make(*ONE, "sparsify.block=16", f"sparsify.sparsity={share}"), folder / str(share)) == (16, 1 - share)
+        assert pattern(
+            make(*ONE, "sparsify.block=16", f"sparsify.sparsity={share}"), folder / str(share)
+        ) == (16, 1 - share)
 
 
 def sparsify_block(make: Make, folder: Path) -> None:
     for block in (4, 8):
-        assert pattern(make(*ONE, f"sparsify.block={block}", "sparsify.sparsity=0.5"), folder / str(block)) == (block, 0.5)
+        assert pattern(
+            make(*ONE, f"sparsify.block={block}", "sparsify.sparsity=0.5"), folder / str(block)
+        ) == (block, 0.5)
 
 
 def sparsify_sites(make: Make, folder: Path) -> None:
     made = make(*ONE, "sparsify.block=16", "sparsify.sparsity=0.5")
-    assert int((made.weight("layers.0.up") == 0).sum()) == 2 * WIDTH * WIDTH and bool(made.weight("layers.0.down").all())
+    assert int((made.weight("layers.0.up") == 0).sum()) == 2 * WIDTH * WIDTH and bool(
+        made.weight("layers.0.down").all()
+    )
 
 
 def sparsify_masks(make: Make, folder: Path) -> None:
     kept = (torch.arange(4 * WIDTH) < 2 * WIDTH)[:, None].expand(-1, WIDTH)
     torch.save({"layers.0.up": kept}, folder / "masks.pt")
-    made = make("sparsify", "sparsify.block=16", "sparsify.saliency=given", f"sparsify.masks={folder / 'masks.pt'}")
+    made = make(
+        "sparsify", "sparsify.block=16", "sparsify.saliency=given", f"sparsify.masks={folder / 'masks.pt'}"
+    )
     assert torch.equal(made.weight("layers.0.up") != 0, kept) and pattern(made, folder / "out") == (16, 0.5)
+
+
+def speculate_drafts(make: Make, folder: Path) -> None:
+    """A pass of generation, whose executable `make` does not build."""
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=50,
+        max_position_embeddings=64,
+    )
+    made = effcompile.optimize(
+        transformers.LlamaForCausalLM(config).eval(),
+        inputs={"input_ids": torch.randint(0, 50, (1, 16))},
+        mode="generation",
+        context=32,
+        prompt=8,
+        new=8,
+        backend="torch-eager",
+        passes=["speculate.drafts=4"],
+    )
+    said = [d for d in (*made.plan.decisions, *made.plan.declined) if d.by == "speculate"]
+    assert {d.option for d in said} - {"one a step"} == {"look-up of 4"}
 
 
 #: (pass, option) → what shows that it is heard.
@@ -312,6 +405,7 @@ CHECKS: dict[tuple[str, str], Check] = {
     ("sparsify", "saliency"): saliency("sparsify", "sparsify.sparsity=0.5", "layers.0.up"),
     ("sparsify", "sites"): sparsify_sites,
     ("sparsify", "masks"): sparsify_masks,
+    ("speculate", "drafts"): speculate_drafts,
 }
 
 

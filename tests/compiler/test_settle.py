@@ -1,4 +1,6 @@
-"""Correction of a wrong error model, honest counting, and passes that are not what they say: with a backend of our own."""
+"""Correction of a wrong error model, honest counting, and passes that are not what they say: with a backend
+of our own.
+"""
 
 import gc
 from dataclasses import dataclass, field, replace
@@ -45,8 +47,14 @@ class Noisy:
 
     def lower(self, program, plan, calibration):
         self.lowerings.append(plan)
-        count = sum(option != form("fp32") for site, option in program.tags.items() if site in {s.site for s in linears(program)})
-        return Result(program, self.error_each * count**0.5, {} if self.liar else dict(program.tags), self.liar)
+        count = sum(
+            option != form("fp32")
+            for site, option in program.tags.items()
+            if site in {s.site for s in linears(program)}
+        )
+        return Result(
+            program, self.error_each * count**0.5, {} if self.liar else dict(program.tags), self.liar
+        )
 
 
 class Result:
@@ -77,8 +85,9 @@ def flat_target():
     law = lambda seconds: Law(points=(((1, 1, 1), seconds),), overhead=seconds)  # noqa: E731
     laws = {"linear/fp32": law(2.0), "linear/int8_dynamic": law(1.0)}
     return Target(
-        name="flat", description="flat", device="cpu", cores=1, memory_bytes=10**9, memory_bandwidth=1e15, link_bandwidth=1e9,
-        peak_flops={"fp32": 1e15}, launch_seconds=0.0, laws={"noisy": laws, "torch-eager": {k: law(0.0) for k in KERNELS}},
+        name="flat", description="flat", device="cpu", cores=1, memory_bytes=10**9, memory_bandwidth=1e15,
+        link_bandwidth=1e9, peak_flops={"fp32": 1e15}, launch_seconds=0.0,
+        laws={"noisy": laws, "torch-eager": {k: law(0.0) for k in KERNELS}},
     )  # fmt: skip
 
 
@@ -90,12 +99,19 @@ def bench(max_error, predicted_each, passes=("quantize",), layers=8):
     errors = {(s.site, option): predicted_each**2 for s in linears(program) for option in OPTIONS}
     chosen = load_passes(passes)
     search = Search(
-        regimes=Regimes.of_call(program),
-        program=program, goal=goal, machine=Machine(target=flat_target()), passes=chosen,
-        sensitivity=Sensitivity(errors=errors, method="given"), formats=tuple(LINEAR_FORMATS.values()), calibration_inputs="none",
+        regimes=Regimes.of_call(program), program=program, goal=goal, machine=Machine(target=flat_target()),
+        passes=chosen, sensitivity=Sensitivity(errors=errors, method="given"),
+        formats=tuple(LINEAR_FORMATS.values()), calibration_inputs="none",
     )  # fmt: skip
     cases = references(program, model, goal)
-    return search, Workshop(model=model, program=program, passes=chosen, goal=goal, cases=cases, calibration=[program.flat_inputs()])
+    return search, Workshop(
+        model=model,
+        program=program,
+        passes=chosen,
+        goal=goal,
+        cases=cases,
+        calibration=[program.flat_inputs()],
+    )
 
 
 def settled(search, shop, backend):
@@ -154,12 +170,16 @@ def test_what_nobody_refers_to_is_gone_before_a_large_model_is_lowered_and_verif
 
 def test_only_what_is_kept_is_tuned_and_then_verified_as_it_is_held(monkeypatch):
     made = []
-    monkeypatch.setattr(Result, "__init__", lambda self, *a, init=Result.__init__: (init(self, *a), made.append(self))[0])
+    monkeypatch.setattr(
+        Result, "__init__", lambda self, *a, init=Result.__init__: (init(self, *a), made.append(self))[0]
+    )
     monkeypatch.setattr(Result, "after_tuning", 0.5)
     search, shop = bench(max_error=0.03, predicted_each=0.005)
     outcome = settled(search, shop, Noisy(0.015))
     assert len(made) > 1 and [result.tuned for result in made] == [False] * (len(made) - 1) + [True]
-    assert max(check.error for check in outcome.checks) == pytest.approx(0.5 * 0.015 * count_int8(outcome.plan) ** 0.5, rel=0.05)
+    assert max(check.error for check in outcome.checks) == pytest.approx(
+        0.5 * 0.015 * count_int8(outcome.plan) ** 0.5, rel=0.05
+    )
 
 
 def test_a_wrong_prediction_is_corrected_solved_again_and_told():
@@ -203,7 +223,13 @@ def test_a_corrected_plan_that_cannot_win_is_not_lowered():
     backend = Noisy(0.015)
     first = search.plan_for(backend)
     with pytest.raises(VerificationError, match="not built, for another backend's is better"):
-        settle(shop, backend, first, lambda c: search.plan_for(backend, c), worth_building=first.certificate.objective)
+        settle(
+            shop,
+            backend,
+            first,
+            lambda c: search.plan_for(backend, c),
+            worth_building=first.certificate.objective,
+        )
     assert len(backend.lowerings) == 1
 
 
@@ -222,7 +248,9 @@ def test_a_saved_plan_over_its_limit_is_refused():
 
 
 class Foretelling:
-    """Says of a plan what the backend that adds `error_each` will make of it; errors go by the number of sites to the power of `grows`."""
+    """Says of a plan what the backend that adds `error_each` will make of it; errors go by the number of
+    sites to the power of `grows`.
+    """
 
     def __init__(self, program, error_each, grows=0.5):
         self.program, self.error_each, self.grows = program, error_each, grows
@@ -235,17 +263,23 @@ class Foretelling:
         return (lambda cases: (run(*inputs) for inputs in cases)) if count else None
 
 
-@pytest.mark.parametrize(("predicted", "actual", "fewest", "most"), [(0.005, 0.015, 1, 4), (0.03, 0.01, 6, 8), (0.01, 0.01, 8, 8)])
+@pytest.mark.parametrize(
+    ("predicted", "actual", "fewest", "most"), [(0.005, 0.015, 1, 4), (0.03, 0.01, 6, 8), (0.01, 0.01, 8, 8)]
+)
 def test_what_a_rehearsal_shows_is_corrected_before_anything_is_lowered(predicted, actual, fewest, most):
     search, shop = bench(max_error=0.03, predicted_each=predicted)
     backend = Noisy(actual)
     outcome = settled(search, replace(shop, rehearsal=Foretelling(shop.program, actual)), backend)
     assert len(backend.lowerings) == 1 and fewest <= count_int8(outcome.plan) <= most
-    assert any("before lowering: emulated error" in str(note) for note in outcome.plan.notes) == (predicted != actual)
+    assert any("before lowering: emulated error" in str(note) for note in outcome.plan.notes) == (
+        predicted != actual
+    )
 
 
 def test_what_was_rehearsed_in_vain_is_neither_rehearsed_nor_lowered_again():
-    """Two sites make 0.02 where 0.028 was predicted, which seems to allow four: those make 0.04, as the rehearsal knows."""
+    """Two sites make 0.02 where 0.028 was predicted, which seems to allow four: those make 0.04, as the
+    rehearsal knows.
+    """
     search, shop = bench(max_error=0.03, predicted_each=0.02)
     rehearsal, backend = Foretelling(shop.program, 0.01, grows=1), Noisy(0.01 * 2**0.5)
     outcome = settled(search, replace(shop, rehearsal=rehearsal), backend)
@@ -265,7 +299,13 @@ def test_a_plan_that_a_rehearsal_makes_too_slow_is_not_lowered():
     first = search.plan_for(backend)
     shop = replace(shop, rehearsal=Foretelling(shop.program, 0.015))
     with pytest.raises(VerificationError, match="not built, for another backend's is better"):
-        settle(shop, backend, first, lambda c: search.plan_for(backend, c), worth_building=first.certificate.objective)
+        settle(
+            shop,
+            backend,
+            first,
+            lambda c: search.plan_for(backend, c),
+            worth_building=first.certificate.objective,
+        )
     assert backend.lowerings == []
 
 
@@ -273,7 +313,10 @@ def test_options_that_are_not_in_the_artifact_are_told():
     search, shop = bench(max_error=0.5, predicted_each=0.001)
     outcome = settled(search, shop, Noisy(0.0, liar=True))
     assert {d.applied for d in outcome.plan.decisions} == {"fp32"}
-    assert any("8 × linear: planned int8_dynamic, the noisy artifact has fp32" in str(note) for note in outcome.plan.notes)
+    assert any(
+        "8 × linear: planned int8_dynamic, the noisy artifact has fp32" in str(note)
+        for note in outcome.plan.notes
+    )
 
 
 @dataclass(frozen=True)
@@ -286,7 +329,8 @@ class Sly:
 
     def apply(self, program, plan):
         edited = program.editable(self.name)
-        next(s for s in linears(edited)).node.args = (*next(s for s in linears(edited)).node.args[:2],)  # drops a bias
+        # drops a bias
+        next(s for s in linears(edited)).node.args = (*next(s for s in linears(edited)).node.args[:2],)
         edited.module.recompile()
         return edited
 

@@ -1,4 +1,6 @@
-"""Kernel times that a whole model contradicts are forgotten, so that one busy minute does not mislead every later plan."""
+"""Kernel times that a whole model contradicts are forgotten, so that one busy minute does not mislead every
+later plan.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from effcompile.search.machine import Machine
 
 
 def machine() -> Machine:
-    calibration = Calibration(machine=this_hardware(), date="2026-11-21", memory_bandwidth=1e10, peak_flops={"fp32": 1e11})
+    calibration = Calibration(
+        machine=this_hardware(), date="2026-11-21", memory_bandwidth=1e10, peak_flops={"fp32": 1e11}
+    )
     calibration.backends = {"onnxruntime": BackendPoints(), "openvino": BackendPoints()}
     return Machine(target=load_target("cpu-generic"), calibration=calibration)
 

@@ -76,7 +76,9 @@ def test_the_error_under_stress_is_measured_and_printed(tmp_path: Path) -> None:
 def test_a_robust_goal_holds_under_stress_or_says_that_it_cannot() -> None:
     model = net()
     try:
-        planned = optimize(model, inputs=X, max_error=0.05, robust=True, target="cpu-generic", backend="onnxruntime")
+        planned = optimize(
+            model, inputs=X, max_error=0.05, robust=True, target="cpu-generic", backend="onnxruntime"
+        )
     except (VerificationError, InfeasibleError) as refused:
         pytest.fail(f"exact options are always left: {refused}")
     checks = {check.name: check for check in planned.plan.checks}
@@ -91,7 +93,8 @@ def test_exact_plans_have_no_error_to_watch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"), [({"robust": 1}, "True or False"), ({"robust": True, "mode": "training"}, "is for inference")]
+    ("fields", "words"),
+    [({"robust": 1}, "True or False"), ({"robust": True, "mode": "training"}, "is for inference")],
 )
 def test_what_robust_does_not_take(fields: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):

@@ -1,4 +1,6 @@
-"""A training pass of another package, found by its entry point: it competes in the solve, is verified, told, saved and applied again."""
+"""A training pass of another package, found by its entry point: it competes in the solve, is verified, told,
+saved and applied again.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +32,9 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -56,7 +60,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def plan_of(made: Any, passes: list[str] = EXACT, **goal: Any) -> Plan:
     model, batch = made
-    return plan_training(model, (), batch, goal=Goal(mode="training", **goal), target="cpu-generic", passes=passes)
+    return plan_training(
+        model, (), batch, goal=Goal(mode="training", **goal), target="cpu-generic", passes=passes
+    )
 
 
 def product(plan: Plan) -> str:
@@ -78,7 +84,9 @@ def test_it_competes_in_the_solve_and_what_was_not_taken_is_told(made: Any) -> N
 
 
 @pytest.mark.usefixtures("installed")
-def test_bytes_and_seconds_that_it_puts_beside_the_step_count(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_and_seconds_that_it_puts_beside_the_step_count(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import effcompile_unscale as unscale
 
     plain, real = plan_of(made), unscale.Unscale.apply
@@ -91,7 +99,11 @@ def test_bytes_and_seconds_that_it_puts_beside_the_step_count(made: Any, monkeyp
     monkeypatch.setattr(unscale.Unscale, "apply", heavier)
     plan = plan_of(made)
     assert product(plan) == "left out" and Because("a table lies beside the step") in plan.notes
-    assert plan.predicted.peak_bytes == plain.predicted.peak_bytes + 10_000_000 == plan.memory_timeline.peak_bytes
+    assert (
+        plan.predicted.peak_bytes
+        == plain.predicted.peak_bytes + 10_000_000
+        == plan.memory_timeline.peak_bytes
+    )
     assert plan.predicted.seconds == pytest.approx(plain.predicted.seconds + 1e-7)
     without = plan_of(made, memory=10_000_000)
     assert product(without) == ""
@@ -111,14 +123,18 @@ def test_it_is_a_row_of_the_lever_table(made: Any) -> None:
 @pytest.mark.usefixtures("installed")
 def test_the_step_is_run_verified_saved_and_applied_again(made: Any, tmp_path: Path) -> None:
     model, batch = made
-    executable = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, "unscale", "checkpoint"])
+    executable = optimize_training(
+        model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, "unscale", "checkpoint"]
+    )
     assert product(executable.plan) == "left out" and executable.plan.met
     assert differing(measured(lambda: executable(**batch), model, 0)[0], eager(model, batch)) == []
     plan = Plan.load(executable.plan.save(tmp_path / "plan.json"))
     again = optimize_training(model, (), batch, goal=plan.goal, plan=plan)
     assert again.plan.met and again.plan.measured.peak_bytes == executable.plan.measured.peak_bytes
     assert len(again.runner.step.graph.nodes) == len(executable.runner.step.graph.nodes)
-    with pytest.raises(FormatError, match=r"products with one = left out at step, which no pass here proposes.*Install it"):
+    with pytest.raises(
+        FormatError, match=r"products with one = left out at step, which no pass here proposes.*Install it"
+    ):
         optimize_training(model, (), batch, goal=plan.goal, plan=plan, passes=["no-unscale"])
 
 
@@ -137,7 +153,11 @@ def twice(unscale: Any, step: Any, context: Any) -> Any:
 
 
 def no_baseline(unscale: Any, step: Any, context: Any) -> Any:
-    return [unscale.StepChoice(site="step", kind="x", baseline="kept", options=(unscale.StepOption(name="other"),))]
+    return [
+        unscale.StepChoice(
+            site="step", kind="x", baseline="kept", options=(unscale.StepOption(name="other"),)
+        )
+    ]
 
 
 def strange(unscale: Any, step: Any, context: Any) -> Any:
@@ -186,7 +206,9 @@ def test_one_that_proposes_nonsense_is_declined_by_name(
 ) -> None:
     import effcompile_unscale as unscale
 
-    monkeypatch.setattr(unscale.Unscale, "propose", lambda self, step, context: proposes(unscale, step, context))
+    monkeypatch.setattr(
+        unscale.Unscale, "propose", lambda self, step, context: proposes(unscale, step, context)
+    )
     plan = plan_of(made)
     (declined,) = [d for d in plan.declined if d.by == "unscale"]
     assert said in words(declined.reason) and plan.predicted.seconds
@@ -199,7 +221,10 @@ def test_one_that_proposes_nonsense_is_declined_by_name(
         ({"seconds_beside": -1.0}, "seconds_beside = -1.0 is negative"),
         ({"seconds_beside": float("nan")}, "seconds_beside = nan is not a number"),
         ({"repeats": float("inf")}, "repeats = inf is not a number"),
-        ({"beside": Footprint(resident={WORKING: -(1 << 30)})}, "beside.resident.working memory = -1073741824 is negative"),
+        (
+            {"beside": Footprint(resident={WORKING: -(1 << 30)})},
+            "beside.resident.working memory = -1073741824 is negative",
+        ),
         ({"beside": "nothing"}, "which is no Case with a Footprint beside it"),
     ],
 )
@@ -217,7 +242,9 @@ def test_one_whose_figures_cannot_be_is_declined_before_they_are_solved_with(
 
 
 @pytest.mark.usefixtures("installed")
-def test_one_whose_step_returns_something_else_is_declined(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_step_returns_something_else_is_declined(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import effcompile_unscale as unscale
 
     real = unscale.Unscale.apply
@@ -232,7 +259,9 @@ def test_one_whose_step_returns_something_else_is_declined(made: Any, monkeypatc
 
 
 @pytest.mark.usefixtures("installed")
-def test_one_that_changes_numbers_takes_part_only_where_an_error_is_allowed(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_changes_numbers_takes_part_only_where_an_error_is_allowed(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import effcompile_unscale as unscale
 
     monkeypatch.setattr(unscale.Unscale, "exact", False)
@@ -244,5 +273,7 @@ def test_one_that_changes_numbers_takes_part_only_where_an_error_is_allowed(made
 def test_a_name_that_is_taken_is_refused(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, GROUP, {"checkpoint": "effcompile_unscale:Unscale"})
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UsageError, match=r"'checkpoint' of effcompile_unscale:Unscale has a name that is taken"):
+    with pytest.raises(
+        UsageError, match=r"'checkpoint' of effcompile_unscale:Unscale has a name that is taken"
+    ):
         plan_of(made)

@@ -1,4 +1,6 @@
-"""A lever over values of another package, found by its entry point: it competes in the solve, is verified, told, saved, applied again."""
+"""A lever over values of another package, found by its entry point: it competes in the solve, is verified,
+told, saved, applied again.
+"""
 
 import sys
 from dataclasses import replace
@@ -29,7 +31,9 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -75,14 +79,31 @@ def held(plan: Plan) -> list[Decision]:
 
 
 def test_it_competes_in_the_solve_and_less_memory_is_enough(made: Made, lever: Any) -> None:
-    assert list(ways()) == ["offload", "compress", "compress+offload", "compress4", "compress4+offload", "compress2", "compress2+offload",
-                            "bitmask", "bitmask+offload", "half", "half+offload"]  # fmt: skip
+    assert list(ways()) == [
+        "offload",
+        "compress",
+        "compress+offload",
+        "compress4",
+        "compress4+offload",
+        "compress2",
+        "compress2+offload",
+        "bitmask",
+        "bitmask+offload",
+        "half",
+        "half+offload",
+    ]
     assert held(plan_of(made)) == []  # nothing binds
     plan, without = plan_of(made, memory=(budget := tight(made))), plan_of(made, "no-half", memory=budget)
-    assert (plan.predicted.seconds or 0.0) < (without.predicted.seconds or 0.0)  # products are dearer to run again
-    assert held(plan) and all(d.kind == "half" and d.cost.bytes_kept * 2 == d.baseline_cost.bytes_kept for d in held(plan))
+    # products are dearer to run again
+    assert (plan.predicted.seconds or 0.0) < (without.predicted.seconds or 0.0)
+    assert held(plan) and all(
+        d.kind == "half" and d.cost.bytes_kept * 2 == d.baseline_cost.bytes_kept for d in held(plan)
+    )
     assert plan.predicted.peak_bytes is not None and plan.predicted.peak_bytes <= budget
-    assert ("half",) in {row.levers for row in plan.levers} and plan.levers[-1].levers == ("recompute", "half")
+    assert ("half",) in {row.levers for row in plan.levers} and plan.levers[-1].levers == (
+        "recompute",
+        "half",
+    )
     assert "in 16 bits between forward and backward" in words(held(plan)[0].why)
 
 
@@ -91,7 +112,12 @@ def test_it_is_run_verified_saved_and_applied_again(made: Made, lever: Any, tmp_
     goal = Goal(mode="training", max_error=ERROR, memory=tight(made))
     executable = optimize_training(model, (), batch, goal=goal, passes=PASSES)
     plan = executable.plan
-    assert held(plan) and plan.met and plan.measured is not None and plan.measured.peak_bytes == plan.predicted.peak_bytes
+    assert (
+        held(plan)
+        and plan.met
+        and plan.measured is not None
+        and plan.measured.peak_bytes == plan.predicted.peak_bytes
+    )
     assert plan.checks[0].name == "loss and whole gradient, as eager" and 0 < plan.checks[0].error <= ERROR
     saved = Plan.load(plan.save(tmp_path / "plan.json"))
     again = optimize_training(model, (), batch, goal=saved.goal, plan=saved)
@@ -106,7 +132,9 @@ def test_its_error_is_measured_and_one_that_is_too_coarse_is_not_taken(made: Mad
     goal = Goal(mode="training", max_error=1e-4, memory=tight(made))
     plan = optimize_training(model, (), batch, goal=goal, passes=PASSES).plan
     assert held(plan) == [] and plan.met
-    taken = optimize_training(model, (), batch, goal=Goal(mode="training", max_error=1e-4), passes=PASSES).plan
+    taken = optimize_training(
+        model, (), batch, goal=Goal(mode="training", max_error=1e-4), passes=PASSES
+    ).plan
     assert held(taken) == [] and taken.met
     exact = plan_of(made, error=0.0)
     assert held(exact) == [] and any("half is not proposed" in str(note) for note in exact.notes)
@@ -139,25 +167,44 @@ def raises(*_: object) -> Any:
 def test_one_that_says_nonsense_is_declined_by_name(
     made: Made, lever: Any, monkeypatch: pytest.MonkeyPatch, member: str, answer: Any, said: str
 ) -> None:
-    fake = type("Half", (), {**vars(lever), member: answer, "__slots__": (), "__init__": lambda self: None, "__dataclass_fields__": {}})
+    fake = type(
+        "Half",
+        (),
+        {
+            **vars(lever),
+            member: answer,
+            "__slots__": (),
+            "__init__": lambda self: None,
+            "__dataclass_fields__": {},
+        },
+    )
     fake.__dataclass_params__ = lever.__dataclass_params__  # type: ignore[attr-defined]
     if member != "share":
         fake.share = 0.02  # type: ignore[attr-defined]
     monkeypatch.setattr("effcompile_half.Half", fake)
     plan = plan_of(made, memory=tight(made))
     (declined,) = [d for d in plan.declined if d.by == "half"]
-    assert said in words(declined.reason) and declined.site == "values" and held(plan) == [] and plan.predicted.seconds
+    assert (
+        said in words(declined.reason)
+        and declined.site == "values"
+        and held(plan) == []
+        and plan.predicted.seconds
+    )
 
 
 @pytest.mark.parametrize("size", [-4, 0.5, None, "raise"])
-def test_a_codec_that_packs_to_nonsense_is_declined_by_name(made: Made, lever: Any, monkeypatch: pytest.MonkeyPatch, size: Any) -> None:
+def test_a_codec_that_packs_to_nonsense_is_declined_by_name(
+    made: Made, lever: Any, monkeypatch: pytest.MonkeyPatch, size: Any
+) -> None:
     (way,) = lever.known
     wrong = raises if size == "raise" else lambda count: size
     way = replace(way, codec=replace(way.codec, packed_bytes=wrong))
     monkeypatch.setattr(lever, "known", (way,))
     plan = plan_of(made, memory=tight(made))
     (declined,) = [d for d in plan.declined if d.by == "half"]
-    assert ("broken" if size == "raise" else f"to {size!r} bytes") in words(declined.reason) and held(plan) == []
+    assert ("broken" if size == "raise" else f"to {size!r} bytes") in words(declined.reason) and held(
+        plan
+    ) == []
 
 
 def another(way: Any, **changes: Any) -> tuple[Any, ...]:
@@ -167,10 +214,13 @@ def another(way: Any, **changes: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "known",
     [
-        lambda way: "nonsense", lambda way: (1,), lambda way: (way, way), lambda way: another(way, by="offload"),
+        lambda way: "nonsense",
+        lambda way: (1,),
+        lambda way: (way, way),
+        lambda way: another(way, by="offload"),
         lambda way: another(way, name="compress"),
     ],
-)  # fmt: skip
+)
 def test_one_that_knows_no_ways_or_those_of_others_is_refused_by_name(
     made: Made, lever: Any, monkeypatch: pytest.MonkeyPatch, known: Any
 ) -> None:
@@ -184,7 +234,10 @@ def test_one_that_knows_no_ways_or_those_of_others_is_refused_by_name(
     [
         ({"compress": "effcompile_half:Half"}, "'compress' of effcompile_half:Half has a name that is taken"),
         ({"half": "effcompile_half:nothing"}, r"'half' \(effcompile_half:nothing\) cannot be imported"),
-        ({"half": "effcompile_half:HALF"}, r"'half' \(effcompile_half:HALF\) has no exact|has no known|has no share"),
+        (
+            {"half": "effcompile_half:HALF"},
+            r"'half' \(effcompile_half:HALF\) has no exact|has no known|has no share",
+        ),
     ],
 )
 def test_a_bad_entry_point_is_refused_by_name(

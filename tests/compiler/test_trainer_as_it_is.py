@@ -1,4 +1,6 @@
-"""HuggingFace's Trainer with a model as people have it: its default configuration, checkpoints in mid-run, and resuming from one."""
+"""HuggingFace's Trainer with a model as people have it: its default configuration, checkpoints in mid-run,
+and resuming from one.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,22 @@ from torch import nn
 import effcompile
 from effcompile.capture.config_reads import ConfigReads, recording
 
-SETTINGS = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+SETTINGS = {
+    "n_layer": 1,
+    "n_embd": 16,
+    "n_head": 2,
+    "vocab_size": 32,
+    "n_positions": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 
 def made() -> hf.GPT2LMHeadModel:
-    """With tied weights, a cache, and no dtype in its configuration, as any that was not loaded from a folder."""
+    """With tied weights, a cache, and no dtype in its configuration, as any that was not loaded from a
+    folder.
+    """
     torch.manual_seed(0)
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**SETTINGS, **DROPOUTS)).train()
     assert model.config.use_cache and model.config.tie_word_embeddings
@@ -33,14 +45,18 @@ def examples() -> list[dict[str, torch.Tensor]]:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    return {name: torch.stack([example[name] for example in examples()[:2]]) for name in ("input_ids", "labels")}
+    return {
+        name: torch.stack([example[name] for example in examples()[:2]]) for name in ("input_ids", "labels")
+    }
 
 
 def trained(model: nn.Module, folder: Path, *, resume: bool = False, **more: Any) -> list[float]:
-    """The losses of four steps, with a checkpoint after the second; or of the last two, from that checkpoint."""
+    """The losses of four steps, with a checkpoint after the second; or of the last two, from that
+    checkpoint.
+    """
     arguments = hf.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, logging_steps=1, save_steps=2, report_to=[], use_cpu=True,
-        disable_tqdm=True, **more,
+        output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, logging_steps=1, save_steps=2,
+        report_to=[], use_cpu=True, disable_tqdm=True, **more,
     )  # fmt: skip
     trainer = hf.Trainer(model=model, args=arguments, train_dataset=examples())
     with warnings.catch_warnings():
@@ -79,7 +95,9 @@ def test_a_planned_model_trains_saves_and_resumes(
 
 
 def test_trainers_mixed_precision_is_that_of_the_plain_model(tmp_path: Path) -> None:
-    """Given no inputs, the step is planned at its first call, within Trainer's autocast; with inputs it was planned without."""
+    """Given no inputs, the step is planned at its first call, within Trainer's autocast; with inputs it was
+    planned without.
+    """
     wanted = trained(made(), tmp_path / "plain", bf16=True)
     assert trained(deferred(made()), tmp_path / "planned", bf16=True) == pytest.approx(wanted, rel=2e-3)
     with pytest.raises(effcompile.EffcompileError, match="Give no inputs to"):
@@ -89,15 +107,27 @@ def test_trainers_mixed_precision_is_that_of_the_plain_model(tmp_path: Path) -> 
 def test_a_deferred_step_is_taken_for_its_model() -> None:
     model = made()
     step = deferred(model)
-    assert isinstance(step, hf.PreTrainedModel) and step.config is model.config and type(step).__name__ == "Deferred"
-    assert not isinstance(effcompile.optimize(model.eval()), hf.PreTrainedModel)  # its call returns no cache, whatever the model's does
+    assert (
+        isinstance(step, hf.PreTrainedModel)
+        and step.config is model.config
+        and type(step).__name__ == "Deferred"
+    )
+    # its call returns no cache, whatever the model's does
+    assert not isinstance(effcompile.optimize(model.eval()), hf.PreTrainedModel)
 
 
 def test_what_the_forward_reads_of_its_configuration_is_guarded_and_nothing_else() -> None:
-    """Trainer aligns tokens with its tokenizer, and save_pretrained() writes the dtype: GPT-2's forward reads neither."""
+    """Trainer aligns tokens with its tokenizer, and save_pretrained() writes the dtype: GPT-2's forward reads
+    neither.
+    """
     step = strict(made())
     wanted = step(**batch()).loss.item()
-    for name, value in {"dtype": "float32", "bos_token_id": 7, "pad_token_id": 3, "architectures": ["GPT2LMHeadModel"]}.items():
+    for name, value in {
+        "dtype": "float32",
+        "bos_token_id": 7,
+        "pad_token_id": 3,
+        "architectures": ["GPT2LMHeadModel"],
+    }.items():
         setattr(step.config, name, value)
         assert step(**batch()).loss.item() == wanted
     step.config.vocab_size = 16
@@ -110,20 +140,29 @@ def test_recording_leaves_a_configuration_as_it_was() -> None:
     kind, held = type(config), dict(vars(config))
     with recording(model, read):
         assert isinstance(config, kind) and type(config) is not kind and config.hidden_size == 16
-        assert read.may_read(config, "hidden_size", named=True) and read.may_read(config, "n_embd", named=False)  # one stands for the other
+        # one stands for the other
+        assert read.may_read(config, "hidden_size", named=True) and read.may_read(
+            config, "n_embd", named=False
+        )
         assert not read.may_read(config, "bos_token_id", named=True)
     assert type(config) is kind and vars(config) == held
     with recording(model, read):
         vars(config)
         config.to_dict()
-    assert read.may_read(config, "bos_token_id", named=True) and read.may_read(object(), "anything", named=True)
-    assert not read.may_read(config, "bos_token_id", named=False) and not read.may_read(object(), "anything", named=False)
+    assert read.may_read(config, "bos_token_id", named=True) and read.may_read(
+        object(), "anything", named=True
+    )
+    assert not read.may_read(config, "bos_token_id", named=False) and not read.may_read(
+        object(), "anything", named=False
+    )
 
 
 @pytest.mark.parametrize(("name", "value", "reads"), [("pad_token_id", 5, True), ("bos_token_id", 7, False)])
 def test_a_classifier_reads_where_its_rows_end(name: str, value: int, reads: bool) -> None:
     torch.manual_seed(0)
-    model = hf.GPT2ForSequenceClassification(hf.GPT2Config(**SETTINGS, **DROPOUTS, pad_token_id=0, num_labels=2)).train()
+    model = hf.GPT2ForSequenceClassification(
+        hf.GPT2Config(**SETTINGS, **DROPOUTS, pad_token_id=0, num_labels=2)
+    ).train()
     inputs = {"input_ids": batch()["input_ids"], "labels": torch.tensor([0, 1])}
     step = effcompile.optimize(model, inputs=inputs, mode="training", passes=["no-pointwise"])
     setattr(model.config, name, value)

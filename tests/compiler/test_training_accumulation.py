@@ -1,4 +1,6 @@
-"""Gradient accumulation in HuggingFace's Trainer: a planned model weighs every label as the plain model does."""
+"""Gradient accumulation in HuggingFace's Trainer: a planned model weighs every label as the plain
+model does.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +22,9 @@ PASSES = ["no-pointwise"]
 
 
 def optimize(model: nn.Module, batch: Batch, *passes: str, memory: int | None = None) -> TrainingExecutable:
-    return optimize_training(model, (), batch, goal=Goal(mode="training", memory=memory), passes=[*PASSES, *passes])
+    return optimize_training(
+        model, (), batch, goal=Goal(mode="training", memory=memory), passes=[*PASSES, *passes]
+    )
 
 
 def uneven(count: int = 8, length: int = 16) -> list[dict[str, torch.Tensor]]:
@@ -35,12 +39,14 @@ def uneven(count: int = 8, length: int = 16) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def trained(model: nn.Module, folder: Path, examples: list[Any], **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(
+    model: nn.Module, folder: Path, examples: list[Any], **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """(the losses that Trainer logs, the parameters it leaves)."""
     arguments = hf.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, learning_rate=0.05,
-        lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, seed=0, data_seed=0,
-        disable_tqdm=True, **options,
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
+        learning_rate=0.05, lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no",
+        use_cpu=True, seed=0, data_seed=0, disable_tqdm=True, **options,
     )  # fmt: skip
     trainer = hf.Trainer(model=model, args=arguments, train_dataset=examples, data_collator=_stacked)
     trainer.train()
@@ -64,7 +70,9 @@ def test_trainer_with_accumulation_and_uneven_labels_is_the_plain_trainer(way: s
     if way == "deferred":
         planned = effcompile.optimize(model, mode="training", passes=PASSES)
     else:
-        planned = optimize(model, _stacked(examples[:2]), *(["loss_head.chunks=2"] if "chunks" in way else []))
+        planned = optimize(
+            model, _stacked(examples[:2]), *(["loss_head.chunks=2"] if "chunks" in way else [])
+        )
     found, left = trained(planned, tmp_path, examples)
     assert found == pytest.approx(wanted, rel=1e-4)
     for name, value in parameters.items():
@@ -90,16 +98,24 @@ def test_a_number_of_items_in_every_form(items: Any) -> None:
     theirs = gradients(plain, lambda: plain(**batch, num_items_in_batch=number).loss)
     for name, gradient in theirs.items():
         other = ours[name]
-        assert gradient is not None and other is not None and torch.allclose(other, gradient, rtol=1e-4, atol=1e-7), name
+        assert (
+            gradient is not None
+            and other is not None
+            and torch.allclose(other, gradient, rtol=1e-4, atol=1e-7)
+        ), name
 
 
 def test_an_example_of_few_labels_tells_what_is_taken() -> None:
-    """The model is asked with a number of items that no example can have: with as many as it has, its loss is the plain mean."""
+    """The model is asked with a number of items that no example can have: with as many as it has, its loss is
+    the plain mean.
+    """
     model, examples = small()
     batch, plain = _stacked(examples[1:2]), twin(model)
     assert int((batch["labels"][:, 1:] >= 0).sum()) == 3
     planned = optimize(model, batch)
-    assert float(planned(**batch, num_items_in_batch=7).loss) == pytest.approx(float(plain(**batch, num_items_in_batch=7).loss), rel=1e-5)
+    assert float(planned(**batch, num_items_in_batch=7).loss) == pytest.approx(
+        float(plain(**batch, num_items_in_batch=7).loss), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("passes", [[], ["loss_head.chunks=2"]])

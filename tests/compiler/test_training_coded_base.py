@@ -1,4 +1,6 @@
-"""LoRA on a base that the plan holds as codes: gradients, memory, peft's files, and the plan carried out again."""
+"""LoRA on a base that the plan holds as codes: gradients, memory, peft's files, and the plan carried out
+again.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,13 @@ def llama() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=32, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        use_cache=False,
+        vocab_size=32, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(1, 32, (1, 4))
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
     return peft.get_peft_model(hf.LlamaForCausalLM(config), lora).train(), {"input_ids": ids, "labels": ids}
 
 
@@ -48,7 +52,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE)
 
 
-def planned(model: nn.Module, batch: Batch, budget: int | None, max_error: float = 0.03, **asked: Any) -> TrainingExecutable:
+def planned(
+    model: nn.Module, batch: Batch, budget: int | None, max_error: float = 0.03, **asked: Any
+) -> TrainingExecutable:
     goal = Goal(mode="training", memory=budget, max_error=max_error)
     return optimize_training(model, (), batch, goal=goal, **{"passes": PASSES, "optimizer": sgd, **asked})
 
@@ -132,13 +138,17 @@ def test_steps_and_evaluation_are_those_of_the_rounded_base() -> None:
     theirs = sgd([p for p in oracle.parameters() if p.requires_grad])
     assert had.made.optimizer is not None
     for _ in range(3):
-        assert step(had.made, had.batch, had.made.optimizer) == pytest.approx(step(oracle, had.batch, theirs), rel=1e-5)
+        assert step(had.made, had.batch, had.made.optimizer) == pytest.approx(
+            step(oracle, had.batch, theirs), rel=1e-5
+        )
     for (name, ours), wanted in zip(had.model.named_parameters(), oracle.parameters(), strict=True):
         if ours.requires_grad:
             torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6, msg=name)
     had.made.eval()
     with torch.no_grad():
-        torch.testing.assert_close(had.made(**had.batch).logits, oracle.eval()(**had.batch).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            had.made(**had.batch).logits, oracle.eval()(**had.batch).logits, rtol=1e-4, atol=1e-5
+        )
     had.made.train()
 
 
@@ -160,7 +170,9 @@ def test_a_copy_has_codes_and_what_reads_or_writes_the_weights_that_are_not_ther
     name = had.names[0]
     with pytest.raises(GuardError, match="held in int8"):
         twin.get_parameter(name).data = had.original.get_parameter(name).data
-    twin.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(had.original.get_parameter(name), requires_grad=False)
+    twin.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(
+        had.original.get_parameter(name), requires_grad=False
+    )
     with pytest.raises(GuardError, match="no longer held in int8"):
         twin(**had.batch)
 
@@ -169,10 +181,14 @@ def test_the_plan_is_carried_out_again_without_solving() -> None:
     had, (fresh, batch) = taken_up(), llama()
     plan = had.made.plan
     second = optimize_training(fresh, (), batch, goal=plan.goal, plan=plan, optimizer=sgd)
-    assert coded_names(fresh) == had.names and second.plan.checks[0].error == pytest.approx(plan.checks[0].error, rel=1e-3)
+    assert coded_names(fresh) == had.names and second.plan.checks[0].error == pytest.approx(
+        plan.checks[0].error, rel=1e-3
+    )
 
 
-def test_a_form_that_errs_more_than_is_allowed_when_it_is_run_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_that_errs_more_than_is_allowed_when_it_is_run_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = llama()
     monkeypatch.setattr(frozen, "rounding_of", lambda weights, form: 0.0)  # so that only running it shows
     with pytest.raises(InfeasibleError, match="the whole gradient's relative error was"):
@@ -184,4 +200,6 @@ def test_an_exact_goal_and_a_roomy_budget_leave_the_base_as_it_is() -> None:
     model, batch = llama()
     for asked in ({"max_error": 0.0}, {"max_error": 0.03}):
         made = planned(model, batch, None, **asked)  # type: ignore[arg-type]
-        assert not coded_names(model) and all(d.option == "as given" for d in made.plan.decisions if d.by == "frozen")
+        assert not coded_names(model) and all(
+            d.option == "as given" for d in made.plan.decisions if d.by == "frozen"
+        )

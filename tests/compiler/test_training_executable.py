@@ -31,9 +31,16 @@ def pair() -> tuple[nn.Module, Batch, TrainingExecutable]:
 
 def test_it_is_the_model_with_the_models_own_parts(pair: Any) -> None:
     model, _, executable = pair
-    assert isinstance(executable, Skips) and isinstance(executable, TrainingExecutable) and executable is not model
+    assert (
+        isinstance(executable, Skips)
+        and isinstance(executable, TrainingExecutable)
+        and executable is not model
+    )
     assert type(model) is Skips and "runner" not in vars(model) and type(executable).__name__ == "Skips"
-    for ours, theirs in ((executable.named_parameters(), model.named_parameters()), (executable.named_modules(), model.named_modules())):
+    for ours, theirs in (
+        (executable.named_parameters(), model.named_parameters()),
+        (executable.named_modules(), model.named_modules()),
+    ):
         left = dict(theirs)
         found = dict(ours)
         assert found.keys() == left.keys() and all(found[name] is left[name] for name in found if name)
@@ -85,7 +92,10 @@ def test_after_evaluation_it_trains_again(pair: Any) -> None:
     torch.manual_seed(2)
     found = executable(**batch)
     torch.manual_seed(2)
-    assert torch.equal(found, model(**batch)) and type(found.grad_fn).__name__ != type(model(**batch).grad_fn).__name__
+    assert (
+        torch.equal(found, model(**batch))
+        and type(found.grad_fn).__name__ != type(model(**batch).grad_fn).__name__
+    )
 
 
 def test_another_batch_size_is_refused_with_both_shapes(pair: Any) -> None:
@@ -97,7 +107,9 @@ def test_another_batch_size_is_refused_with_both_shapes(pair: Any) -> None:
 def test_a_deep_copy_is_planned_and_trains_apart(pair: Any) -> None:
     model, batch, executable = pair
     other = copy.deepcopy(executable)
-    assert isinstance(other, TrainingExecutable) and isinstance(other, Skips) and other.plan == executable.plan
+    assert (
+        isinstance(other, TrainingExecutable) and isinstance(other, Skips) and other.plan == executable.plan
+    )
     assert other.head.weight is not model.head.weight and torch.equal(other.head.weight, model.head.weight)
     torch.manual_seed(4)
     other(**batch).backward()
@@ -134,14 +146,21 @@ def test_an_optimized_language_model_returns_what_it_returned(tmp_path: Path) ->
     slim = optimize(model, batch)
     wanted = model(**batch)
     found = slim(**batch)
-    assert type(found) is type(wanted) and torch.equal(found.loss, wanted.loss) and found["loss"] is found.loss and found.logits is None
+    assert (
+        type(found) is type(wanted)
+        and torch.equal(found.loss, wanted.loss)
+        and found["loss"] is found.loss
+        and found.logits is None
+    )
     whole = optimize(model, batch, keep_outputs=True)(**batch)
     assert torch.equal(whole.logits, wanted.logits)
     slim.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
     with torch.no_grad():
-        assert slim.generate(batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 6)
+        assert slim.generate(
+            batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0
+        ).shape == (1, 6)
 
 
 def test_huggingfaces_trainer_trains_it(tmp_path: Path) -> None:
@@ -153,9 +172,14 @@ def test_huggingfaces_trainer_trains_it(tmp_path: Path) -> None:
     rows = [{name: value[i % 2] for name, value in batch.items()} for i in range(6)]
     for trained in (optimize(model, batch), eager):
         settings = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=1, save_strategy="no",
-            disable_tqdm=True, logging_strategy="no",
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            seed=1, save_strategy="no", disable_tqdm=True, logging_strategy="no",
         )  # fmt: skip
         transformers.Trainer(model=trained, args=settings, train_dataset=rows).train()
-    assert all(torch.allclose(p, eager.get_parameter(name), rtol=1e-4, atol=1e-6) for name, p in model.named_parameters())
-    assert not torch.equal(model.transformer.wte.weight, gpt2(layers=1, dropout=0.0)[0].transformer.wte.weight)
+    assert all(
+        torch.allclose(p, eager.get_parameter(name), rtol=1e-4, atol=1e-6)
+        for name, p in model.named_parameters()
+    )
+    assert not torch.equal(
+        model.transformer.wte.weight, gpt2(layers=1, dropout=0.0)[0].transformer.wte.weight
+    )

@@ -1,4 +1,6 @@
-"""The smallest budget of a training step is never above what eager PyTorch needs, and where activations dominate clearly below."""
+"""The smallest budget of a training step is never above what eager PyTorch needs, and where activations
+dominate clearly below.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,42 @@ from effcompile.planner.remat import BlockFront
 from effcompile.schedules.blocks import WHOLE
 
 VOCABULARY = 128
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-LLAMA = {**TEXT, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2}
-EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+LLAMA = {
+    **TEXT,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+GPT = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 1,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2LMHeadModel", GPT),
     "GPT-J": ("GPTJForCausalLM", {**GPT, "rotary_dim": 4}),
-    "MPT": ("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 128}),
+    "MPT": (
+        "MptForCausalLM",
+        {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 128},
+    ),
     "Llama": ("LlamaForCausalLM", LLAMA),
     "Mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen2-MoE": ("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS}),
@@ -38,7 +68,9 @@ def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def eager_peak(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    """The model, its inputs, and the highest running sum of what the profiler saw the allocator give out in a second step."""
+    """The model, its inputs, and the highest running sum of what the profiler saw the allocator give out in a
+    second step.
+    """
     tensors = [*model.parameters(), *model.buffers(), *batch.values()]
     resident = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
     model(**batch).loss.backward()
@@ -59,13 +91,24 @@ def test_the_smallest_budget_is_below_what_eager_needs(name: str, quick_training
     model, batch = built(name)
     peak = eager_peak(model, batch)
     with pytest.raises(InfeasibleError) as refused:
-        plan(model, batch, mode="training", memory=2**10, passes=["no-microbatch", "no-pointwise", "no-loss_head"], target="cpu-generic")
+        plan(
+            model,
+            batch,
+            mode="training",
+            memory=2**10,
+            passes=["no-microbatch", "no-pointwise", "no-loss_head"],
+            target="cpu-generic",
+        )
     assert refused.value.nearest["memory"] <= 0.8 * peak
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-def test_a_mixture_of_experts_trains_within_less_than_eager_needs(implementation: str, quick_training: Path) -> None:
-    """Loss and all gradients are compared with the model's own when it is planned; a second batch, of other experts, is compared here."""
+def test_a_mixture_of_experts_trains_within_less_than_eager_needs(
+    implementation: str, quick_training: Path
+) -> None:
+    """Loss and all gradients are compared with the model's own when it is planned; a second batch, of other
+    experts, is compared here.
+    """
     model, batch = built("Mixtral")
     model.set_experts_implementation(implementation)
     budget = int(0.8 * eager_peak(model, batch))
@@ -121,7 +164,9 @@ class Scan(nn.Module):
 
 
 def test_a_loop_over_tokens_needs_no_more_than_eager(quick_training: Path) -> None:
-    """Each part's gradient, padded to the whole, was added in a new tensor: the smallest budget was above eager's peak."""
+    """Each part's gradient, padded to the whole, was added in a new tensor: the smallest budget was above
+    eager's peak.
+    """
     torch.manual_seed(0)
     model, batch = Scan().train(), {"x": torch.randn(8, 24, 8)}
     peak = eager_peak(model, batch)
@@ -141,7 +186,9 @@ def test_a_loop_over_tokens_needs_no_more_than_eager(quick_training: Path) -> No
 
 
 class Powers(nn.Module):
-    """The derivative of each square is a value that autograd makes in the backward, and the joint graph beside the forward."""
+    """The derivative of each square is a value that autograd makes in the backward, and the joint graph
+    beside the forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,9 +201,15 @@ class Powers(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(loss=x.mean())
 
 
-def test_autograds_own_schedule_is_always_there(quick_training: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where blocks offer nothing but to keep everything, a step needs no more than eager's; and its plan can be applied again."""
-    alone = lambda self, block: BlockFront(options=(keeping_all(block),), found=1, complete=True, proven=True, solver="none", seconds=0.0)  # noqa: E731
+def test_autograds_own_schedule_is_always_there(
+    quick_training: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where blocks offer nothing but to keep everything, a step needs no more than eager's; and its plan can
+    be applied again.
+    """
+    alone = lambda self, block: BlockFront(  # noqa: E731
+        options=(keeping_all(block),), found=1, complete=True, proven=True, solver="none", seconds=0.0
+    )
     monkeypatch.setattr(Checkpoint, "front", alone)
     torch.manual_seed(0)
     model, batch = Powers().train(), {"x": torch.randn(64, 16)}

@@ -63,7 +63,9 @@ def test_a_folder_in_the_files_place_is_a_note(cache: Path) -> None:
     assert note and "could not be kept" in str(note)
 
 
-def test_figures_are_measured_once_and_then_taken_from_the_file(quick_training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_measured_once_and_then_taken_from_the_file(
+    quick_training: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = skips()
     request = {"goal": Goal(mode="training"), "passes": ["no-pointwise"]}
     optimize_training(model, (), batch, **request)
@@ -71,12 +73,17 @@ def test_figures_are_measured_once_and_then_taken_from_the_file(quick_training: 
     optimize_training(model, (), batch, **request)
 
 
-def test_a_cache_that_cannot_be_written_is_a_note(quick_training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_a_note(
+    quick_training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "file" / "cache"))
     model, batch = skips()
     plan = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["no-pointwise"]).plan
-    assert plan.checks[0].passed and sum("operator times could not be kept" in str(note) for note in plan.notes) == 1
+    assert (
+        plan.checks[0].passed
+        and sum("operator times could not be kept" in str(note) for note in plan.notes) == 1
+    )
 
 
 # ------------------------------------------------------------------ verification
@@ -105,7 +112,9 @@ def test_equal_steps_are_bit_identical() -> None:
         (result(w=[float("inf")]), result(w=[1.0]), "w"),
     ],
 )
-def test_a_difference_does_not_pass_and_is_named(found: verify.Result, wanted: verify.Result, where: str) -> None:
+def test_a_difference_does_not_pass_and_is_named(
+    found: verify.Result, wanted: verify.Result, where: str
+) -> None:
     check = verify.compare(found, wanted, None)
     assert not check.passed and str(check.note) == f"largest at {where}"
 

@@ -35,26 +35,42 @@ def machine(memory: float) -> Target:
 
 def planned(memory: float) -> Plan:
     model, batch = shape()
-    return effcompile.plan(model, batch, mode="training", target=machine(memory), optimizer=torch.optim.AdamW, passes=PASSES)
+    return effcompile.plan(
+        model, batch, mode="training", target=machine(memory), optimizer=torch.optim.AdamW, passes=PASSES
+    )
 
 
 def test_verdicts_follow_from_the_interval_and_name_the_instant() -> None:
     roomy = planned(1e9)
-    assert roomy.fit is not None and roomy.fit.verdict == "FITS" and roomy.fit.instant.startswith(("forward", "backward", "optimizer"))
+    assert (
+        roomy.fit is not None
+        and roomy.fit.verdict == "FITS"
+        and roomy.fit.instant.startswith(("forward", "backward", "optimizer"))
+    )
     error = model_error(machine(1))
     assert roomy.fit.low_bytes < (roomy.peak_bytes or 0) < roomy.fit.high_bytes <= roomy.fit.limit_bytes
     with pytest.raises(InfeasibleError, match=r"DOES NOT FIT: small has") as caught:
         planned(1000)
     least = caught.value.nearest["memory"]
     tight = planned(least * (1 + error) + 2)
-    assert tight.fit is not None and tight.fit.verdict == "FITS" and tight.fit.high_bytes <= tight.fit.limit_bytes
+    assert (
+        tight.fit is not None
+        and tight.fit.verdict == "FITS"
+        and tight.fit.high_bytes <= tight.fit.limit_bytes
+    )
     marginal = planned(least)
-    assert marginal.fit is not None and marginal.fit.verdict == "MARGINAL" and (marginal.peak_bytes or 0) <= least
+    assert (
+        marginal.fit is not None
+        and marginal.fit.verdict == "MARGINAL"
+        and (marginal.peak_bytes or 0) <= least
+    )
     with pytest.raises(InfeasibleError, match="MARGINAL: small has"):
         planned(least * (1 - error / 2))
 
 
-def test_what_the_allocator_finds_no_segments_for_does_not_simply_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_allocator_finds_no_segments_for_does_not_simply_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its bytes are there, with a tenth to spare; segments of 2 and 20 MiB for them are not."""
     peak = planned(1e9).peak_bytes or 0
     assert peak < 15e6
@@ -63,7 +79,9 @@ def test_what_the_allocator_finds_no_segments_for_does_not_simply_fit(monkeypatc
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     scattered = planned(2 * peak)
     assert scattered.fit is not None and scattered.fit.verdict == "MARGINAL"
-    assert any("does not find them" in str(note) and "expandable_segments" in str(note) for note in scattered.notes)
+    assert any(
+        "does not find them" in str(note) and "expandable_segments" in str(note) for note in scattered.notes
+    )
 
 
 def test_the_verdict_is_saved_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,12 +98,16 @@ def test_a_users_limit_counts_where_it_is_less() -> None:
 
 
 def test_gradients_that_do_not_fit_together_are_consumed_in_the_backward() -> None:
-    """What is asked of a machine that is not here is answered with every exact lever, and the plan says so."""
+    """What is asked of a machine that is not here is answered with every exact lever, and the
+    plan says so.
+    """
     model, batch = shape()
     asked = {"mode": "training", "optimizer": torch.optim.AdamW}
     passes = ["no-pointwise", "no-loss_head", "no-attention", "no-offload"]
     with pytest.raises(InfeasibleError) as caught:
-        effcompile.plan(model, batch, target=machine(1000), passes=[*passes, "states.in_backward=false"], **asked)
+        effcompile.plan(
+            model, batch, target=machine(1000), passes=[*passes, "states.in_backward=false"], **asked
+        )
     plan = effcompile.plan(model, batch, target=machine(0.96 * caught.value.needed), passes=passes, **asked)
     assert any(d.kind == "gradient" and d.option == "consumed in the backward" for d in plan.decisions)
     assert any("planned with --pass states.in_backward=true" in str(note) for note in plan.notes)

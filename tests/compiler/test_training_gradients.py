@@ -1,4 +1,6 @@
-"""Gradients of a planned step beyond its parameters': to its inputs, and through outputs that are returned for show."""
+"""Gradients of a planned step beyond its parameters': to its inputs, and through outputs that are returned
+for show.
+"""
 
 from typing import Any
 
@@ -14,7 +16,13 @@ from effcompile.core.goal import Goal
 pytestmark = pytest.mark.usefixtures("quick_training")
 
 
-def optimize(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Any = None, memory: int | None = None, **request: Any) -> Any:
+def optimize(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Any = None,
+    memory: int | None = None,
+    **request: Any,
+) -> Any:
     goal = Goal(mode="training", memory=memory, max_error=request.pop("max_error", None))
     return optimize_training(model, args, kwargs or {}, goal=goal, **{"passes": ["no-pointwise"], **request})
 
@@ -42,7 +50,10 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 def same_gradients(ours: nn.Module, theirs: nn.Module) -> bool:
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return all((a.grad is None) == (b.grad is None) and (a.grad is None or torch.allclose(a.grad, b.grad, atol=1e-6)) for a, b in pairs)
+    return all(
+        (a.grad is None) == (b.grad is None) and (a.grad is None or torch.allclose(a.grad, b.grad, atol=1e-6))
+        for a, b in pairs
+    )
 
 
 def test_an_input_that_requires_a_gradient_gets_it(net: Any) -> None:
@@ -67,7 +78,11 @@ def test_what_makes_an_input_is_trained_and_left_alone_by_planning(net: Any) -> 
             stepper.zero_grad()
             trained(behind(x), y).backward()
             stepper.step()
-    for a, b in zip((*encoder.parameters(), *model.parameters()), (*encoder_twin.parameters(), *eager.parameters()), strict=True):
+    for a, b in zip(
+        (*encoder.parameters(), *model.parameters()),
+        (*encoder_twin.parameters(), *eager.parameters()),
+        strict=True,
+    ):
         assert torch.equal(a, b)
 
 
@@ -90,7 +105,11 @@ def test_a_frozen_model_trains_what_is_before_it(net: Any) -> None:
     executable = optimize(model, (leaf(x), y))
     executable(ours, y).backward()
     model(theirs, y).backward()
-    assert ours.grad is not None and torch.equal(ours.grad, theirs.grad) and all(p.grad is None for p in model.parameters())
+    assert (
+        ours.grad is not None
+        and torch.equal(ours.grad, theirs.grad)
+        and all(p.grad is None for p in model.parameters())
+    )
 
 
 def test_soft_prompts_of_a_language_model_within_a_budget() -> None:
@@ -98,13 +117,19 @@ def test_soft_prompts_of_a_language_model_within_a_budget() -> None:
     passes = ["no-pointwise", "loss_head.chunks=4"]
     embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
     kwargs = {"inputs_embeds": leaf(embedded), "labels": batch["labels"]}
-    free = plan_training(model, (), kwargs, goal=Goal(mode="training"), passes=["no-pointwise", "no-loss_head"]).peak_bytes
+    free = plan_training(
+        model, (), kwargs, goal=Goal(mode="training"), passes=["no-pointwise", "no-loss_head"]
+    ).peak_bytes
     executable = optimize(model, kwargs=kwargs, memory=free * 19 // 20, passes=passes)
     assert executable.plan.measured.peak_bytes <= free * 19 // 20
     eager, ours, theirs = twin(model), leaf(embedded), leaf(embedded)
     executable(inputs_embeds=ours, labels=batch["labels"]).loss.backward()
     eager(inputs_embeds=theirs, labels=batch["labels"]).loss.backward()
-    assert ours.grad is not None and theirs.grad is not None and torch.allclose(ours.grad, theirs.grad, atol=1e-7, rtol=1e-4)
+    assert (
+        ours.grad is not None
+        and theirs.grad is not None
+        and torch.allclose(ours.grad, theirs.grad, atol=1e-7, rtol=1e-4)
+    )
     assert "inputs_embeds [2 × 16 × 32] float32, with its gradient" in executable.plan.inputs
 
 
@@ -121,12 +146,16 @@ def test_an_input_and_a_parameter_of_one_name_are_two() -> None:
     executable, ours = optimize(model, (leaf(given),)), leaf(given)
     executable(ours).backward()
     assert ours.grad is not None and model.x.grad is not None
-    assert torch.allclose(ours.grad, 2 * given * model.x.detach() ** 2) and torch.allclose(model.x.grad, 2 * model.x.detach() * given**2)
+    assert torch.allclose(ours.grad, 2 * given * model.x.detach() ** 2) and torch.allclose(
+        model.x.grad, 2 * model.x.detach() * given**2
+    )
 
 
 def test_a_gradient_in_16_bits_arrives_in_the_inputs_own_dtype(net: Any) -> None:
     model, x, y = net
-    executable = optimize(model, (leaf(x), y), max_error=0.1, passes=["no-pointwise", "precision.always=true"])
+    executable = optimize(
+        model, (leaf(x), y), max_error=0.1, passes=["no-pointwise", "precision.always=true"]
+    )
     ours, theirs = leaf(x), leaf(x)
     executable(ours, y).backward()
     twin(model)(theirs, y).backward()
@@ -144,14 +173,21 @@ class Auxiliary(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = torch.tanh(self.body(x))
         logits = self.head(hidden)
-        return {"loss": nn.functional.cross_entropy(logits, y), "aux": hidden.square().mean(), "logits": logits, "best": logits.argmax(-1)}
+        return {
+            "loss": nn.functional.cross_entropy(logits, y),
+            "aux": hidden.square().mean(),
+            "logits": logits,
+            "best": logits.argmax(-1),
+        }
 
 
 def test_outputs_for_show_say_so_when_they_are_differentiated(net: Any) -> None:
     _, x, y = net
     executable: TrainingExecutable = optimize(Auxiliary(), (x, y), keep_outputs=True)
     output = executable(x, y)
-    with pytest.raises(InputsError, match=r"A gradient arrived at aux, .* outputs.loss \+ .* or take aux.detach"):
+    with pytest.raises(
+        InputsError, match=r"A gradient arrived at aux, .* outputs.loss \+ .* or take aux.detach"
+    ):
         (output["loss"] + output["aux"]).backward()
     with pytest.raises(InputsError, match="A gradient arrived at logits"):
         executable(x, y)["logits"].sum().backward()
@@ -165,12 +201,16 @@ def test_an_auxiliary_loss_within_the_loss_is_trained(net: Any) -> None:
     _, x, y = net
     model = Auxiliary()
     eager = twin(model)
-    executable = optimize(model, (x, y), keep_outputs=True, loss=lambda outputs, inputs: outputs["loss"] + outputs["aux"])
+    executable = optimize(
+        model, (x, y), keep_outputs=True, loss=lambda outputs, inputs: outputs["loss"] + outputs["aux"]
+    )
     loss, outputs = executable(x, y)
     loss.backward()
     theirs = eager(x, y)
     (theirs["loss"] + theirs["aux"]).backward()
-    assert same_gradients(executable, eager) and torch.equal(outputs["logits"].detach(), theirs["logits"].detach())
+    assert same_gradients(executable, eager) and torch.equal(
+        outputs["logits"].detach(), theirs["logits"].detach()
+    )
 
 
 def test_functional_call_with_other_parameters_is_right(net: Any) -> None:
@@ -197,7 +237,10 @@ def test_transforms_of_torch_func_are_refused_in_words(net: Any) -> None:
 
 def test_a_frozen_parameter_is_not_updated_in_the_backward(net: Any) -> None:
     model, x, y = net
-    request = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "passes": ["no-pointwise", "states.in_backward=true"]}
+    request = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "passes": ["no-pointwise", "states.in_backward=true"],
+    }
     front = frontier_training(model, (x, y), {}, goal=Goal(mode="training"), **request)
     executable = optimize(model, (x, y), memory=front[0].peak_bytes, **request)
     assert executable.runner.consumed
@@ -209,12 +252,16 @@ def test_a_frozen_parameter_is_not_updated_in_the_backward(net: Any) -> None:
 def test_a_gradient_that_the_backward_has_consumed_cannot_be_clipped_or_read(net: Any) -> None:
     model, x, y = net
     eager = twin(model)
-    request = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "passes": ["no-pointwise", "states.in_backward=true"]}
+    request = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "passes": ["no-pointwise", "states.in_backward=true"],
+    }
     front = frontier_training(model, (x, y), {}, goal=Goal(mode="training"), **request)
     executable = optimize(model, (x, y), memory=front[0].peak_bytes, **request)
     executable(x, y).backward()
     for read in (
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),  # of no gradients at all it says 0 and clips nothing
+        # of no gradients at all it says 0 and clips nothing
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
         lambda: sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None),
         lambda: torch.stack([p.grad for p in model.head.parameters()]),
@@ -230,7 +277,9 @@ def test_a_gradient_that_the_backward_has_consumed_cannot_be_clipped_or_read(net
         eager(x, y).backward()
         theirs.step()
         theirs.zero_grad()
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), eager.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("passes", [["no-pointwise"], ["no-pointwise", "microbatch.count=2"]])

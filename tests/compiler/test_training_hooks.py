@@ -1,4 +1,6 @@
-"""Hooks that the outermost module has before its step is planned run once a call, around the planned step, as they do around the model."""
+"""Hooks that the outermost module has before its step is planned run once a call, around the planned step, as
+they do around the model.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def shifts(model: nn.Module, calls: list[str]) -> None:
 def names(model: nn.Module, calls: list[str]) -> None:
     """Another keyword than the caller gave, of another shape."""
 
-    def hook(module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         calls.append("pre")
         return (), {"x": args[0][:2], "scale": 3.0}
 
@@ -82,4 +86,6 @@ def test_a_hook_beside_a_loss_function_is_refused() -> None:
     model, x = nn.Linear(16, 4), torch.randn(4, 16)
     doubles(model, [])
     with pytest.raises(InputsError, match="forward hook"):
-        effcompile.optimize(model, inputs=(x,), mode="training", loss=lambda outputs, inputs: outputs.square().mean())
+        effcompile.optimize(
+            model, inputs=(x,), mode="training", loss=lambda outputs, inputs: outputs.square().mean()
+        )

@@ -1,4 +1,6 @@
-"""A step that is interrupted or killed while values lie in the mapped pool: no file stays, and the pool's bytes come back."""
+"""A step that is interrupted or killed while values lie in the mapped pool: no file stays, and the pool's
+bytes come back.
+"""
 
 import signal
 import subprocess
@@ -21,11 +23,13 @@ timing.PATIENCE, confirm._TIMING_SECONDS, checkpoint.SECONDS_PER_BLOCK = 0.02, 0
 folder, model = sys.argv[1], gpt2(layers=1, n_positions=64)[0]
 ids = torch.randint(1, 96, (4, 48))
 batch = {"input_ids": ids, "labels": ids}
-passes = ["no-pointwise", "no-loss_head", "checkpoint.groups=false", f"offload.folder={folder}", "offload.bandwidth=500GB"]
+passes = ["no-pointwise", "no-loss_head", "checkpoint.groups=false"]
+passes += [f"offload.folder={folder}", "offload.bandwidth=500GB"]
 budget = None
 for _ in range(2):  # the least that is feasible, where values have to go to the host
     try:
-        planned = optimize_training(model, (), batch, goal=Goal(mode="training", memory=budget or 1), passes=passes)
+        goal = Goal(mode="training", memory=budget or 1)
+        planned = optimize_training(model, (), batch, goal=goal, passes=passes)
     except Exception as error:
         budget = int(error.nearest["memory"])
 pool, fetched = offload.host_pool(folder), offload.Slot.release
@@ -60,7 +64,9 @@ step()
 def test_no_stray_files_and_a_pool_that_works_on(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
     code = f"import sys; sys.path.insert(0, {str(tests)!r})\n{STEP}"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=900
+    )
     assert done.stdout.splitlines() == ["interrupted with True", "left 0 True []"], done.stderr
     assert done.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []

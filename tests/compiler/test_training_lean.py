@@ -1,4 +1,6 @@
-"""A step whose original does not fit: the model's own step run leanly gives the same loss and gradients, and nothing is held twice."""
+"""A step whose original does not fit: the model's own step run leanly gives the same loss and gradients, and
+nothing is held twice.
+"""
 
 from typing import Any
 
@@ -25,11 +27,20 @@ PLENTY = Room(device="cpu", allowed=float("inf"))
 @pytest.mark.parametrize(
     "value",
     [
-        torch.randn(3, 4), torch.randn(3, 4).t(), torch.randn(4, 1).expand(4, 5), torch.randn(6, 8)[:, 2:5], torch.tensor(2.5),
-        torch.randn(0, 3), torch.arange(5), torch.randn(7).bfloat16(), torch.tensor([True, False]), torch.randn(3, dtype=torch.complex64),
-        torch.randn(5, requires_grad=True), torch.eye(3).to_sparse(),
+        torch.randn(3, 4),
+        torch.randn(3, 4).t(),
+        torch.randn(4, 1).expand(4, 5),
+        torch.randn(6, 8)[:, 2:5],
+        torch.tensor(2.5),
+        torch.randn(0, 3),
+        torch.arange(5),
+        torch.randn(7).bfloat16(),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.complex64),
+        torch.randn(5, requires_grad=True),
+        torch.eye(3).to_sparse(),
     ],
-)  # fmt: skip
+)
 def test_what_is_put_aside_comes_back_as_it_was(value: torch.Tensor) -> None:
     spool = Spool()
     spool.put("before", torch.randn(3))
@@ -37,7 +48,9 @@ def test_what_is_put_aside_comes_back_as_it_was(value: torch.Tensor) -> None:
     spool.put("after", torch.ones(2))
     again = spool["x"]
     assert again is not None and again.dtype == value.dtype and again.shape == value.shape
-    assert torch.equal(again.to_dense() if again.is_sparse else again, value.to_dense() if value.is_sparse else value)
+    assert torch.equal(
+        again.to_dense() if again.is_sparse else again, value.to_dense() if value.is_sparse else value
+    )
     assert torch.equal(spool["after"], torch.ones(2))  # type: ignore[arg-type]
 
 
@@ -85,12 +98,19 @@ def test_a_lean_step_is_the_models_own(make: Any) -> None:
     check = verify.compare(found, wanted, None)
     assert check.passed and check.error < 1e-6
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert found.peak_bytes is not None and wanted.peak_bytes is not None and found.peak_bytes < 0.9 * wanted.peak_bytes
+    assert (
+        found.peak_bytes is not None
+        and wanted.peak_bytes is not None
+        and found.peak_bytes < 0.9 * wanted.peak_bytes
+    )
 
 
 def test_a_lean_step_stops_where_there_is_no_room() -> None:
     model, batch = skips()
-    with pytest.raises(NoRoomError, match="reached"), lean(model, {}, Spool(), Room(device="cpu", allowed=1.0)):
+    with (
+        pytest.raises(NoRoomError, match="reached"),
+        lean(model, {}, Spool(), Room(device="cpu", allowed=1.0)),
+    ):
         verify.run(lambda: model(**batch), model)
     assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
@@ -109,7 +129,8 @@ def test_what_the_process_held_before_is_the_users(monkeypatch: pytest.MonkeyPat
         assert room.allowed == (2.5 + 1 + 3.5) * (1 << 30)
         refused = room.refusal(3 << 30, 4 << 30)
         assert refused is not None and refused.startswith(
-            "needs 4.00 GiB, about 3.00 GiB of it beside what is resident, where planning within this budget may take 2.00 GiB"
+            "needs 4.00 GiB, about 3.00 GiB of it beside what is resident, where planning within this "
+            "budget may take 2.00 GiB"
         )
         assert room.refusal(1 << 30, 1 << 30) is None
     assert Room.of("cpu", 1 << 30, 2 << 30).refusal(1, 1) is not None
@@ -127,10 +148,16 @@ def test_a_plan_whose_original_does_not_fit_is_verified_all_the_same(make: Any) 
     model, batch = make()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint", "states"], optimizer=sgd)
+    planned = optimize_training(
+        model, (), batch, goal=Goal(mode="training"), passes=["checkpoint", "states"], optimizer=sgd
+    )
     names = [check.name for check in planned.plan.checks]
     assert names[0] == "loss and all gradients, as eager" and planned.plan.checks[0].error < 1e-6
-    assert planned.plan.measured_baseline is None and planned.plan.measured is not None and planned.plan.measured.seconds
+    assert (
+        planned.plan.measured_baseline is None
+        and planned.plan.measured is not None
+        and planned.plan.measured.seconds
+    )
     assert Unmeasured(because="needs 19 GiB") in planned.plan.notes
     assert planned.plan.measured.peak_bytes == planned.plan.predicted.peak_bytes
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
@@ -158,13 +185,16 @@ def test_where_not_even_a_lean_run_fits_the_plan_says_so(monkeypatch: pytest.Mon
     planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint"])
     assert not planned.plan.checks
     assert any(
-        str(note).startswith("not compared with the unplanned step: needs 19 GiB; run leanly it reached") for note in planned.plan.notes
+        str(note).startswith("not compared with the unplanned step: needs 19 GiB; run leanly it reached")
+        for note in planned.plan.notes
     )
 
 
 @pytest.mark.usefixtures("quick_training")
 @pytest.mark.parametrize("narrow", [True, False])
-def test_an_original_that_takes_too_long_is_run_leanly_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, narrow: bool) -> None:
+def test_an_original_that_takes_too_long_is_run_leanly_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, narrow: bool
+) -> None:
     monkeypatch.setattr(confirm, "_PATIENT", 0.0)
     monkeypatch.setattr(confirm, "products_in_fp32", lambda model: narrow)
     model, batch = skips()

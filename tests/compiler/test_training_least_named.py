@@ -1,4 +1,6 @@
-"""A budget that was named as feasible can be planned: when prices are taken anew, and when running takes more than was simulated."""
+"""A budget that was named as feasible can be planned: when prices are taken anew, and when running takes more
+than was simulated.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,19 @@ def least(model: nn.Module) -> int:
     return refused.value.needed
 
 
-def test_prices_taken_anew_do_not_take_the_named_budget_back(quick_training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the step was run within it, blocks whose search ends early at other prices are no reason that it is not feasible."""
+def test_prices_taken_anew_do_not_take_the_named_budget_back(
+    quick_training: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the step was run within it, blocks whose search ends early at other prices are no reason that it
+    is not feasible.
+    """
     model = Deep()
     named = least(model)
 
     def early(self: Checkpoint, block: Block) -> BlockFront:
-        return BlockFront(options=(keeping_all(block),), found=1, complete=False, proven=False, solver="", seconds=0.0)
+        return BlockFront(
+            options=(keeping_all(block),), found=1, complete=False, proven=False, solver="", seconds=0.0
+        )
 
     prepare = attempt.Attempt._prepare
 
@@ -72,7 +80,9 @@ def test_prices_taken_anew_do_not_take_the_named_budget_back(quick_training: Pat
 
 
 def test_an_operator_that_is_timed_again_keeps_its_bytes() -> None:
-    """A step that is cut meanwhile, or a kernel whose bytes are seen once in a while, is not simulated with fewer than were seen."""
+    """A step that is cut meanwhile, or a kernel whose bytes are seen once in a while, is not simulated with
+    fewer than were seen.
+    """
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.zeros(8)
@@ -87,8 +97,12 @@ def test_an_operator_that_is_timed_again_keeps_its_bytes() -> None:
     assert figures.seconds(node) < 600
 
 
-def test_what_running_took_beside_is_part_of_the_budget_that_is_named_then(quick_training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator's kernel may take more than it took at made-up values: the next budget that is named has it."""
+def test_what_running_took_beside_is_part_of_the_budget_that_is_named_then(
+    quick_training: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator's kernel may take more than it took at made-up values: the next budget that is named has
+    it.
+    """
     model, beside = Deep(), 4096
     named, verified = least(model), attempt.verified
 

@@ -1,4 +1,6 @@
-"""The table of levers: each alone, the best pair, and the plan, at one budget; true, and none better than the plan."""
+"""The table of levers: each alone, the best pair, and the plan, at one budget; true, and none better than the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ BUDGET = 520_000  # about three times the parameters: with Adam's states on the 
 def planned(memory: int, *more: str, passes: list[str] = PASSES) -> Plan:
     model, batch = gpt2(layers=2, n_positions=64, vocab_size=512)
     goal, optimizer = Goal(mode="training", memory=memory), torch.optim.AdamW
-    return plan_training(model, (), batch, goal=goal, target="cpu-generic", optimizer=optimizer, passes=[*passes, *more])
+    return plan_training(
+        model, (), batch, goal=goal, target="cpu-generic", optimizer=optimizer, passes=[*passes, *more]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,9 @@ def test_each_lever_alone_is_told_and_none_is_better_than_all(plan: Plan) -> Non
     limit: Any = plan.goal.memory
     for row in (none, periodic, *alone, pair):
         assert row.seconds is not None or row.peak_bytes > limit
-        assert row.seconds is None or (row.peak_bytes <= limit and joint.seconds <= row.seconds + 0.0101 * joint.seconds)
+        assert row.seconds is None or (
+            row.peak_bytes <= limit and joint.seconds <= row.seconds + 0.0101 * joint.seconds
+        )
     assert rows(plan)[("optimizer states",)].peak_bytes < none.peak_bytes
 
 
@@ -76,13 +82,25 @@ def test_a_lever_alone_is_what_a_plan_with_it_alone_reaches(plan: Plan) -> None:
     alone = rows(plan)[("recompute",)]
     assert alone.seconds is None
     with pytest.raises(InfeasibleError) as refused:
-        planned(limit, passes=["no-pointwise", "no-loss_head", "no-attention", "states.offload=false", "states.in_backward=false"])
+        planned(
+            limit,
+            passes=[
+                "no-pointwise",
+                "no-loss_head",
+                "no-attention",
+                "states.offload=false",
+                "states.in_backward=false",
+            ],
+        )
     assert alone.peak_bytes == refused.value.nearest["memory"]
 
 
 def test_pairs_that_are_not_looked_at_are_told() -> None:
     model, batch = gpt2(layers=1, vocab_size=512)
-    figures, levers = OperatorCosts(target=load_target("cpu-generic"), here=False), Levers(values=(Offload(bandwidth="40GB"),))
+    figures, levers = (
+        OperatorCosts(target=load_target("cpu-generic"), here=False),
+        Levers(values=(Offload(bandwidth="40GB"),)),
+    )
     step = capture_training(model, (), batch)
     found = prepare(step, forms_of(step, LossHeads(chunks=2))[0], Checkpoint(), figures, levers=levers)
     subsets = Subsets(found=[found], levers=levers, figures=figures)
@@ -96,7 +114,9 @@ def test_pairs_that_are_not_looked_at_are_told() -> None:
 
 
 def test_whole_blocks_at_a_fixed_period_cost_their_forwards_and_hold_their_inputs() -> None:
-    """Against the step emitted by hand: of every k-th block all operators run again, and its input alone is kept."""
+    """Against the step emitted by hand: of every k-th block all operators run again, and its input alone is
+    kept.
+    """
     model, batch = gpt2(layers=4)
     figures = OperatorCosts(target=load_target("cpu-generic"), here=False)
     step = capture_training(model, (), batch)
@@ -110,9 +130,12 @@ def test_whole_blocks_at_a_fixed_period_cost_their_forwards_and_hold_their_input
         assert chosen is not None
         for block, option in zip(cut.blocks, chosen, strict=True):
             remade = block in layers and layers.index(block) in names
-            assert bool(option.recomputed) == remade and (option.kept <= set(block.problem.entering) or not remade)
+            assert bool(option.recomputed) == remade and (
+                option.kept <= set(block.problem.entering) or not remade
+            )
         again = sum(op.seconds for i in names for op in layers[i].problem.forward)
-        assert 0.5 * again < sum(option.seconds for option in chosen) <= again  # what only the forward reads is not made again
+        # what only the forward reads is not made again
+        assert 0.5 * again < sum(option.seconds for option in chosen) <= again
         kept = [carried_out(cut, options, ())[1].saved_bytes for options in (chosen, free)]
         assert kept[0] < kept[1]
 

@@ -1,4 +1,6 @@
-"""A step within its budget by recomputing, offloading and compressing together: exact where it says so, measured where not."""
+"""A step within its budget by recomputing, offloading and compressing together: exact where it says so,
+measured where not.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ def llama() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        use_cache=False, attention_dropout=0.1,
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False, attention_dropout=0.1,
     )  # fmt: skip
     ids = torch.randint(1, 96, (4, 32))
     return hf.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
@@ -103,7 +105,9 @@ def host_bytes(plan: Plan) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["gpt2"])
-def test_offload_keeps_the_budget_bit_by_bit_and_the_pool_as_planned(made: Any, name: str, tmp_path: Path) -> None:
+def test_offload_keeps_the_budget_bit_by_bit_and_the_pool_as_planned(
+    made: Any, name: str, tmp_path: Path
+) -> None:
     model, batch = made[name]
     alone, joint, most = least(model, batch, OFFLOAD[:2]), least(model, batch, OFFLOAD), whole(model, batch)
     assert joint < alone < most
@@ -118,7 +122,9 @@ def test_offload_keeps_the_budget_bit_by_bit_and_the_pool_as_planned(made: Any, 
         assert differing(measured(lambda: executable(**batch).loss, model, 0)[0], eager(model, batch)) == []  # noqa: B023
         assert host_pool().in_use == 0
     plan.save(tmp_path / "plan.json")
-    again = optimize_training(model, (), batch, goal=goal(), plan=Plan.load(tmp_path / "plan.json"), passes=OFFLOAD[:2])
+    again = optimize_training(
+        model, (), batch, goal=goal(), plan=Plan.load(tmp_path / "plan.json"), passes=OFFLOAD[:2]
+    )
     assert again.plan.measured.peak_bytes == plan.measured.peak_bytes
     assert host_bytes(again.plan)[-1] == used
 
@@ -165,7 +171,11 @@ class Tower(nn.Module):
 
 def test_masks_as_bits_take_less_time_than_drawing_them_again_bit_by_bit(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, batch, passes = Tower().train(), {"x": torch.randn(1024, 128)}, [*OFFLOAD[:2], "checkpoint.groups=false"]
+    model, batch, passes = (
+        Tower().train(),
+        {"x": torch.randn(1024, 128)},
+        [*OFFLOAD[:2], "checkpoint.groups=false"],
+    )
     memory = whole(model, batch) - 4 * 1024 * 128
     alone = plan_training(model, (), batch, goal=goal(memory), passes=passes)
     executable = optimize_training(model, (), batch, goal=goal(memory), passes=[*passes, "bitmask"])
@@ -173,17 +183,23 @@ def test_masks_as_bits_take_less_time_than_drawing_them_again_bit_by_bit(tmp_pat
     assert max(plan.measured.peak_bytes, plan.predicted.peak_bytes) <= memory
     assert plan.predicted.seconds < alone.predicted.seconds
     packed = [d for d in plan.decisions if d.by == "bitmask"]
-    assert packed and all(d.kind == "bitmask" and words(d.why) == "as bits between forward and backward, exact" for d in packed)
+    assert packed and all(
+        d.kind == "bitmask" and words(d.why) == "as bits between forward and backward, exact" for d in packed
+    )
     assert all(d.cost.bytes_kept * 8 == d.baseline_cost.bytes_kept for d in packed)
     assert differing(measured(lambda: executable(**batch), model, 0)[0], eager(model, batch)) == []
     plan.save(tmp_path / "plan.json")
-    again = optimize_training(model, (), batch, goal=goal(), plan=Plan.load(tmp_path / "plan.json"), passes=passes)
+    again = optimize_training(
+        model, (), batch, goal=goal(), plan=Plan.load(tmp_path / "plan.json"), passes=passes
+    )
     assert again.plan.measured.peak_bytes == plan.measured.peak_bytes
 
 
 @pytest.fixture
 def quick_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing costs nothing: on values this small its calls cost more than all operators, and it is never chosen."""
+    """Packing costs nothing: on values this small its calls cost more than all operators, and it is never
+    chosen.
+    """
     free = Rates(out=1e-9, back=1e-9, pack=dict.fromkeys(("compress", "compress4", "compress2"), 1e-15))
     monkeypatch.setattr(Levers, "rates", lambda *_, **__: free)
 
@@ -204,7 +220,9 @@ def test_compression_is_measured_and_its_cosine_told(made: Any, name: str) -> No
 
 @pytest.mark.usefixtures("quick_packing")
 def test_the_error_of_fewer_bits_is_measured_and_limited(made: Any) -> None:
-    """Against eager's gradients: 2 bits are further from them than 4, and where the goal does not allow what 2 make, 4 are taken."""
+    """Against eager's gradients: 2 bits are further from them than 4, and where the goal does not allow what
+    2 make, 4 are taken.
+    """
     model, batch = made["llama"]
     base = [*OFFLOAD[:2], "no-precision", "compress.share=0.0"]
     errors = {}
@@ -213,41 +231,69 @@ def test_the_error_of_fewer_bits_is_measured_and_limited(made: Any) -> None:
         memory = least(model, batch, passes, max_error=0.9)
         plan = optimize_training(model, (), batch, goal=goal(memory, max_error=0.9), passes=passes).plan
         assert plan.met and {d.kind for d in plan.decisions if d.by == "compress"} == {f"compress{bits}"}
-        assert all(words(d.why) == f"in {bits} bits between forward and backward" for d in plan.decisions if d.by == "compress")
+        assert all(
+            words(d.why) == f"in {bits} bits between forward and backward"
+            for d in plan.decisions
+            if d.by == "compress"
+        )
         assert abs(plan.predicted.peak_bytes - plan.measured.peak_bytes) <= 0.02 * plan.measured.peak_bytes
         errors[bits] = plan.checks[0].error
     assert 0.001 < errors[4] < errors[2] < 0.9
     allowed, memory = errors[4] / 100, whole(model, batch) * 9 // 10
-    plan = optimize_training(model, (), batch, goal=goal(memory, max_error=allowed), passes=[*base, "compress.bits=4,2"]).plan
+    plan = optimize_training(
+        model, (), batch, goal=goal(memory, max_error=allowed), passes=[*base, "compress.bits=4,2"]
+    ).plan
     assert plan.checks[0].passed and plan.checks[0].error <= allowed
-    assert any("nothing is compressed to 2 bits: the whole gradient's relative error was" in str(note) for note in plan.notes)
+    assert any(
+        "nothing is compressed to 2 bits: the whole gradient's relative error was" in str(note)
+        for note in plan.notes
+    )
 
 
 def test_the_fewest_bits_of_a_plan_are_given_up_first(made: Any) -> None:
     model, batch = made["gpt2"]
     case = Case(step=capture_training(model, (), batch))
-    plan = plan_training(model, (), batch, goal=goal(), target="cpu-generic", passes=[*OFFLOAD[:2], "checkpoint"])
+    plan = plan_training(
+        model, (), batch, goal=goal(), target="cpu-generic", passes=[*OFFLOAD[:2], "checkpoint"]
+    )
     first, *rest = plan.decisions
-    for kinds, refused in ((["compress", "compress2+offload"], "compress2"), (["compress4", "compress"], "compress4"), (["offload"], None)):
+    for kinds, refused in (
+        (["compress", "compress2+offload"], "compress2"),
+        (["compress4", "compress"], "compress4"),
+        (["offload"], None),
+    ):
         changed = plan.with_changes(decisions=(*(replace(first, kind=kind) for kind in kinds), *rest))
         error = too_coarse(case, changed, "said")
         assert refused == (error and error.option) and (error is None or error.kind == "compress")
-    request = Request(goal=goal(max_error=0.1), target="cpu-generic", passes=["compress.bits=8,2", "no-precision"])
+    request = Request(
+        goal=goal(max_error=0.1), target="cpu-generic", passes=["compress.bits=8,2", "no-precision"]
+    )
     work = make_work(Task(model=model, args=(), kwargs=batch, request=request))
-    work = work.without(RefutedError("too much", kind="compress", option="compress2", said="nothing is compressed to 2 bits"))
-    assert work.passes.levers.names == ("recompute", "compress") and "nothing is compressed to 2 bits: too much" in map(str, work.notes)
-    gone = work.without(RefutedError("too much", kind="compress", option="compress", said="nothing is compressed"))
+    work = work.without(
+        RefutedError("too much", kind="compress", option="compress2", said="nothing is compressed to 2 bits")
+    )
+    assert work.passes.levers.names == (
+        "recompute",
+        "compress",
+    ) and "nothing is compressed to 2 bits: too much" in map(str, work.notes)
+    gone = work.without(
+        RefutedError("too much", kind="compress", option="compress", said="nothing is compressed")
+    )
     assert gone.passes.levers.names == ("recompute",)
 
 
 @pytest.mark.usefixtures("quick_packing")
-def test_compression_that_changes_too_much_is_left_out_and_told(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compression_that_changes_too_much_is_left_out_and_told(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = made["gpt2"]
     passes = [*OFFLOAD[:2], "no-precision", "compress", "compress.share=0.0"]
     memory = whole(model, batch) * 9 // 10
     plan = optimize_training(model, (), batch, goal=goal(memory, max_error=1e-7), passes=passes).plan
     assert plan.checks[0].passed
-    assert any("nothing is compressed: the whole gradient's relative error was" in str(note) for note in plan.notes)
+    assert any(
+        "nothing is compressed: the whole gradient's relative error was" in str(note) for note in plan.notes
+    )
     assert not any(d.kind == "compress" for d in plan.decisions)
     real = training_cases.schedule
 
@@ -263,7 +309,9 @@ def test_compression_that_changes_too_much_is_left_out_and_told(made: Any, monke
 
 def test_compression_is_not_proposed_for_an_exact_goal(made: Any) -> None:
     model, batch = made["gpt2"]
-    plan = plan_training(model, (), batch, goal=goal(least(model, batch, OFFLOAD[:2])), passes=[*OFFLOAD[:2], "compress"])
+    plan = plan_training(
+        model, (), batch, goal=goal(least(model, batch, OFFLOAD[:2])), passes=[*OFFLOAD[:2], "compress"]
+    )
     assert any("compress is not proposed" in str(note) for note in plan.notes)
     assert not any(d.kind == "compress" for d in plan.decisions)
 
@@ -315,10 +363,19 @@ def test_a_link_that_carries_nothing_is_refused() -> None:
 def test_a_target_with_a_link_offloads_without_being_asked(made: Any) -> None:
     model, batch = made["gpt2"]
     memory = whole(model, batch) * 8 // 10
-    plan = plan_training(model, (), batch, goal=goal(memory), target="h100-sxm", passes=["no-pointwise", "no-loss_head"])
+    plan = plan_training(
+        model, (), batch, goal=goal(memory), target="h100-sxm", passes=["no-pointwise", "no-loss_head"]
+    )
     assert (plan.predicted.peak_bytes or 0) <= memory
     assert plan.certificate.alternatives > 0
-    alone = plan_training(model, (), batch, goal=goal(memory), target="h100-sxm", passes=["no-offload", "no-pointwise", "no-loss_head"])
+    alone = plan_training(
+        model,
+        (),
+        batch,
+        goal=goal(memory),
+        target="h100-sxm",
+        passes=["no-offload", "no-pointwise", "no-loss_head"],
+    )
     assert not any(d.kind == "offload" for d in alone.decisions)
     assert plan.predicted.seconds <= alone.predicted.seconds * 1.011
 
@@ -327,11 +384,15 @@ def test_a_target_with_a_link_offloads_without_being_asked(made: Any) -> None:
 def test_room_on_the_host_that_no_choice_fills_is_no_limit(made: Any, recompute: bool) -> None:
     """Where copies hide in the compute, to offload costs nothing, and no option without it may be left."""
     model, batch = made["gpt2"]
-    figures = OperatorCosts(target=replace(load_target("h100-sxm"), link_bandwidth=1e18, launch_seconds=0.0), here=False)
+    figures = OperatorCosts(
+        target=replace(load_target("h100-sxm"), link_bandwidth=1e18, launch_seconds=0.0), here=False
+    )
     step = capture_training(model, (), batch)
     levers = Levers(recompute=recompute, values=(Offload(host="64GiB", share=0.0),))
     (found,) = prepare(step, [Case(step=step)], Checkpoint(), figures, levers=levers).variants
     assert found.cut.host.limit == 64 << 30
-    chain = Checkpoint().chain(found.cut, {kind: (min(of, key=lambda o: o.seconds),) for kind, of in found.blocks.items()}, None)
+    chain = Checkpoint().chain(
+        found.cut, {kind: (min(of, key=lambda o: o.seconds),) for kind, of in found.blocks.items()}, None
+    )
     assert chain.host is None
     assert training_cases.best(found, None).schedule.chosen

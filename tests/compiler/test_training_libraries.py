@@ -1,4 +1,6 @@
-"""What peft and HuggingFace's Trainer change about a model after its step was planned: as the plain model, or refused in words."""
+"""What peft and HuggingFace's Trainer change about a model after its step was planned: as the plain model, or
+refused in words.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ LORA = LoraConfig(target_modules=["c_attn"], r=4, fan_in_fan_out=True, init_lora
 
 
 def planned(model: nn.Module, batch: Batch, on_change: str = "error") -> Any:
-    return effcompile.optimize(model, inputs=batch, mode="training", passes=["no-pointwise"], on_change=on_change)
+    return effcompile.optimize(
+        model, inputs=batch, mode="training", passes=["no-pointwise"], on_change=on_change
+    )
 
 
 @pytest.mark.filterwarnings("ignore:effcompile:UserWarning")
@@ -41,8 +45,8 @@ def test_noise_on_embeddings_that_trainer_adds_is_refused(tmp_path: Path) -> Non
     model, batch = gpt2(layers=1, dropout=0.0)
     examples = [{name: value[i] for name, value in batch.items()} for i in range(2)]
     arguments = hf.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=1, neftune_noise_alpha=5.0, report_to=[], use_cpu=True,
-        save_strategy="no",
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=1, neftune_noise_alpha=5.0,
+        report_to=[], use_cpu=True, save_strategy="no",
     )  # fmt: skip
     with pytest.raises(GuardError, match=r"neftune_post_forward_hook"):
         hf.Trainer(model=planned(model, batch), args=arguments, train_dataset=examples).train()

@@ -1,4 +1,6 @@
-"""Micro-batches in the plan: the whole batch's loss and gradients, the bytes that were planned, and what cannot be divided."""
+"""Micro-batches in the plan: the whole batch's loss and gradients, the bytes that were planned, and what
+cannot be divided.
+"""
 
 import re
 from dataclasses import replace
@@ -40,10 +42,13 @@ def vit() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=8, num_labels=5,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16,
+        patch_size=8, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return hf.ViTForImageClassification(config).train(), {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 3, 1, 4])}
+    return hf.ViTForImageClassification(config).train(), {
+        "pixel_values": torch.randn(4, 3, 16, 16),
+        "labels": torch.tensor([0, 3, 1, 4]),
+    }
 
 
 def bert() -> tuple[nn.Module, Batch]:
@@ -51,8 +56,9 @@ def bert() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=32,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     batch = uneven()
     mask = torch.ones_like(batch["input_ids"])
@@ -83,7 +89,9 @@ def net(loss: Any, norm: bool = False, batch: int = 8) -> tuple[nn.Module, Batch
 
 
 def optimize(model: nn.Module, batch: Batch, count: int) -> Any:
-    return optimize_training(model, (), batch, goal=Goal(mode="training"), passes=[*BASE, f"microbatch.count={count}"])
+    return optimize_training(
+        model, (), batch, goal=Goal(mode="training"), passes=[*BASE, f"microbatch.count={count}"]
+    )
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -97,7 +105,9 @@ def assert_same(planned: TrainingExecutable, model: nn.Module, batch: Batch) -> 
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
     assert ours[1].keys() == theirs[1].keys()
     for name, gradient in theirs[1].items():
-        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(("make", "count"), [(plain_gpt2, 2), (vit, 2), (bert, 4)])
@@ -110,7 +120,11 @@ def test_loss_gradients_and_bytes_are_as_planned(make: Any, count: int) -> None:
     assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.02)
     assert plan.checks[0].error > 0, "sums in another order are bit-identical: was anything divided?"
     assert_same(planned, model, batch)
-    assert plan.memory_timeline.peak_bytes == plan.predicted.peak_bytes == sum(plan.memory_timeline.parts.values())
+    assert (
+        plan.memory_timeline.peak_bytes
+        == plan.predicted.peak_bytes
+        == sum(plan.memory_timeline.parts.values())
+    )
 
 
 def llama() -> tuple[nn.Module, Batch]:
@@ -118,8 +132,8 @@ def llama() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        use_cache=False,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(1, VOCABULARY, (2, 12))
     labels = torch.where(ids > 60, -100, ids)
@@ -138,8 +152,8 @@ def sliding() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        sliding_window=4, use_cache=False,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, sliding_window=4, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(1, VOCABULARY, (2, 12))
     return hf.MistralForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
@@ -179,9 +193,15 @@ def test_one_example_may_be_captured_as_other_operators() -> None:
 
 def test_one_example_that_is_computed_otherwise_is_found_by_running() -> None:
     torch.manual_seed(0)
-    plan = optimize(Specialised(2.0).train(), {"x": torch.randn(4, 6), "y": torch.tensor([1, 2, 3, 0])}, 4).plan
+    plan = optimize(
+        Specialised(2.0).train(), {"x": torch.randn(4, 6), "y": torch.tensor([1, 2, 3, 0])}, 4
+    ).plan
     assert "batch" not in plan.options()
-    assert any("run, and not the whole batch's" in words(d.reason) for d in plan.declined if d.kind == "micro-batches")
+    assert any(
+        "run, and not the whole batch's" in words(d.reason)
+        for d in plan.declined
+        if d.kind == "micro-batches"
+    )
 
 
 def test_labels_that_fall_otherwise_are_weighted_otherwise() -> None:
@@ -201,7 +221,9 @@ LOSSES = {
     "sum": lambda z, y: 0.5 * nn.functional.mse_loss(z, y, reduction="sum"),
     "means": lambda z, y: nn.functional.smooth_l1_loss(z, y) + 0.1 * (z**2).mean(),
     "sum over the batch's size": lambda z, y: ((z - y) ** 2).sum() / z.shape[0],
-    "classes with weights": lambda z, y: nn.functional.cross_entropy(z, (y[:, 0] > 0).long(), weight=torch.tensor([1.0, 5.0, 2.0])),
+    "classes with weights": lambda z, y: nn.functional.cross_entropy(
+        z, (y[:, 0] > 0).long(), weight=torch.tensor([1.0, 5.0, 2.0])
+    ),
 }
 
 
@@ -218,20 +240,45 @@ def test_losses_are_normalised_as_the_whole_batchs(loss: Any) -> None:
     ("loss", "norm", "reason"),
     [
         (nn.functional.mse_loss, True, r"norm normalises by statistics of the whole batch \(BatchNorm"),
-        (lambda z, y: nn.functional.cross_entropy(z @ y.T, torch.arange(len(z))), False, r"compares examples with each other.*\(8, 8\)"),
+        (
+            lambda z, y: nn.functional.cross_entropy(z @ y.T, torch.arange(len(z))),
+            False,
+            r"compares examples with each other.*\(8, 8\)",
+        ),
         (lambda z, y: ((z - z.mean(0)) ** 2).mean(), False, r"looks at the whole batch"),
-        (lambda z, y: nn.functional.mse_loss(z, y).sqrt(), False, r"aten\.sqrt.* works on values of the whole batch"),
+        (
+            lambda z, y: nn.functional.mse_loss(z, y).sqrt(),
+            False,
+            r"aten\.sqrt.* works on values of the whole batch",
+        ),
         (lambda z, y: (torch.softmax(z, 0) * y).mean(), False, r"goes over the examples"),
-        (lambda z, y: torch.sort(z.flatten()).values.mean(), False, r"aten\.sort.* goes over the examples"),  # its axis is not written
-        (lambda z, y: (torch.sort(z, stable=True, dim=0).values * y).mean(), False, r"aten\.sort.* goes over the examples"),
+        # its axis is not written
+        (lambda z, y: torch.sort(z.flatten()).values.mean(), False, r"aten\.sort.* goes over the examples"),
+        (
+            lambda z, y: (torch.sort(z, stable=True, dim=0).values * y).mean(),
+            False,
+            r"aten\.sort.* goes over the examples",
+        ),
         (lambda z, y: (z.flip(1, 0) * y).mean(), False, r"aten\.flip.* goes over the examples"),
         (lambda z, y: (z.roll(1) * y).mean(), False, r"goes over the examples"),
-        (lambda z, y: (torch.cummax(z, 0).values * y).mean(), False, r"aten\.cummax.* goes over the examples"),
+        (
+            lambda z, y: (torch.cummax(z, 0).values * y).mean(),
+            False,
+            r"aten\.cummax.* goes over the examples",
+        ),
         (lambda z, y: z.square().sum() + (z - y).square().mean(), False, r"means over different counts"),
-        (lambda z, y: z.square().mean() + torch.softmax(z, 1).mean(0).square().sum(), False, r"aten\.pow.* works on values of the whole"),
+        (
+            lambda z, y: z.square().mean() + torch.softmax(z, 1).mean(0).square().sum(),
+            False,
+            r"aten\.pow.* works on values of the whole",
+        ),
         (lambda z, y: (z * (y > y.mean())).mean(), False, r"looks at the whole batch"),
         (lambda z, y: ((z - y) ** len(z)).sum(), False, r"aten\.pow.* computes with the size of the batch"),
-        (lambda z, y: nn.functional.mse_loss(z, y) + 1 / len(z), False, r"aten\.add.* computes with the size of the batch"),
+        (
+            lambda z, y: nn.functional.mse_loss(z, y) + 1 / len(z),
+            False,
+            r"aten\.add.* computes with the size of the batch",
+        ),
     ],
     ids=[
         "BatchNorm",
@@ -269,7 +316,11 @@ def test_what_the_graph_does_not_show_is_found_by_running() -> None:
     model, batch = net(lambda z, y: ((z - y) ** 2 * neighbours(y)).mean())
     plan = optimize(model, batch, 2).plan
     assert "batch" not in plan.options()
-    assert any("run, and not the whole batch's" in words(d.reason) for d in plan.declined if d.kind == "micro-batches")
+    assert any(
+        "run, and not the whole batch's" in words(d.reason)
+        for d in plan.declined
+        if d.kind == "micro-batches"
+    )
     assert any("no micro-batches" in str(note) for note in plan.notes)
 
 
@@ -335,9 +386,13 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         optimize(model, batch, 3)
 
 
-def least_memory(model: nn.Module, batch: Batch, passes: list[str], max_error: float | None = None, **more: Any) -> int:
+def least_memory(
+    model: nn.Module, batch: Batch, passes: list[str], max_error: float | None = None, **more: Any
+) -> int:
     with pytest.raises(InfeasibleError) as caught:
-        plan_training(model, (), batch, goal=Goal(mode="training", memory=1, max_error=max_error), passes=passes, **more)
+        plan_training(
+            model, (), batch, goal=Goal(mode="training", memory=1, max_error=max_error), passes=passes, **more
+        )
     return int(caught.value.nearest["memory"])
 
 
@@ -347,15 +402,29 @@ def test_a_budget_that_only_micro_batches_meet_and_the_plan_applied_again(tmp_pa
     sgd = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
     memory = least_memory(model, batch, passes, optimizer=sgd)
     assert memory < least_memory(model, batch, [*BASE, "states.in_backward=true"], optimizer=sgd)
-    planned = optimize_training(model, (), batch, goal=Goal(mode="training", memory=memory), passes=passes, optimizer=sgd)
+    planned = optimize_training(
+        model, (), batch, goal=Goal(mode="training", memory=memory), passes=passes, optimizer=sgd
+    )
     plan = planned.plan
     assert plan.met and plan.measured.peak_bytes <= memory and "micro-batches" in plan.options()["batch"]
-    assert any("summed over micro-batches" in words(d.reason) for d in plan.declined if "consumed" in d.option)
+    assert any(
+        "summed over micro-batches" in words(d.reason) for d in plan.declined if "consumed" in d.option
+    )
     plan.save(tmp_path / "plan.json")
-    again = effcompile.optimize(model, inputs=batch, plan=Plan.load(tmp_path / "plan.json"), optimizer=sgd, passes=BASE)
-    assert again.plan.options() == plan.options() and again.plan.measured.peak_bytes == plan.measured.peak_bytes
-    for wrong, said in ((3, "a divisor of the batch of 16"), (True, "where a int is wanted"), ("2", "where a int is wanted")):
-        decisions = (replace(d, settings={"count": wrong}) if d.site == "batch" else d for d in plan.decisions)
+    again = effcompile.optimize(
+        model, inputs=batch, plan=Plan.load(tmp_path / "plan.json"), optimizer=sgd, passes=BASE
+    )
+    assert (
+        again.plan.options() == plan.options() and again.plan.measured.peak_bytes == plan.measured.peak_bytes
+    )
+    for wrong, said in (
+        (3, "a divisor of the batch of 16"),
+        (True, "where a int is wanted"),
+        ("2", "where a int is wanted"),
+    ):
+        decisions = (
+            replace(d, settings={"count": wrong}) if d.site == "batch" else d for d in plan.decisions
+        )
         changed = plan.with_changes(decisions=tuple(decisions))
         with pytest.raises(FormatError, match=said):
             effcompile.optimize(model, inputs=batch, plan=changed, optimizer=sgd, passes=BASE)
@@ -363,10 +432,16 @@ def test_a_budget_that_only_micro_batches_meet_and_the_plan_applied_again(tmp_pa
 
 def test_the_fastest_division_is_taken_and_a_frontier_has_several() -> None:
     model, batch = net(nn.functional.mse_loss)
-    plan = optimize_training(model, (), batch, goal=Goal(mode="training", memory="1GiB"), passes=[*BASE, "microbatch"]).plan
+    plan = optimize_training(
+        model, (), batch, goal=Goal(mode="training", memory="1GiB"), passes=[*BASE, "microbatch"]
+    ).plan
     assert "batch" not in plan.options()
-    assert {d.option for d in plan.declined if d.kind == "micro-batches"} == {f"{k} micro-batches of {8 // k}" for k in (2, 4, 8)}
-    front = frontier_training(model, (), batch, goal=Goal(mode="training"), passes=[*BASE, "microbatch"], points=6)
+    assert {d.option for d in plan.declined if d.kind == "micro-batches"} == {
+        f"{k} micro-batches of {8 // k}" for k in (2, 4, 8)
+    }
+    front = frontier_training(
+        model, (), batch, goal=Goal(mode="training"), passes=[*BASE, "microbatch"], points=6
+    )
     assert any("batch" in plan.options() for plan in front)
 
 
@@ -381,7 +456,8 @@ def test_all_levers_together_are_within_their_budget() -> None:
     assert plan.options()["batch"] == "3 micro-batches of 2"
     assert plan.met and plan.measured.peak_bytes <= low
     assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.02)
-    assert {row.levers for row in plan.levers} >= {(), ("recompute",), ("compress",)}  # all of them in the micro-batches that are wanted
+    # all of them in the micro-batches that are wanted
+    assert {row.levers for row in plan.levers} >= {(), ("recompute",), ("compress",)}
 
 
 @given(st.integers(1, 400), st.integers(1, 30))
@@ -397,5 +473,12 @@ def test_micro_batches_are_the_divisors(batch: int, count: int) -> None:
 def test_plans_for_other_machines_divide_too() -> None:
     model, batch = plain_gpt2()
     fake = {name: value.to("meta") for name, value in batch.items()}
-    plan = plan_training(model.to("meta"), (), fake, goal=Goal(mode="training"), target="h100-sxm", passes=[*BASE, "microbatch.count=2"])
+    plan = plan_training(
+        model.to("meta"),
+        (),
+        fake,
+        goal=Goal(mode="training"),
+        target="h100-sxm",
+        passes=[*BASE, "microbatch.count=2"],
+    )
     assert plan.options()["batch"] == "2 micro-batches of 2"

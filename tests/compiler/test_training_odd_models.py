@@ -48,20 +48,31 @@ def test_optimizers_that_want_matrices_or_read_their_tensors(kind: Any) -> None:
     """Two planned updates are the optimizer's own."""
     model, x = Small(), torch.randn(4, 16)
     twin = copy.deepcopy(model)
-    planned = effcompile.optimize(model, inputs=x, mode="training", optimizer=kind(model.parameters(), lr=0.01))
+    planned = effcompile.optimize(
+        model, inputs=x, mode="training", optimizer=kind(model.parameters(), lr=0.01)
+    )
     theirs = kind(twin.parameters(), lr=0.01)
     for _ in range(2):
         for stepped, optimizer in ((planned, planned.optimizer), (twin, theirs)):
             optimizer.zero_grad()
             stepped(x).backward()
             optimizer.step()
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_an_optimizer_of_sparse_gradients_is_refused_in_words() -> None:
     model = Small()
-    with pytest.raises(UsageError, match=r"SparseAdam cannot be planned: its step raises .* Leave the optimizer out"):
-        effcompile.optimize(model, inputs=torch.randn(4, 16), mode="training", optimizer=torch.optim.SparseAdam(list(model.parameters())))
+    with pytest.raises(
+        UsageError, match=r"SparseAdam cannot be planned: its step raises .* Leave the optimizer out"
+    ):
+        effcompile.optimize(
+            model,
+            inputs=torch.randn(4, 16),
+            mode="training",
+            optimizer=torch.optim.SparseAdam(list(model.parameters())),
+        )
 
 
 class Writes(nn.Module):
@@ -79,9 +90,17 @@ class Writes(nn.Module):
 
 def test_a_dtype_in_which_no_kernel_writes_is_declined() -> None:
     inputs = (torch.randn(4, 8, 16), torch.tensor([3, 1, 0, 2]))
-    planned = effcompile.optimize(Writes(), inputs=inputs, mode="training", max_error=0.05, passes=["precision.always=true"])
-    reasons = {refusal.option: words(refusal.reason) for refusal in planned.plan.declined if refusal.by == "precision"}
-    assert any("index_put" in reason and "which PyTorch refuses" in reason for reason in reasons.values()), reasons
+    planned = effcompile.optimize(
+        Writes(), inputs=inputs, mode="training", max_error=0.05, passes=["precision.always=true"]
+    )
+    reasons = {
+        refusal.option: words(refusal.reason)
+        for refusal in planned.plan.declined
+        if refusal.by == "precision"
+    }
+    assert any("index_put" in reason and "which PyTorch refuses" in reason for reason in reasons.values()), (
+        reasons
+    )
     planned(*inputs).backward()
 
 
@@ -95,7 +114,9 @@ def test_a_stage_of_training_that_fails_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_torch_compile_falls_back_on_errors_that_nobody_foresaw(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_falls_back_on_errors_that_nobody_foresaw(
+    grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise IndexError("boom")
 
@@ -130,11 +151,20 @@ NOISE = torch.full((8,), 3e-8)  # of the size that rounding leaves where the gra
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_passes() -> None:
-    """A key's bias: mathematically zero, and so its relative error is about 1 between any two orders of summing."""
-    wanted, truth = _result(w=WEIGHT, k_bias=NOISE), _result(w=WEIGHT.double() + 1e-8, k_bias=torch.zeros(8).double())
+    """A key's bias: mathematically zero, and so its relative error is about 1 between any two orders of
+    summing.
+    """
+    wanted, truth = (
+        _result(w=WEIGHT, k_bias=NOISE),
+        _result(w=WEIGHT.double() + 1e-8, k_bias=torch.zeros(8).double()),
+    )
     found = _result(w=WEIGHT, k_bias=-NOISE)
     check = compare(found, wanted, None, lambda: replace(truth, named="float64's"))
-    assert check.passed and "k_bias: off by rounding alone" in str(check.note) and "near to float64's" in str(check.note)
+    assert (
+        check.passed
+        and "k_bias: off by rounding alone" in str(check.note)
+        and "near to float64's" in str(check.note)
+    )
     without = compare(found, wanted, None)
     assert without.passed and "by the scale of the whole gradient" in str(without.note)
 
@@ -144,21 +174,34 @@ def test_a_small_gradient_in_16_bits_is_judged_by_the_rounding_of_its_dtype() ->
     weight, key = WEIGHT.bfloat16(), (0.01 * WEIGHT).bfloat16()
     wanted = _result(w=weight, k=key)
     near = compare(_result(w=weight, k=key * 1.08), wanted, 0.02)
-    assert near.passed and "k: off by rounding alone" in str(near.note) and "by the scale of the whole gradient" in str(near.note)
+    assert (
+        near.passed
+        and "k: off by rounding alone" in str(near.note)
+        and "by the scale of the whole gradient" in str(near.note)
+    )
     assert not compare(_result(w=weight, k=-key), wanted, 0.01).passed
     assert not compare(_result(w=weight * 1.08, k=key), wanted, 0.02).passed
 
 
 def test_the_rounding_of_a_model_in_16_bits_is_measured_by_rounding_otherwise() -> None:
-    """Gradients of a deep bf16 model move by far more than one rounding; a wrong one moves by more than that."""
+    """Gradients of a deep bf16 model move by far more than one rounding; a wrong one moves by
+    more than that.
+    """
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8))).bfloat16(), torch.randn(16, 32).bfloat16()
+    model, x = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8))).bfloat16(),
+        torch.randn(16, 32).bfloat16(),
+    )
 
     def result() -> Result:
         model.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
-        return Result(loss=loss.detach(), gradients={n: p.grad.clone() for n, p in model.named_parameters()}, peak_bytes=None)
+        return Result(
+            loss=loss.detach(),
+            gradients={n: p.grad.clone() for n, p in model.named_parameters()},
+            peak_bytes=None,
+        )
 
     wanted = result()
     with rounded_otherwise(model) as narrow:
@@ -177,9 +220,12 @@ def test_the_rounding_of_a_model_in_16_bits_is_measured_by_rounding_otherwise() 
 def test_a_gradient_that_is_wrong_fails_however_small_it_is(size: float, exact: bool) -> None:
     small = size * WEIGHT[:8]
     wanted, truth = _result(w=WEIGHT, b=small), _result(w=WEIGHT.double(), b=small.double())
-    slightly = [small * 1.01] if exact or size > 1e-4 else []  # 1e-7 of the usual gradient is rounding, as far as fp32 alone can tell
+    # 1e-7 of the usual gradient is rounding, as far as fp32 alone can tell
+    slightly = [small * 1.01] if exact or size > 1e-4 else []
     for wrong in (-small, torch.zeros(8), NOISE, *slightly):
-        check = compare(_result(w=WEIGHT, b=wrong), wanted, None, (lambda: truth) if exact else (lambda: None))
+        check = compare(
+            _result(w=WEIGHT, b=wrong), wanted, None, (lambda: truth) if exact else (lambda: None)
+        )
         assert not check.passed and "largest at b" in str(check.note)
 
 
@@ -199,14 +245,20 @@ def test_clip_with_its_contrastive_loss(share: float | None) -> None:
     text = {**sizes, "vocab_size": 99, "max_position_embeddings": 20, "bos_token_id": 0, "eos_token_id": 98}
     vision = {**sizes, "image_size": 32, "patch_size": 8}
     torch.manual_seed(0)
-    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).train()
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    ).train()
     inputs = {
         "input_ids": torch.randint(0, 99, (8, 10)),
         "attention_mask": torch.ones(8, 10, dtype=torch.long),
         "pixel_values": torch.randn(8, 3, 32, 32),
         "return_loss": True,
     }
-    memory = None if share is None else int(share * effcompile.plan(model, inputs, mode="training").predicted.peak_bytes)
+    memory = (
+        None
+        if share is None
+        else int(share * effcompile.plan(model, inputs, mode="training").predicted.peak_bytes)
+    )
     planned = effcompile.optimize(model, inputs=inputs, mode="training", memory=memory)
     assert all(check.passed for check in planned.plan.checks)
 

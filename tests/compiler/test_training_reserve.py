@@ -1,4 +1,6 @@
-"""16-bit products as they are given, in reserve behind those in fp32: taken up where nothing else is within the budget, and only there."""
+"""16-bit products as they are given, in reserve behind those in fp32: taken up where nothing else is within
+the budget, and only there.
+"""
 
 from __future__ import annotations
 
@@ -74,13 +76,18 @@ def test_eagers_bytes_are_enough_and_are_kept(prepared: list[bool]) -> None:
     assert least <= eager and prepared == [False, True]
     planned = optimize(model, inputs=batch, mode="training", memory=least)
     decision = next(d for d in planned.plan.decisions if d.kind == KIND)
-    assert decision.option == NARROW == decision.baseline and "nothing is within the budget" in words(decision.why)
+    assert decision.option == NARROW == decision.baseline and "nothing is within the budget" in words(
+        decision.why
+    )
     assert peak(model, planned, batch) <= least
-    assert optimize(model, inputs=batch, plan=planned.plan).plan.predicted.peak_bytes <= least  # carried out again as it is
+    # carried out again as it is
+    assert optimize(model, inputs=batch, plan=planned.plan).plan.predicted.peak_bytes <= least
 
 
 @pytest.mark.parametrize("asked", [{}, {"memory": "1MiB"}, {"minimize": "memory"}])
-def test_a_budget_that_fp32_is_within_leaves_the_reserve_alone(prepared: list[bool], asked: dict[str, Any]) -> None:
+def test_a_budget_that_fp32_is_within_leaves_the_reserve_alone(
+    prepared: list[bool], asked: dict[str, Any]
+) -> None:
     model, batch = made()
     found = plan(model, batch, mode="training", **asked)
     assert next(d.option for d in found.decisions if d.kind == KIND) == WIDE

@@ -1,4 +1,6 @@
-"""Optimizer states in the plan: bytes as the allocator has them, updates as the given optimizer's, and what is declined."""
+"""Optimizer states in the plan: bytes as the allocator has them, updates as the given optimizer's, and what
+is declined.
+"""
 
 import io
 from dataclasses import replace
@@ -22,7 +24,8 @@ from effcompile.machine.machines import load_target
 from effcompile.report.reasons import words
 
 pytestmark = pytest.mark.usefixtures("quick_training")
-EXACT = ["no-pointwise", "checkpoint.groups=false", "no-microbatch", "no-attention"]  # pointwise: its kernels round as they please
+# pointwise: its kernels round as they please
+EXACT = ["no-pointwise", "checkpoint.groups=false", "no-microbatch", "no-attention"]
 BACKWARD = [*EXACT, "states.in_backward=true"]
 
 
@@ -30,9 +33,18 @@ def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, **{"lr": 1e-3, **options})
 
 
-def optimize(model: nn.Module, batch: Batch, passes: list[str] = EXACT, memory: int | None = None, **given: Any) -> TrainingExecutable:
+def optimize(
+    model: nn.Module, batch: Batch, passes: list[str] = EXACT, memory: int | None = None, **given: Any
+) -> TrainingExecutable:
     optimizer = given.pop("optimizer", adamw)
-    return optimize_training(model, (), batch, goal=Goal(mode="training", memory=memory, **given), passes=passes, optimizer=optimizer)
+    return optimize_training(
+        model,
+        (),
+        batch,
+        goal=Goal(mode="training", memory=memory, **given),
+        passes=passes,
+        optimizer=optimizer,
+    )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -64,7 +76,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, step
 def least(model: nn.Module, batch: Batch, passes: list[str], optimizer: Any = adamw) -> int:
     """The smallest budget that planning names as feasible."""
     with pytest.raises(InfeasibleError) as caught:
-        plan_training(model, (), batch, goal=Goal(mode="training", memory=1), passes=passes, optimizer=optimizer)
+        plan_training(
+            model, (), batch, goal=Goal(mode="training", memory=1), passes=passes, optimizer=optimizer
+        )
     return int(caught.value.nearest["memory"])
 
 
@@ -89,19 +103,27 @@ def test_consuming_gradients_reaches_budgets_that_nothing_else_does() -> None:
     model, batch = MODELS["skips"]()
     lower = least(model, batch, BACKWARD)
     assert lower < least(model, batch, EXACT)
-    assert optimize(model, batch, BACKWARD, lower).plan.decision("optimizer.gradients").option == "consumed in the backward"
+    assert (
+        optimize(model, batch, BACKWARD, lower).plan.decision("optimizer.gradients").option
+        == "consumed in the backward"
+    )
     with pytest.raises(InfeasibleError, match=r"in_backward=true"):
         optimize(model, batch, EXACT, lower)
 
 
 def test_a_frontier_holds_ways_to_keep_the_states() -> None:
     model, batch = MODELS["skips"]()
-    front = frontier_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw, points=4)
+    front = frontier_training(
+        model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw, points=4
+    )
     assert {plan.decision("optimizer").option for plan in front} >= {"as given, on the host"}
     assert [plan.peak_bytes for plan in front] == sorted(plan.peak_bytes or 0 for plan in front)
 
 
-@pytest.mark.parametrize("kind", [adamw, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), lambda p: torch.optim.RMSprop(p, lr=1e-3)])
+@pytest.mark.parametrize(
+    "kind",
+    [adamw, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), lambda p: torch.optim.RMSprop(p, lr=1e-3)],
+)
 def test_training_is_the_given_optimizers(kind: Any) -> None:
     """States on the host, gradients consumed in the backward: the losses of eager."""
     model, batch = MODELS["skips"]()
@@ -134,7 +156,8 @@ def test_bytes_of_the_states_are_as_planned_and_on_the_host_when_planned() -> No
 
 def test_8_bit_states_take_the_planned_bytes_and_train_alike() -> None:
     pytest.importorskip("torchao")
-    model, batch = gpt2(layers=4, n_embd=64)  # the working memory of an update is that of the largest weight: small beside all states
+    # the working memory of an update is that of the largest weight: small beside all states
+    model, batch = gpt2(layers=4, n_embd=64)
     passes = [*EXACT, "states.eight_bit=true", "states.offload=false"]
     whole = optimize(twin(model), batch, EXACT)
     eight = optimize(model, batch, passes, int(0.92 * whole.plan.peak_bytes))
@@ -143,7 +166,8 @@ def test_8_bit_states_take_the_planned_bytes_and_train_alike() -> None:
     losses, wanted = train(eight, eight.optimizer, batch, 8), train(whole, whole.optimizer, batch, 8)
     assert losses == pytest.approx(wanted, rel=5e-3) and losses[-1] < losses[0]
     kept = eight.plan.decision("optimizer").cost.bytes_kept
-    rates = 4 * sum(1 for _ in eight.optimizer.state)  # torchao keeps the learning rate in a tensor, which is no state
+    # torchao keeps the learning rate in a tensor, which is no state
+    rates = 4 * sum(1 for _ in eight.optimizer.state)
     assert state_bytes(eight.optimizer) == kept - rates
     assert kept < 0.6 * whole.plan.decision("optimizer").cost.bytes_kept
 
@@ -153,7 +177,12 @@ def test_another_optimizer_only_where_the_user_allows_it() -> None:
     model, batch = MODELS["skips"]()
     whole = optimize(model, batch)
     assert not any(d.option == "Lion" for d in whole.plan.declined)
-    allowed = optimize(model, batch, [*EXACT, "states.change=lion", "states.offload=false"], int(0.85 * whole.plan.peak_bytes))
+    allowed = optimize(
+        model,
+        batch,
+        [*EXACT, "states.change=lion", "states.offload=false"],
+        int(0.85 * whole.plan.peak_bytes),
+    )
     assert allowed.plan.decision("optimizer").option == "Lion"
     assert any("another optimizer, as allowed" in str(note) for note in allowed.plan.notes)
     losses = train(allowed, allowed.optimizer, batch, 6)
@@ -163,7 +192,9 @@ def test_another_optimizer_only_where_the_user_allows_it() -> None:
 
 
 def test_lion_in_8_bits_takes_the_planned_bytes_where_the_user_allows_it() -> None:
-    """A byte per parameter and a scale per 256, beside the table of each; the peak that is planned for it holds."""
+    """A byte per parameter and a scale per 256, beside the table of each; the peak that is planned for it
+    holds.
+    """
     model, batch = gpt2(layers=4, n_embd=64)
     whole = optimize(twin(model), batch)
     assert not any(d.option == "Lion8bit" for d in whole.plan.declined)
@@ -186,8 +217,13 @@ def test_8_bit_is_declined_unless_an_error_is_allowed() -> None:
     model, batch = MODELS["skips"]()
     plan = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)
     reasons = {d.option: words(d.reason) for d in plan.declined if d.by == "states"}
-    assert "max_error" in reasons["8-bit"] and "in_backward=true" in reasons["gradients consumed in the backward"]
-    granted = plan_training(model, (), batch, goal=Goal(mode="training", max_error=0.05), passes=EXACT, optimizer=adamw)
+    assert (
+        "max_error" in reasons["8-bit"]
+        and "in_backward=true" in reasons["gradients consumed in the backward"]
+    )
+    granted = plan_training(
+        model, (), batch, goal=Goal(mode="training", max_error=0.05), passes=EXACT, optimizer=adamw
+    )
     assert not any("max_error" in words(d.reason) for d in granted.declined)
 
 
@@ -198,30 +234,47 @@ def test_8_bit_is_declined_unless_an_error_is_allowed() -> None:
         (lambda p: torch.optim.SGD(p), ["states.eight_bit=true"], "no 8-bit SGD"),
     ],
 )
-def test_options_that_cannot_be_changed_are_declined_with_the_reason(kind: Any, passes: list[str], reason: str) -> None:
+def test_options_that_cannot_be_changed_are_declined_with_the_reason(
+    kind: Any, passes: list[str], reason: str
+) -> None:
     model, batch = MODELS["skips"]()
-    plan = plan_training(model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, *passes], optimizer=kind)
+    plan = plan_training(
+        model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, *passes], optimizer=kind
+    )
     assert any(reason in words(d.reason) for d in plan.declined if d.by == "states")
 
 
 def test_states_do_not_go_over_a_link_that_carries_nothing() -> None:
     model, batch = MODELS["skips"]()
     none = replace(load_target("v100-32gb"), link_bandwidth=0.0)
-    plan = plan_training(model, (), batch, goal=Goal(mode="training"), target=none, passes=EXACT, optimizer=adamw)
-    assert {words(d.reason) for d in plan.declined if d.option == "on the host"} == {"the link of the target 'v100-32gb' has 0 B/s"}
+    plan = plan_training(
+        model, (), batch, goal=Goal(mode="training"), target=none, passes=EXACT, optimizer=adamw
+    )
+    assert {words(d.reason) for d in plan.declined if d.option == "on the host"} == {
+        "the link of the target 'v100-32gb' has 0 B/s"
+    }
 
 
 def test_a_plan_says_what_crosses_the_link_for_states_on_the_host() -> None:
     """Once in bytes: gradients there, and new weights back, are moved in every step."""
     model, batch = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(4)]), (torch.randn(1, 128),)
-    asked: dict[str, Any] = {"target": "v100-32gb", "optimizer": adamw, "loss": lambda outputs, inputs: outputs.square().mean()}
+    asked: dict[str, Any] = {
+        "target": "v100-32gb",
+        "optimizer": adamw,
+        "loss": lambda outputs, inputs: outputs.square().mean(),
+    }
     whole = plan_training(model, batch, {}, goal=Goal(mode="training"), passes=EXACT, **asked)
     budget = (whole.peak_bytes or 0) - whole.decision("optimizer").cost.bytes_kept // 2
-    plan = plan_training(model, batch, {}, goal=Goal(mode="training", memory=budget), passes=BACKWARD, **asked)
+    plan = plan_training(
+        model, batch, {}, goal=Goal(mode="training", memory=budget), passes=BACKWARD, **asked
+    )
     cost = plan.decision("optimizer").cost
     told = next(note for note in map(words, plan.notes) if "cross the link" in note)
     assert cost.bytes_link > 0
-    assert f"{format_bytes(cost.bytes_link)} cross the link in a step of {format_seconds(plan.predicted.seconds)}" in told
+    assert (
+        f"{format_bytes(cost.bytes_link)} cross the link in a step of "
+        f"{format_seconds(plan.predicted.seconds)}" in told
+    )
 
 
 def test_options_of_one_group_are_declined_for_all() -> None:
@@ -232,8 +285,19 @@ def test_options_of_one_group_are_declined_for_all() -> None:
         first, *rest = parameters
         return torch.optim.Adam([{"params": rest}, {"params": [first], "maximize": True}], lr=1e-3)
 
-    plan = plan_training(model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, "states.eight_bit=true"], optimizer=grouped)
-    assert any("maximize=True of this Adam is not in the 8-bit one" in words(d.reason) for d in plan.declined if d.option == "8-bit")
+    plan = plan_training(
+        model,
+        (),
+        batch,
+        goal=Goal(mode="training"),
+        passes=[*EXACT, "states.eight_bit=true"],
+        optimizer=grouped,
+    )
+    assert any(
+        "maximize=True of this Adam is not in the 8-bit one" in words(d.reason)
+        for d in plan.declined
+        if d.option == "8-bit"
+    )
 
 
 def test_an_optimizer_of_unknown_kind_is_left_as_it_is() -> None:
@@ -244,7 +308,10 @@ def test_an_optimizer_of_unknown_kind_is_left_as_it_is() -> None:
     model, batch = MODELS["skips"]()
     plan = optimize(model, batch, BACKWARD, optimizer=lambda p: Own(p)).plan
     assert plan.decision("optimizer").option == "as given" and plan.met
-    assert {d.option for d in plan.declined if "by itself" in words(d.reason)} == {"on the host", "gradients consumed in the backward"}
+    assert {d.option for d in plan.declined if "by itself" in words(d.reason)} == {
+        "on the host",
+        "gradients consumed in the backward",
+    }
 
 
 @pytest.mark.parametrize(
@@ -282,7 +349,9 @@ def test_what_a_backward_that_updates_cannot_follow_is_refused() -> None:
     planned = consuming(model, batch)
     planned(**batch).backward()
     planned.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(InputsError, match=r"lr was changed between the backward and optimizer.step\(\).*in_backward=false"):
+    with pytest.raises(
+        InputsError, match=r"lr was changed between the backward and optimizer.step\(\).*in_backward=false"
+    ):
         planned.optimizer.step()
     planned(**batch).backward()
     planned.optimizer.step()
@@ -290,7 +359,9 @@ def test_what_a_backward_that_updates_cannot_follow_is_refused() -> None:
     parameter = dict(model.named_parameters())[name]
     for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
-        with pytest.raises(InputsError, match=rf"The parameter {name} has a hook on its gradient.*in_backward=false"):
+        with pytest.raises(
+            InputsError, match=rf"The parameter {name} has a hook on its gradient.*in_backward=false"
+        ):
             planned(**batch)
         handle.remove()
     planned(**batch).backward()
@@ -317,7 +388,9 @@ def test_schedules_of_the_learning_rate_reach_every_form() -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("passes", [[*EXACT], [*EXACT, "states.eight_bit=true", "states.offload=false"]], ids=["host", "8-bit"])
+@pytest.mark.parametrize(
+    "passes", [[*EXACT], [*EXACT, "states.eight_bit=true", "states.offload=false"]], ids=["host", "8-bit"]
+)
 def test_a_state_dict_takes_training_up_again(passes: list[str]) -> None:
     model, batch = gpt2(layers=4, n_embd=64, dropout=0.0)
     whole = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)
@@ -360,7 +433,8 @@ def test_states_count_without_data() -> None:
         model, batch = gpt2()
     plan = effcompile.plan(model, batch, mode="training", target="h100-sxm", optimizer=torch.optim.AdamW)
     numel = sum(p.numel() for p in model.parameters())
-    blocks = sum(2 * -(-4 * p.numel() // 512) * 512 + 512 for p in model.parameters())  # two moments and a counter, as CUDA allocates them
+    # two moments and a counter, as CUDA allocates them
+    blocks = sum(2 * -(-4 * p.numel() // 512) * 512 + 512 for p in model.parameters())
     assert plan.decision("optimizer").cost.bytes_kept == blocks
     assert plan.predicted.peak_bytes >= 16 * numel
 

@@ -92,8 +92,8 @@ class Pooled(nn.Module):
         import transformers as hf
 
         config = hf.BertConfig(
-            vocab_size=50, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=WIDTH,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=50, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=WIDTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         self.bert = hf.BertModel(config)
 
@@ -104,8 +104,9 @@ class Pooled(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "unused tower": UnusedTower, "unused buffers": UnusedBuffers, "attributes": Attributes, "views of one storage": Views, "tied": Tied,
-    "spectral_norm": spectral, "old spectral_norm": old_spectral, "BERT's pooler": Pooled,
+    "unused tower": UnusedTower, "unused buffers": UnusedBuffers, "attributes": Attributes,
+    "views of one storage": Views, "tied": Tied, "spectral_norm": spectral, "old spectral_norm": old_spectral,
+    "BERT's pooler": Pooled,
 }  # fmt: skip
 
 
@@ -136,9 +137,13 @@ def test_the_peak_counts_what_the_loss_does_not_read(name: str) -> None:
     planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint"])
     assert planned.plan.measured is not None
     assert planned.plan.measured.peak_bytes == true_peak(planned, model, batch)
-    assert planned.plan.predicted.peak_bytes in (planned.plan.measured.peak_bytes, planned.plan.measured.peak_bytes + _TANGENT)
+    assert planned.plan.predicted.peak_bytes in (
+        planned.plan.measured.peak_bytes,
+        planned.plan.measured.peak_bytes + _TANGENT,
+    )
     assert planned.plan.measured_baseline is not None and planned.plan.baseline.peak_bytes is not None
-    assert (planned.plan.measured_baseline.peak_bytes or 0) >= planned.plan.baseline.peak_bytes  # autograd may keep more
+    # autograd may keep more
+    assert (planned.plan.measured_baseline.peak_bytes or 0) >= planned.plan.baseline.peak_bytes
 
 
 @pytest.mark.parametrize("name", ["unused tower", "attributes"])
@@ -148,10 +153,14 @@ def test_a_budget_below_the_models_own_bytes_is_infeasible_in_words(name: str) -
     batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, 4, (ROWS,))}
     own = nbytes([*held(model), *batch.values()])
     with pytest.raises(InfeasibleError, match="parameters, buffers, inputs") as refused:
-        optimize_training(model, (), batch, goal=Goal(mode="training", memory=own - 1000), passes=["checkpoint"])
+        optimize_training(
+            model, (), batch, goal=Goal(mode="training", memory=own - 1000), passes=["checkpoint"]
+        )
     least = int(refused.value.nearest["memory"])
     assert least > own
-    planned = optimize_training(model, (), batch, goal=Goal(mode="training", memory=least), passes=["checkpoint"])
+    planned = optimize_training(
+        model, (), batch, goal=Goal(mode="training", memory=least), passes=["checkpoint"]
+    )
     assert true_peak(planned, model, batch) <= least
 
 
@@ -163,13 +172,21 @@ def test_one_tensor_given_twice_counts_once() -> None:
             return (self.layers(x) - y).square().mean()
 
     model, x = Both().train(), torch.randn(ROWS, WIDTH)
-    planned = optimize_training(model, (), {"x": x, "y": x}, goal=Goal(mode="training"), passes=["checkpoint"])
+    planned = optimize_training(
+        model, (), {"x": x, "y": x}, goal=Goal(mode="training"), passes=["checkpoint"]
+    )
     assert planned.plan.measured is not None
-    assert planned.plan.predicted.peak_bytes == planned.plan.measured.peak_bytes == true_peak(planned, model, {"x": x, "y": x})
+    assert (
+        planned.plan.predicted.peak_bytes
+        == planned.plan.measured.peak_bytes
+        == true_peak(planned, model, {"x": x, "y": x})
+    )
 
 
 class Bags(nn.Module):
-    """Embedding bags: their kernels make one index more than their shapes say, and the backward of a maximum copies what it reads."""
+    """Embedding bags: their kernels make one index more than their shapes say, and the backward of a maximum
+    copies what it reads.
+    """
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -213,8 +230,8 @@ class Renewed(nn.Module):
 
 
 SIMULATED: dict[str, Callable[[], nn.Module]] = {
-    "bag, mean": lambda: Bags("mean"), "bag, max": lambda: Bags("max"), "in place": InPlace, "buffers": lambda: Renewed(torch.float32),
-    "buffers, bf16": lambda: Renewed(torch.bfloat16),
+    "bag, mean": lambda: Bags("mean"), "bag, max": lambda: Bags("max"), "in place": InPlace,
+    "buffers": lambda: Renewed(torch.float32), "buffers, bf16": lambda: Renewed(torch.bfloat16),
 }  # fmt: skip
 
 
@@ -233,7 +250,11 @@ class Narrow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Linear(WIDTH, 4)
+        self.wide, self.narrow, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16),
+            nn.Linear(WIDTH, 4),
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = self.wide(x)
@@ -246,6 +267,8 @@ def test_an_update_in_16_bits_is_compared_within_their_rounding(kind: type[torch
     model = Narrow().train()
     batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, 4, (ROWS,))}
     optimizer = kind(model.parameters(), lr=0.1)
-    planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint", "states"], optimizer=optimizer)
+    planned = optimize_training(
+        model, (), batch, goal=Goal(mode="training"), passes=["checkpoint", "states"], optimizer=optimizer
+    )
     update = planned.plan.checks[-1]
     assert update.name == f"parameters after two updates, as {kind.__name__}'s" and update.passed

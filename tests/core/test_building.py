@@ -1,4 +1,6 @@
-"""Whether something is being built is a matter of the process, not of a thread: autograd has threads of its own."""
+"""Whether something is being built is a matter of the process, not of a thread: autograd has threads of its
+own.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,6 @@
-"""`effort` bounds the seconds of solving, of one solve and of a whole call; what is found then is feasible, and its gap is told."""
+"""`effort` bounds the seconds of solving, of one solve and of a whole call; what is found then is feasible,
+and its gap is told.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_a_solve_takes_its_share_and_no_more_than_the_call_has_left() -> None:
 def test_solving_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     spent: list[float] = []
     monkeypatch.setattr(effort, "spend", spent.append)
-    alternatives = tuple(Alternative(name=f"o{i}", objective=float(i), resources={"memory": 9.0 - i}) for i in range(3))
+    alternatives = tuple(
+        Alternative(name=f"o{i}", objective=float(i), resources={"memory": 9.0 - i}) for i in range(3)
+    )
     found = solve(Problem(sites={"a": alternatives, "b": alternatives}, limits={"memory": 16.0}))
     assert spent == [found.seconds] and found.seconds > 0
 

@@ -1,4 +1,6 @@
-"""Writers of one folder take turns, readers get whole ones, and the user's files survive; tests/fuzz kills writers everywhere."""
+"""Writers of one folder take turns, readers get whole ones, and the user's files survive; tests/fuzz kills
+writers everywhere.
+"""
 
 import fcntl
 import os
@@ -43,7 +45,9 @@ def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return tmp_path / "out"
 
 
-def test_where_there_are_no_locks_a_writer_removes_its_own(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_locks_a_writer_removes_its_own(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk, "fcntl", None)
     for text in ("first", "second", "third"):
         write(out, text)
@@ -51,7 +55,9 @@ def test_where_there_are_no_locks_a_writer_removes_its_own(out: Path, monkeypatc
     assert os.listdir(out.parent) == ["out"]
 
 
-def test_a_lock_that_is_never_given_back_does_not_stop_a_save(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_given_back_does_not_stop_a_save(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk, "_PATIENCE", 0.01)
     handle = os.open(out.parent, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -65,7 +71,9 @@ def test_a_lock_that_is_never_given_back_does_not_stop_a_save(out: Path, monkeyp
 
 
 def test_nobody_else_switches_while_a_writer_does(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the check for strangers and the end of the switch the folder above is locked, and free at the end."""
+    """Between the check for strangers and the end of the switch the folder above is locked, and free at the
+    end.
+    """
     write(out, "first")
     real, seen = folders._put, []
 
@@ -79,7 +87,9 @@ def test_nobody_else_switches_while_a_writer_does(out: Path, monkeypatch: pytest
     assert is_free(out.parent)
 
 
-def test_a_file_put_into_the_old_folder_at_the_last_moment_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_put_into_the_old_folder_at_the_last_moment_is_kept(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(out, "first")
     real = folders._put
 
@@ -89,7 +99,10 @@ def test_a_file_put_into_the_old_folder_at_the_last_moment_is_kept(out: Path, mo
 
     monkeypatch.setattr(folders, "_put", put)
     write(out, "second")
-    assert {path.name: path.read_text() for path in out.iterdir()} == {"ours.txt": "second", "notes.txt": "mine"}
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "ours.txt": "second",
+        "notes.txt": "mine",
+    }
     assert os.listdir(out.parent) == ["out"]
     with pytest.raises(UsageError, match=r"notes\.txt"):
         write(out, "third")
@@ -117,7 +130,9 @@ def test_a_reader_that_lost_a_few_times_lets_no_writer_in(out: Path) -> None:
     assert read_steadily(out, text_of) == "last"
 
 
-def test_an_old_folder_that_vanishes_while_it_is_looked_for(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_folder_that_vanishes_while_it_is_looked_for(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = out.with_name(f"{folders._prefix(out)}1234{folders._OLD}")
     monkeypatch.setattr(folders, "_beside", lambda target: [gone])
     assert place_of(out) == out

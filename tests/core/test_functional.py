@@ -40,7 +40,9 @@ def exported(model: nn.Module, *, free: bool = False) -> torch.export.ExportedPr
     axes = dict.fromkeys(range(2), torch.export.Dim.AUTO)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        return torch.export.export(model.eval(), batch(), dynamic_shapes=({"x": axes, "y": axes} if free else None), strict=False)
+        return torch.export.export(
+            model.eval(), batch(), dynamic_shapes=({"x": axes, "y": axes} if free else None), strict=False
+        )
 
 
 def views(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -48,7 +50,15 @@ def views(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     a, b = x.chunk(2, -1)
     taken = x[1:, 0].unflatten(-1, (2, -1)).movedim(0, 1).swapaxes(0, 1).flatten(0, 1).T
     made = fn.dropout(x, 0.5, training=False).to(torch.float64).to("cpu").contiguous().narrow(0, 0, 2)
-    return (a * b).transpose(0, 1).reshape(-1), taken, made, y.view_as(x).reshape_as(x), a[..., :1].expand_as(a), y.mT, *x.unbind(0)
+    return (
+        (a * b).transpose(0, 1).reshape(-1),
+        taken,
+        made,
+        y.view_as(x).reshape_as(x),
+        a[..., :1].expand_as(a),
+        y.mT,
+        *x.unbind(0),
+    )
 
 
 def writes(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -69,7 +79,20 @@ def writes(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     best.div_(best.sum(-1, keepdim=True))
     narrow, rest = torch.split_with_sizes_copy(x, [2, 6], -1)
     narrow.add_(1)
-    return narrow, rest, best, places, z * x, wide, put.softmax(-1), strided.reshape(-1), counted * y, grown, relued, z.lerp_(y, 0.5)
+    return (
+        narrow,
+        rest,
+        best,
+        places,
+        z * x,
+        wide,
+        put.softmax(-1),
+        strided.reshape(-1),
+        counted * y,
+        grown,
+        relued,
+        z.lerp_(y, 0.5),
+    )
 
 
 def read_before_and_after(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -92,23 +115,39 @@ def kept_whole(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def layers() -> nn.Module:
     made = Calls(lambda x, y: made.parts["encoder"](x) + made.parts["lstm"](y)[0])
-    made.parts["encoder"], made.parts["lstm"] = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.LSTM(8, 8, batch_first=True)
+    made.parts["encoder"], made.parts["lstm"] = (
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        nn.LSTM(8, 8, batch_first=True),
+    )
     return made
 
 
-SHORT = {"views": views, "writes": writes, "before and after": read_before_and_after, "kept whole": kept_whole}
+SHORT = {
+    "views": views,
+    "writes": writes,
+    "before and after": read_before_and_after,
+    "kept whole": kept_whole,
+}
 
 
 def described(module: fx.GraphModule) -> tuple[int, str]:
-    """How many operators there are, and what is returned: as the operators that make it, with types and layouts; sizes as numbers."""
+    """How many operators there are, and what is returned: as the operators that make it, with types and
+    layouts; sizes as numbers.
+    """
     made: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         given = fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)  # type: ignore[arg-type, return-value]
         value = node.meta.get("val")
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        text = f"{node.op} {node.target} {given} {[(leaf.dtype, leaf.shape, leaf.stride()) for leaf in leaves]}"
+        text = (
+            f"{node.op} {node.target} {given} {[(leaf.dtype, leaf.shape, leaf.stride()) for leaf in leaves]}"
+        )
         made[node] = value if isinstance(value, int) else hashlib.sha256(text.encode()).hexdigest()
-    operators = [node for node in module.graph.nodes if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor)]
+    operators = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor)
+    ]
     return len(operators), made[module.graph.output_node()]
 
 
@@ -123,7 +162,10 @@ def tidied(module: Any) -> fx.GraphModule:
 
 @pytest.mark.parametrize(
     ("name", "free"),
-    [*((name, False) for name in (*SHORT, "layers")), *((name, True) for name in ("before and after", "kept whole", "layers"))],
+    [
+        *((name, False) for name in (*SHORT, "layers")),
+        *((name, True) for name in ("before and after", "kept whole", "layers")),
+    ],
 )
 def test_the_short_ways_graph_is_torchs_own(name: str, free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers() if name == "layers" else Calls(SHORT[name])
@@ -199,7 +241,19 @@ def doubled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "forward", [into_a_view, under_a_view, into_a_slice, into_a_part, under_its_dropout, chained, of_a_list, both_branches, lower, doubled]
+    "forward",
+    [
+        into_a_view,
+        under_a_view,
+        into_a_slice,
+        into_a_part,
+        under_its_dropout,
+        chained,
+        of_a_list,
+        both_branches,
+        lower,
+        doubled,
+    ],
 )
 def test_what_is_not_certain_goes_torchs_way(forward: Forward) -> None:
     model = Calls(forward)
@@ -224,7 +278,9 @@ def test_draws_go_torchs_way() -> None:
     assert isinstance(module, fx.GraphModule) and not functional._took_apart(module)
 
 
-@pytest.mark.parametrize("operator", [aten.batch_norm.default, aten.feature_dropout.default, aten.sym_numel.default])
+@pytest.mark.parametrize(
+    "operator", [aten.batch_norm.default, aten.feature_dropout.default, aten.sym_numel.default]
+)
 def test_what_may_lead_to_others_goes_torchs_way(operator: torch._ops.OpOverload) -> None:
     assert functional._may_lead_elsewhere(operator)
 
@@ -242,6 +298,8 @@ def test_torchs_table_is_put_back() -> None:
     """torch's way with the operators of the graph alone gives what it gives with all of its own."""
     model = Calls(under_a_view, norm=nn.BatchNorm1d(8))
     theirs, ours = exported(model).run_decompositions({}), functional.traced_again(exported(model))
-    assert [node.format_node() for node in theirs.graph.nodes] == [node.format_node() for node in ours.graph.nodes]
+    assert [node.format_node() for node in theirs.graph.nodes] == [
+        node.format_node() for node in ours.graph.nodes
+    ]
     found: Any = torch.export.exported_program
     assert len(found._collect_all_valid_cia_ops()) > 100

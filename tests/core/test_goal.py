@@ -15,13 +15,24 @@ from effcompile.core.units import parse_bytes
 
 @pytest.mark.parametrize(
     ("value", "size"),
-    [("6GiB", 6 << 30), ("900 MB", 900_000_000), (" 1.5g ", 3 << 29), ("1e3", 1000), (4096, 4096), (7.9, 7), (numpy.int64(5), 5)],
+    [
+        ("6GiB", 6 << 30),
+        ("900 MB", 900_000_000),
+        (" 1.5g ", 3 << 29),
+        ("1e3", 1000),
+        (4096, 4096),
+        (7.9, 7),
+        (numpy.int64(5), 5),
+    ],
 )
 def test_sizes(value: object, size: int) -> None:
     assert parse_bytes(value) == size  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", ["", " ", "GiB", "-1", "1GiB!", "1_000", "١GiB", "nan", math.nan, True, [1], {}, torch.ones(1), b"1GiB"])
+@pytest.mark.parametrize(
+    "value",
+    ["", " ", "GiB", "-1", "1GiB!", "1_000", "١GiB", "nan", math.nan, True, [1], {}, torch.ones(1), b"1GiB"],
+)
 def test_what_is_no_size(value: object) -> None:
     with pytest.raises(UsageError, match=r"(?s)^memory = .* is not a size\. Write it like 6GiB"):
         parse_bytes(value)  # type: ignore[arg-type]

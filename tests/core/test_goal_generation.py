@@ -41,4 +41,7 @@ def test_counts_that_are_refused(given: dict[str, object], said: str) -> None:
 
 def test_a_generation_in_one_line() -> None:
     goal = Goal.of(mode="generation", context=64, batch=2, memory="1MiB")
-    assert goal.describe() == "least time, exact, peak memory ≤ 1.0 MiB, prompt 32 + 32 new tokens, context 64, batch 2"
+    assert (
+        goal.describe()
+        == "least time, exact, peak memory ≤ 1.0 MiB, prompt 32 + 32 new tokens, context 64, batch 2"
+    )

@@ -23,7 +23,9 @@ def found() -> list[str]:
     return sorted(entry.name for entry in entry_points(GROUP))
 
 
-def test_packages_that_come_and_go_are_seen_and_others_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_come_and_go_are_seen_and_others_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads, read = list[str](), metadata.entry_points
     monkeypatch.setattr(metadata, "entry_points", lambda group: reads.append(group) or read(group=group))
     assert found() == []

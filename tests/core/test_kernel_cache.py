@@ -41,13 +41,24 @@ def test_what_is_unfinished(tmp_path: Path, content: bytes, age: float, expected
     assert unfinished(written(tmp_path / "a.so", content, age)) is expected
 
 
-def test_a_kernels_compilation_clears_the_cache_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernels_compilation_clears_the_cache_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    broken, whole = written(tmp_path / "ab" / "broken.so", WHOLE[:500]), written(tmp_path / "cd" / "whole.so", WHOLE)
+    broken, whole = (
+        written(tmp_path / "ab" / "broken.so", WHOLE[:500]),
+        written(tmp_path / "cd" / "whole.so", WHOLE),
+    )
     mended.cache_clear()
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.output((graph.call_function(torch.ops.aten.neg.default, (graph.call_function(torch.ops.aten.sin.default, (x,)),)),))
+    graph.output(
+        (
+            graph.call_function(
+                torch.ops.aten.neg.default, (graph.call_function(torch.ops.aten.sin.default, (x,)),)
+            ),
+        )
+    )
     layout = TileLayout((37, 3), (3, 1), torch.float32, "cpu")
     Fused(graph, [layout], [layout]).compile()
     assert whole.exists() and not broken.exists()

@@ -44,7 +44,9 @@ def test_an_import_that_configures_logging_leaves_the_users_root_as_it_was() -> 
         root.removeHandler(handler)
     try:
         with as_it_logs():
-            logging.basicConfig(format="%(asctime)s %(name)s [%(levelname)s] - %(message)s", level=logging.INFO)
+            logging.basicConfig(
+                format="%(asctime)s %(name)s [%(levelname)s] - %(message)s", level=logging.INFO
+            )
             assert root.handlers
         assert root.handlers == [] and root.level == level
     finally:

@@ -20,9 +20,14 @@ aten = torch.ops.aten
         (aten.mm.default, (), False),
     ],
 )
-def test_an_attention_that_drops_nothing_draws_nothing(target: torch._ops.OpOverload, more: tuple[object, ...], drawn: bool) -> None:
+def test_an_attention_that_drops_nothing_draws_nothing(
+    target: torch._ops.OpOverload, more: tuple[object, ...], drawn: bool
+) -> None:
     graph = fx.Graph()
     operands = [graph.placeholder(name) for name in "qkv"]
-    count = sum(str(argument.type) == "Tensor" and not argument.has_default_value() for argument in target._schema.arguments)
+    count = sum(
+        str(argument.type) == "Tensor" and not argument.has_default_value()
+        for argument in target._schema.arguments
+    )
     assert draws(graph.call_function(target, (*operands[:count], *more))) is drawn
     assert not draws(operands[0])

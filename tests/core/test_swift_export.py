@@ -21,8 +21,21 @@ class Views(nn.Module):
     def forward(self, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a, b = x.chunk(2, -1)
         taken = x[1:, 0].unflatten(-1, (2, -1)).movedim(0, 1).swapaxes(0, 1).flatten(0, 1).T
-        made = nn.functional.dropout(x, 0.5, training=False).to(torch.float64).to("cpu").contiguous().narrow(0, 0, 2)
-        return (a * b).transpose(0, 1).reshape(-1), taken, made, like.view_as(x).reshape_as(x), a[..., :1].expand_as(a), *x.unbind(0)
+        made = (
+            nn.functional.dropout(x, 0.5, training=False)
+            .to(torch.float64)
+            .to("cpu")
+            .contiguous()
+            .narrow(0, 0, 2)
+        )
+        return (
+            (a * b).transpose(0, 1).reshape(-1),
+            taken,
+            made,
+            like.view_as(x).reshape_as(x),
+            a[..., :1].expand_as(a),
+            *x.unbind(0),
+        )
 
 
 class Composite(nn.Module):
@@ -39,13 +52,20 @@ class Composite(nn.Module):
 
 
 class Promotions(nn.Module):
-    """Operators on several types, on numbers of another type, and what reads their results; a clip for the rewriter to fuse."""
+    """Operators on several types, on numbers of another type, and what reads their results; a clip for the
+    rewriter to fuse.
+    """
 
     def forward(self, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
         whole = (like > 0).to(torch.int32)
         mixed = x * whole + 1
         y = torch.where(mixed > 0, mixed, 0.0) / (whole + 2)
-        return y.softmax(-1) @ x.mT, nn.functional.relu(y).clamp(0.1, 0.5), x.half() * 3 + whole, nn.functional.layer_norm(y + 0, (8,))
+        return (
+            y.softmax(-1) @ x.mT,
+            nn.functional.relu(y).clamp(0.1, 0.5),
+            x.half() * 3 + whole,
+            nn.functional.layer_norm(y + 0, (8,)),
+        )
 
 
 @pytest.mark.parametrize("made", [Promotions, Views, Composite])
@@ -70,7 +90,9 @@ def test_an_onnx_model_is_torchs_and_onnxscripts_own(made: type[nn.Module]) -> N
 
 def test_what_is_left_out_is_known_by_the_names_that_are_replaced() -> None:
     """Else the test above compares torch's way with itself."""
-    promotion = vars(swift.private_module("torch.onnx._internal.fx.passes.type_promotion"))["_TypePromotionInterpreter"]
+    promotion = vars(swift.private_module("torch.onnx._internal.fx.passes.type_promotion"))[
+        "_TypePromotionInterpreter"
+    ]
     matcher = vars(swift.private_module("onnxscript.rewriter._matcher"))["SimplePatternMatcher"]
     before = promotion.run_node, matcher.match
     with swift.swift_onnx():

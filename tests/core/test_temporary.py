@@ -9,15 +9,26 @@ import pytest
 
 from effcompile.core import temporary
 
-_CHILD = "from effcompile.core.temporary import own_folder; print(own_folder('effcompile-mine-'), flush=True); input()"
+_CHILD = (
+    "from effcompile.core.temporary import own_folder; print(own_folder('effcompile-mine-'), "
+    "flush=True); input()"
+)
 
 
-def test_it_goes_with_its_process_and_with_the_next_one_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_with_its_process_and_with_the_next_one_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     kept = temporary.own_folder("effcompile-mine-")
     dead, living, done = (
-        subprocess.Popen([sys.executable, "-c", _CHILD], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(3)
     )
     folders = [Path(child.stdout.readline().strip()) for child in (dead, living, done) if child.stdout]

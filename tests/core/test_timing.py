@@ -33,15 +33,20 @@ def clock(monkeypatch):
 
 
 def test_median_ignores_warm_up_and_preemption(clock):
-    assert median_seconds(clock.work(9.0, 1.0, 1.0, 7.0, 1.0, 8.0, 1.0), min_rounds=5, budget=0.0) == pytest.approx(1.0)
+    assert median_seconds(
+        clock.work(9.0, 1.0, 1.0, 7.0, 1.0, 8.0, 1.0), min_rounds=5, budget=0.0
+    ) == pytest.approx(1.0)
 
 
 def test_a_figure_that_has_settled_is_not_measured_on(clock):
     median_seconds(clock.work(0.01), min_rounds=2, budget=10.0, settled=0.02)
     assert clock.now == pytest.approx(0.01 * (2 + 8))
-    falling = [0.04, 0.04, 0.04, 0.04, 0.04, 0.04, *[0.02] * 4, 0.01]  # two that warm up, four and four samples
+    # two that warm up, four and four samples
+    falling = [0.04, 0.04, 0.04, 0.04, 0.04, 0.04, *[0.02] * 4, 0.01]
     clock.now = 0.0
-    assert median_seconds(clock.work(*falling), min_rounds=2, budget=10.0, settled=0.02) == pytest.approx(0.01)
+    assert median_seconds(clock.work(*falling), min_rounds=2, budget=10.0, settled=0.02) == pytest.approx(
+        0.01
+    )
     assert clock.now < 1.0
 
 
@@ -98,7 +103,8 @@ def test_interleaved_rotates_and_attributes_the_time(clock):
 def test_a_long_call_does_not_warm_up_at_every_turn(clock):
     calls = []
     long, short = (
-        lambda name=name, s=s: (calls.append(name), setattr(clock, "now", clock.now + s)) for name, s in (("long", 1.0), ("", 2**-6))
+        lambda name=name, s=s: (calls.append(name), setattr(clock, "now", clock.now + s))
+        for name, s in (("long", 1.0), ("", 2**-6))
     )
     samples = interleaved({"long": long, "short": short}, 3)
     assert len(samples["long"]) == len(samples["short"]) == 6

@@ -41,7 +41,11 @@ Point = namedtuple("Point", "x y")
 
 _KNOWN = st.recursive(
     st.integers() | st.none(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.builds(Point, inner, inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.builds(Point, inner, inner)
+    ),
     max_leaves=12,
 )
 

@@ -42,7 +42,9 @@ def test_another_owner_is_not(library: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "belongs to another user" in str(distrust(library))
 
 
-def test_a_link_is_not_and_a_folder_behind_a_link_is_looked_at_where_it_lies(library: Path, tmp_path: Path) -> None:
+def test_a_link_is_not_and_a_folder_behind_a_link_is_looked_at_where_it_lies(
+    library: Path, tmp_path: Path
+) -> None:
     link = library.with_name("link.so")
     link.symlink_to(library)
     assert distrust(link) is not None

@@ -26,7 +26,8 @@ def _lazy_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_lazy_collector")
 def test_garbage_of_before_is_not_taken_off() -> None:
-    with torch_compat_memory.watched_memory("cpu"):  # of what torch's profiler has not seen it does not know the bytes
+    with torch_compat_memory.watched_memory("cpu"):
+        # of what torch's profiler has not seen it does not know the bytes
         left = [Circle()]
     with torch_compat_memory.watched_memory("cpu") as peak:
         left.clear()

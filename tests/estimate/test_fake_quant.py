@@ -30,7 +30,9 @@ def test_weights_are_rounded_as_onnxruntime_does(seed: int) -> None:
         return torch.from_numpy(q.astype(np.float32) * scale.astype(np.float32))
 
     torch.testing.assert_close(fake_quant.per_tensor(w), theirs(w), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(fake_quant.per_channel(w), torch.stack([theirs(row) for row in w]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        fake_quant.per_channel(w), torch.stack([theirs(row) for row in w]), rtol=1e-5, atol=1e-6
+    )
     assert torch.allclose(fake_quant.per_tensor(w, peak=float(w.abs().max())), fake_quant.per_tensor(w))
 
 
@@ -40,10 +42,14 @@ def test_groups_are_rounded_as_matmulnbits_does(bits: int) -> None:
     n, k = w.shape
     packed = np.zeros((n, k // size, size * bits // 8), np.uint8)
     scales, zero = np.zeros(n * k // size, np.float32), np.zeros((n, -(-k // size * bits // 8)), np.uint8)
-    getattr(_pybind_state, f"quantize_matmul_{bits}bits")(packed, w.T.numpy().copy(), scales, zero, size, n, k, True)
+    getattr(_pybind_state, f"quantize_matmul_{bits}bits")(
+        packed, w.T.numpy().copy(), scales, zero, size, n, k, True
+    )
     q = packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(n, k // size, size)
     theirs = (q.astype(np.float32) - 2 ** (bits - 1)) * scales.reshape(n, -1, 1)
-    torch.testing.assert_close(fake_quant.grouped(w, bits, size), torch.from_numpy(theirs.reshape(n, k)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        fake_quant.grouped(w, bits, size), torch.from_numpy(theirs.reshape(n, k)), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("offset", [-20.0, 0.0, 0.3, 20.0])
@@ -57,7 +63,9 @@ def test_activations_are_rounded_as_dynamic_quantize_linear_does(offset: float) 
         [helper.make_tensor_value_info(name, kind, None) for name, kind in kinds],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    q, s, z = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x.numpy()})
+    q, s, z = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(
+        None, {"x": x.numpy()}
+    )
     theirs = torch.from_numpy((q.astype(np.float32) - float(z)) * s)
     assert float((fake_quant.uint8(x) - theirs).abs().max()) <= 1e-5 * max(1.0, abs(offset))
 

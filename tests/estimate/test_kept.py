@@ -1,4 +1,6 @@
-"""A sensitivity is read back where nothing that it follows from changed, and is measured again where one thing did."""
+"""A sensitivity is read back where nothing that it follows from changed, and is measured again where one
+thing did.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def an_operator(program: Program) -> None:
 
 
 @pytest.mark.parametrize("change", [one_bit_of_a_weight, an_operator])
-def test_another_model_is_measured(program: Program, measuring: list[int], change: Callable[[Program], None]) -> None:
+def test_another_model_is_measured(
+    program: Program, measuring: list[int], change: Callable[[Program], None]
+) -> None:
     asked(program)
     change(program)
     asked(program)
@@ -84,11 +88,15 @@ def test_other_inputs_options_and_budgets_are_measured(program: Program, measuri
     asked(program)
     asked(program, program.args[0] + 1e-7)
     asked(program, budget=6.0)
-    kept.measured(program, [((program.args[0],), {})], {"linear": (form("int8_channel"),)}, budget_seconds=5.0)
+    kept.measured(
+        program, [((program.args[0],), {})], {"linear": (form("int8_channel"),)}, budget_seconds=5.0
+    )
     assert len(measuring) == 4
     weights = {("up", "half"): lambda: program.module.get_parameter("up.weight") / 2}
     for _ in range(2):  # what a pass makes is not known by its bytes
-        found = kept.measured(program, [((program.args[0],), {})], OPTIONS, weights=weights, budget_seconds=5.0)
+        found = kept.measured(
+            program, [((program.args[0],), {})], OPTIONS, weights=weights, budget_seconds=5.0
+        )
     assert len(measuring) == 6
     assert ("up", "half") in found.errors
 
@@ -97,7 +105,9 @@ NEGATIVE = b'{"errors": [["up", "w4", -1.0]], "method": "", "draws": 1, "seconds
 
 
 @pytest.mark.parametrize("spoiled", [b"", b"{", b"[]", NEGATIVE])
-def test_a_spoiled_file_is_measured_again(program: Program, measuring: list[int], tmp_path: Path, spoiled: bytes) -> None:
+def test_a_spoiled_file_is_measured_again(
+    program: Program, measuring: list[int], tmp_path: Path, spoiled: bytes
+) -> None:
     asked(program)
     (file,) = (tmp_path / "sensitivity").iterdir()
     file.write_bytes(spoiled)
@@ -107,13 +117,17 @@ def test_a_spoiled_file_is_measured_again(program: Program, measuring: list[int]
     assert len(measuring) == 2  # it was written anew
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(program: Program, measuring: list[int], tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(
+    program: Program, measuring: list[int], tmp_path: Path
+) -> None:
     (tmp_path / "sensitivity").write_text("a file where the folder should be")
     assert asked(program).errors == asked(program).errors
     assert len(measuring) == 2
 
 
-def test_the_oldest_files_go(program: Program, measuring: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_files_go(
+    program: Program, measuring: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kept, "_MOST_FILES", 2)
     for budget in (5.0, 6.0, 7.0):
         asked(program, budget=budget)

@@ -1,4 +1,6 @@
-"""What an operator does with memory is remembered by the layouts of its arguments, and told alike the second time."""
+"""What an operator does with memory is remembered by the layouts of its arguments, and told alike the second
+time.
+"""
 
 import operator
 from collections.abc import Callable
@@ -29,12 +31,16 @@ def traced(build: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node], *given: Tenso
 
 def told(found: Storages) -> list[tuple[object, ...]]:
     """By node, as node's of two graphs are never equal."""
-    nodes: list[tuple[object, ...]] = [(n.name, found.of[n], found.made[n], found.workspace[n], n in found.written) for n in found.of]
+    nodes: list[tuple[object, ...]] = [
+        (n.name, found.of[n], found.made[n], found.workspace[n], n in found.written) for n in found.of
+    ]
     return [*nodes, (dict(found.nbytes), found.fixed)]
 
 
 def block(graph: fx.Graph, x: fx.Node, w: fx.Node) -> fx.Node:
-    """A product, views of it, a copy that is none, several results, a write in place, and a result of another type on the same storage."""
+    """A product, views of it, a copy that is none, several results, a write in place, and a result of another
+    type on the same storage.
+    """
     y = graph.call_function(aten.mm.default, (x, w))
     t = graph.call_function(aten.t.default, (y,))
     same = graph.call_function(aten.reshape.default, (y, [-1]))

@@ -30,7 +30,8 @@ class Fn(nn.Module):
         return self.fn(self, *args)
 
 
-# torch's counter has no formula for CPU's fused attention, so the comparison runs it as its two products (MATH)
+# torch's counter has no formula for CPU's fused attention, so the comparison runs it as its two products
+# (MATH)
 
 
 def test_flops_agree_with_torchs_counter(tiny):
@@ -75,7 +76,10 @@ def test_constant_matrices_are_linears_whichever_way_they_are_written(capture):
         lambda m, x: F.linear(x, m.w.t()),
         lambda m, x: torch.mm(x.view(6, 5), m.w),
     ]
-    found = [[c for c in kernels(capture(Fn(f, w=weight), x)) if not c.kernel.startswith("pointwise")] for f in forms]
+    found = [
+        [c for c in kernels(capture(Fn(f, w=weight), x)) if not c.kernel.startswith("pointwise")]
+        for f in forms
+    ]
     assert [f for i, f in enumerate(found) if i != 1] == [[KernelCall("linear/fp32", (6, 5, 6))]] * 4
     assert found[1][0].flops == 2 * 6 * 5 * 6
 
@@ -86,10 +90,13 @@ def test_each_kind_of_op_maps_to_its_kernel(capture):
         x = F.rms_norm(F.gelu(x), (8,)) + F.gelu(x, approximate="tanh")
         return F.softmax(x, dim=-2)
 
-    program = capture(Fn(forward, table=torch.randn(50, 8)), torch.randint(0, 50, (2, 4)), torch.randn(2, 4, 8))
+    program = capture(
+        Fn(forward, table=torch.randn(50, 8)), torch.randint(0, 50, (2, 4)), torch.randn(2, 4, 8)
+    )
     found = {c.kernel: c.dims for c in kernels(program) if c.kernel != "pointwise/fp32"}
     assert found == {
-        "embedding/fp32": (8, 8), "norm/layer": (8, 8), "gelu/erf": (64,), "norm/rms": (8, 8), "gelu/tanh": (64,), "softmax/fp32": (16, 4),
+        "embedding/fp32": (8, 8), "norm/layer": (8, 8), "gelu/erf": (64,), "norm/rms": (8, 8),
+        "gelu/tanh": (64,), "softmax/fp32": (16, 4),
     }  # fmt: skip
 
 
@@ -99,7 +106,8 @@ def test_views_are_free_and_copies_move_their_bytes(capture):
         return free().split(6, dim=1)[0], x.reshape(24).expand(3, 24), x.contiguous()
 
     program = capture(Fn(forward), torch.randn(4, 6))
-    assert kernels(program) == [KernelCall("pointwise/fp32", (24,))]  # only the transposed contiguous() copies: 96 B in, 96 B out
+    # only the transposed contiguous() copies: 96 B in, 96 B out
+    assert kernels(program) == [KernelCall("pointwise/fp32", (24,))]
 
 
 def test_pointwise_ops_count_operands_and_results_in_their_own_width(capture):
@@ -131,17 +139,23 @@ def test_measured_kernels_are_marked_and_the_rest_falls_back_to_the_model(captur
     program = capture(Fn(lambda m, x: F.gelu(x @ m.w), w=torch.randn(8, 8)), torch.randn(4, 8))
     law = Law(points=(((4, 8, 8), 0.25),))
     target = Target(
-        name="t", description="", device="cpu", cores=1, memory_bytes=1, memory_bandwidth=1e9, link_bandwidth=1e9,
-        peak_flops={"fp32": 1e9}, laws={"torch": {"linear/fp32": law}},
+        name="t", description="", device="cpu", cores=1, memory_bytes=1, memory_bandwidth=1e9,
+        link_bandwidth=1e9, peak_flops={"fp32": 1e9}, laws={"torch": {"linear/fp32": law}},
     )  # fmt: skip
-    figures = {estimated.provenance: estimated.seconds for estimated in estimate(program, target, "torch").nodes.values()}
+    figures = {
+        estimated.provenance: estimated.seconds
+        for estimated in estimate(program, target, "torch").nodes.values()
+    }
     assert figures[Provenance.MEASURED] == 0.25
     assert 0 < figures[Provenance.MODELLED] < 0.25
     assert estimate(program, target, "torch").total.provenance is Provenance.MODELLED
 
 
 def test_a_dtype_the_machine_lacks_is_still_predicted(capture):
-    program = capture(Fn(lambda m, x: x @ m.w, w=torch.randn(64, 64, dtype=torch.bfloat16)), torch.randn(4, 64, dtype=torch.bfloat16))
+    program = capture(
+        Fn(lambda m, x: x @ m.w, w=torch.randn(64, 64, dtype=torch.bfloat16)),
+        torch.randn(4, 64, dtype=torch.bfloat16),
+    )
     found = estimate(program, load_target("v100-32gb"), "torch").total
     assert found.provenance is Provenance.MODELLED
     assert math.isfinite(found.seconds)
@@ -157,8 +171,8 @@ def test_backends_without_prices_are_never_asked_twice_for_one_kernel(tiny):
         return 1e-6
 
     target = Target(
-        name="t", description="", device="cpu", cores=1, memory_bytes=1, memory_bandwidth=1e9, link_bandwidth=1e9,
-        peak_flops={"fp32": 1e9}, probe=probe,
+        name="t", description="", device="cpu", cores=1, memory_bytes=1, memory_bandwidth=1e9,
+        link_bandwidth=1e9, peak_flops={"fp32": 1e9}, probe=probe,
     )  # fmt: skip
     assert estimate(program, target, "torch").total.provenance is Provenance.MEASURED
     assert len(asked) == len(set(asked)) > 5

@@ -31,7 +31,9 @@ def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node.meta["val"] = value.to("meta") if value.device.type == "meta" else value
         return node
 
-    node = graph.call_function(target, fx.node.map_aggregate(args, given), fx.node.map_aggregate(kwargs, given))
+    node = graph.call_function(
+        target, fx.node.map_aggregate(args, given), fx.node.map_aggregate(kwargs, given)
+    )
     with torch.no_grad():
         node.meta["val"] = target(*args, **kwargs)
     return node
@@ -39,7 +41,11 @@ def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 def test_every_operator_is_run_once_and_kept() -> None:
     a, b = torch.randn(8, 4), torch.randn(4, 6)
-    nodes = [call(aten.mm.default, a, b), call(aten.mm.default, a + 1, b), call(aten.mm.default, a, torch.randn(4, 5))]
+    nodes = [
+        call(aten.mm.default, a, b),
+        call(aten.mm.default, a + 1, b),
+        call(aten.mm.default, a, torch.randn(4, 5)),
+    ]
     known: dict[str, Measured] = {}
     told: list[tuple[int, int]] = []
     measure(nodes, known, seconds_each=0.0, progress=lambda done, of: told.append((done, of)))
@@ -52,9 +58,10 @@ def test_every_operator_is_run_once_and_kept() -> None:
 def test_keys_tell_apart_what_may_take_another_time() -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     nodes = [
-        call(aten.mm.default, a, b), call(aten.mm.default, a.T, b), call(aten.mm.default, a.double(), b.double()),
-        call(aten.mm.default, a[:4], b), call(aten.add.Tensor, a, b), call(aten.add.Tensor, a, b, alpha=2),
-        call(aten.softmax.int, a, 0), call(aten.softmax.int, a, 1), call(aten.mm.default, a.to("meta"), b.to("meta")),
+        call(aten.mm.default, a, b), call(aten.mm.default, a.T, b),
+        call(aten.mm.default, a.double(), b.double()), call(aten.mm.default, a[:4], b),
+        call(aten.add.Tensor, a, b), call(aten.add.Tensor, a, b, alpha=2), call(aten.softmax.int, a, 0),
+        call(aten.softmax.int, a, 1), call(aten.mm.default, a.to("meta"), b.to("meta")),
     ]  # fmt: skip
     assert len({key(node) for node in nodes}) == len(nodes)
     assert key(call(aten.mm.default, a, b)) == key(call(aten.mm.default, a + 1, b))
@@ -64,7 +71,8 @@ def test_keys_tell_apart_what_may_take_another_time() -> None:
 
 def test_the_workspace_is_what_the_kernel_allocates_beyond_its_result() -> None:
     def widened(x: torch.Tensor) -> torch.Tensor:
-        return x.double().exp().sum(0)  # two of (64, 8) fp64 at once, before there is the result of 8 × 8 bytes
+        # two of (64, 8) fp64 at once, before there is the result of 8 × 8 bytes
+        return x.double().exp().sum(0)
 
     x = torch.randn(64, 8)
     known: dict[str, Measured] = {}
@@ -82,7 +90,10 @@ def test_operands_that_overlap_themselves_are_run_too() -> None:
 
 def test_measuring_leaves_the_random_generator_alone() -> None:
     known: dict[str, Measured] = {}
-    nodes = [call(aten.native_dropout.default, torch.ones(8), 0.5, True), call(aten.exp.default, torch.ones(8))]
+    nodes = [
+        call(aten.native_dropout.default, torch.ones(8), 0.5, True),
+        call(aten.exp.default, torch.ones(8)),
+    ]
     before = torch.get_rng_state()
     measure(nodes, known, seconds_each=0.0)
     assert len(known) == 2 and torch.equal(torch.get_rng_state(), before)
@@ -97,23 +108,62 @@ def test_a_view_and_an_operator_in_place_make_nothing_and_need_nothing() -> None
 
 def test_a_recurrent_layers_workspace_is_made_by_the_layer() -> None:
     """oneDNN reads it as its own, so that made-up bytes end the process."""
-    x, state, weight, bias = torch.randn(5, 4, 16), torch.randn(1, 4, 16), torch.randn(64, 16), torch.randn(64)
+    x, state, weight, bias = (
+        torch.randn(5, 4, 16),
+        torch.randn(1, 4, 16),
+        torch.randn(64, 16),
+        torch.randn(64),
+    )
     forward = call(
-        aten.mkldnn_rnn_layer.default, x, weight, weight, bias, bias, state, state, False, [], 2, 16, 1, True, False, False, True
+        aten.mkldnn_rnn_layer.default,
+        x,
+        weight,
+        weight,
+        bias,
+        bias,
+        state,
+        state,
+        False,
+        [],
+        2,
+        16,
+        1,
+        True,
+        False,
+        False,
+        True,
     )
     graph, results = forward.graph, forward.meta["val"]
     parts = [graph.call_function(operator.getitem, (forward, i)) for i in range(4)]
     for part, value in zip(parts, results, strict=True):
-        part.meta["val"] = torch.empty(0, dtype=torch.uint8) if part is parts[3] else value  # as torch's own fake kernel says
+        # as torch's own fake kernel says
+        part.meta["val"] = torch.empty(0, dtype=torch.uint8) if part is parts[3] else value
     given = forward.args[:7]
     backward = graph.call_function(
         aten.mkldnn_rnn_layer_backward.default,
-        (*given, *parts[:3], parts[0], parts[1], parts[2], False, 2, 16, 1, True, True, False, [], False, parts[3]),
+        (
+            *given,
+            *parts[:3],
+            parts[0],
+            parts[1],
+            parts[2],
+            False,
+            2,
+            16,
+            1,
+            True,
+            True,
+            False,
+            [],
+            False,
+            parts[3],
+        ),
     )
     backward.meta["val"] = results[:3]
     known: dict[str, Measured] = {}
     measure([backward, call(aten.exp.default, x)], known, seconds_each=0.0)
-    assert len(known) == 1 + (results[3] is not None)  # torch hands on an undefined tensor where oneDNN needs none
+    # torch hands on an undefined tensor where oneDNN needs none
+    assert len(known) == 1 + (results[3] is not None)
 
 
 def test_an_operator_that_cannot_run_alone_is_left_out() -> None:
@@ -123,13 +173,21 @@ def test_an_operator_that_cannot_run_alone_is_left_out() -> None:
         return x + 1
 
     known: dict[str, Measured] = {}
-    measure([call(picky, torch.full((3,), 7.0)), call(aten.exp.default, torch.ones(3))], known, seconds_each=0.0)
+    measure(
+        [call(picky, torch.full((3,), 7.0)), call(aten.exp.default, torch.ones(3))], known, seconds_each=0.0
+    )
     assert len(known) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
+)
 def test_made_up_operands_have_the_shape_dtype_and_strides(dtype: torch.dtype) -> None:
-    for like in (torch.ones(3, 5).to(dtype), torch.ones(5, 3).to(dtype).T, torch.ones(1, 4).to(dtype).expand(3, 4)):
+    for like in (
+        torch.ones(3, 5).to(dtype),
+        torch.ones(5, 3).to(dtype).T,
+        torch.ones(1, 4).to(dtype).expand(3, 4),
+    ):
         found = made_up(like)
         assert (found.shape, found.dtype, found.stride()) == (like.shape, like.dtype, like.stride())
         assert dtype.is_floating_point or not bool(found.any())
@@ -140,20 +198,34 @@ def test_indices_that_are_made_up_are_valid() -> None:
     table, ids, labels = torch.randn(10, 4), torch.randint(0, 10, (3,)), torch.tensor([1, 2])
     losses = torch.log_softmax(torch.randn(2, 5), 1)
     known: dict[str, Measured] = {}
-    nodes = [call(aten.embedding.default, table, ids), call(aten.nll_loss_forward.default, losses, labels, None, 1, -100)]
+    nodes = [
+        call(aten.embedding.default, table, ids),
+        call(aten.nll_loss_forward.default, losses, labels, None, 1, -100),
+    ]
     measure(nodes, known, seconds_each=0.0)
     assert len(known) == 2
 
 
 def test_the_random_state_of_attentions_backward_lies_where_its_kernel_reads_it() -> None:
-    """CUDA's memory-efficient kernel reads it on the host: on the device, as its fake values say, the process would end."""
+    """CUDA's memory-efficient kernel reads it on the host: on the device, as its fake values say, the process
+    would end.
+    """
     target = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
     names = [argument.name for argument in target._schema.arguments if not argument.kwarg_only]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        args = tuple(torch.empty(2, device="cuda") if "Tensor" in str(a.type) else 0 for a in target._schema.arguments)[: len(names)]
+        args = tuple(
+            torch.empty(2, device="cuda") if "Tensor" in str(a.type) else 0 for a in target._schema.arguments
+        )[: len(names)]
         placed = operators._with_seeds_on_host(target, args)
-        devices = {name: value.device.type for name, value in zip(names, placed, strict=True) if isinstance(value, torch.Tensor)}
-        assert {name for name, device in devices.items() if device == "cpu"} == {"philox_seed", "philox_offset"}
+        devices = {
+            name: value.device.type
+            for name, value in zip(names, placed, strict=True)
+            if isinstance(value, torch.Tensor)
+        }
+        assert {name for name, device in devices.items() if device == "cpu"} == {
+            "philox_seed",
+            "philox_offset",
+        }
         assert operators._with_seeds_on_host(torch.ops.aten.add.Tensor, args) is args
 
 
@@ -168,8 +240,8 @@ def test_seconds_of_a_long_call_are_the_faster_of_two(monkeypatch: pytest.Monkey
 
 def target(**changes: Any) -> Target:
     plain = Target(
-        name="made-up", description="", device="cpu", cores=1, memory_bytes=1 << 30, memory_bandwidth=1e9, link_bandwidth=1e9,
-        peak_flops={"fp32": 1e12},
+        name="made-up", description="", device="cpu", cores=1, memory_bytes=1 << 30, memory_bandwidth=1e9,
+        link_bandwidth=1e9, peak_flops={"fp32": 1e12},
     )  # fmt: skip
     return dataclasses.replace(plain, **changes)
 
@@ -194,7 +266,9 @@ def test_flops_of_the_cpus_attention_and_of_our_loss_heads_are_counted() -> None
     q = torch.randn(1, 2, 16, 8)
     forward = call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, q, 0.0, True)
     out, sums = forward.meta["val"]
-    backward = call(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, out, q, q, q, out, sums, 0.0, True)
+    backward = call(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default, out, q, q, q, out, sums, 0.0, True
+    )
     assert flops(forward) == 2 * (2 * 2 * 16 * 16 * 8) and flops(backward) == 2.5 * flops(forward)
 
     x, weight, labels = torch.randn(6, 4), torch.randn(10, 4), torch.zeros(6, dtype=torch.long)
@@ -202,7 +276,20 @@ def test_flops_of_the_cpus_attention_and_of_our_loss_heads_are_counted() -> None
     once = 2 * 6 * 10 * 4
     head = call(loss_head.loss_head_forward._opoverload, x, weight, None, labels, *common)
     assert flops(head) == once
-    assert flops(call(loss_head.loss_head_gradients._opoverload, x, weight, None, labels, *common, [True, True, False])) == 3 * once
+    assert (
+        flops(
+            call(
+                loss_head.loss_head_gradients._opoverload,
+                x,
+                weight,
+                None,
+                labels,
+                *common,
+                [True, True, False],
+            )
+        )
+        == 3 * once
+    )
     grad, sums = torch.ones(()), head.meta["val"][1]
     again = (grad, x, weight, None, labels, sums, *common, [True, False, False])
     assert flops(call(loss_head.loss_head_backward._opoverload, *again)) == 2 * once
@@ -221,13 +308,20 @@ def test_seconds_are_the_larger_of_both_laws_plus_the_launch() -> None:
     small, wide = call(aten.exp.default, torch.ones(1000)), torch.randn(64, 64)
     assert roofline_seconds(small, machine) == pytest.approx(8000 / 1e9 / 0.5 + 1e-6)
     slow = dataclasses.replace(machine, peak_flops={"fp32": 1e6})
-    assert roofline_seconds(call(aten.mm.default, wide, wide), slow) == pytest.approx(2 * 64**3 / 1e6 / 0.5 + 1e-6)
+    assert roofline_seconds(call(aten.mm.default, wide, wide), slow) == pytest.approx(
+        2 * 64**3 / 1e6 / 0.5 + 1e-6
+    )
 
 
 def test_each_dtype_has_its_peak_and_a_missing_one_is_counted_as_fp32() -> None:
-    machine = target(peak_flops={"fp32": 1e6, "bf16": 2e6}, memory_bandwidth=1e15, efficiency=1.0, launch_seconds=0.0)
+    machine = target(
+        peak_flops={"fp32": 1e6, "bf16": 2e6}, memory_bandwidth=1e15, efficiency=1.0, launch_seconds=0.0
+    )
     wide = torch.randn(64, 64)
-    seconds = {d: roofline_seconds(call(aten.mm.default, wide.to(d), wide.to(d)), machine) for d in (torch.float32, torch.bfloat16)}
+    seconds = {
+        d: roofline_seconds(call(aten.mm.default, wide.to(d), wide.to(d)), machine)
+        for d in (torch.float32, torch.bfloat16)
+    }
     assert seconds[torch.float32] == pytest.approx(2 * seconds[torch.bfloat16])
     half = call(aten.mm.default, wide.half().to("meta"), wide.half().to("meta"))
     assert roofline_seconds(half, machine) == pytest.approx(seconds[torch.float32])
@@ -259,11 +353,16 @@ def test_block_sparse_products_are_timed_with_all_their_blocks_and_counted() -> 
     for target, args in calls:
         assert flops(call(target, *args)) == 2 * 6 * values.numel()
         made = block_sparse.with_indices(target, [made_up(value) for value in args])
-        assert [getattr(a, "shape", a) for a in made] == [getattr(a, "shape", a) for a in args] and int(made[2][-1]) == pattern.nnz
+        assert [getattr(a, "shape", a) for a in made] == [getattr(a, "shape", a) for a in args] and int(
+            made[2][-1]
+        ) == pattern.nnz
         target(*made)  # in range: the kernels check
         known: dict[str, Measured] = {}
         measure([call(target, *args)], known)
         assert len(known) == 1
-    assert float(dense_weight(values, *block_sparse.with_indices(calls[0][0], calls[0][1])[2:4], 40).sum()) == values.numel()
+    assert (
+        float(dense_weight(values, *block_sparse.with_indices(calls[0][0], calls[0][1])[2:4], 40).sum())
+        == values.numel()
+    )
     other = [x, x.T]
     assert block_sparse.with_indices(aten.mm.default, other) is other

@@ -1,4 +1,6 @@
-"""A plan rehearsed in emulated arithmetic is as far from the model as the artifact that a backend makes of it."""
+"""A plan rehearsed in emulated arithmetic is as far from the model as the artifact that a backend makes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,28 @@ def program() -> Program:
     return capture(Block().eval(), (torch.randn(2, 16, 64),))
 
 
-def plan_of(options: dict[str, str], *, error_squared: float = 1e-4, given: dict[str, Form] | None = None, peak_bytes: int = 0) -> Any:
+def plan_of(
+    options: dict[str, str],
+    *,
+    error_squared: float = 1e-4,
+    given: dict[str, Form] | None = None,
+    peak_bytes: int = 0,
+) -> Any:
     named = given or {}
     cost = SimpleNamespace(error_squared=error_squared)
-    decisions = [SimpleNamespace(site=s, option=o, form=named.get(s, form(o)), cost=cost) for s, o in options.items()]
-    return SimpleNamespace(decisions=decisions, predicted=SimpleNamespace(peak_bytes=peak_bytes, weight_bytes=0))
+    decisions = [
+        SimpleNamespace(site=s, option=o, form=named.get(s, form(o)), cost=cost) for s, o in options.items()
+    ]
+    return SimpleNamespace(
+        decisions=decisions, predicted=SimpleNamespace(peak_bytes=peak_bytes, weight_bytes=0)
+    )
 
 
 def rehearsal_of(program: Program) -> Rehearsal:
     passes = load_passes(("quantize", "merge"))
-    return Rehearsal(program, measured_options(passes), replaced_weights(passes, program), [program.flat_inputs()])
+    return Rehearsal(
+        program, measured_options(passes), replaced_weights(passes, program), [program.flat_inputs()]
+    )
 
 
 def distance(outputs: list[torch.Tensor], program: Program) -> float:
@@ -64,7 +78,10 @@ def distance(outputs: list[torch.Tensor], program: Program) -> float:
 @pytest.mark.parametrize(
     ("backend", "option"),
     [
-        *(where_there(name, name, value="torch-eager", id=f"torch-eager-{name}") for name in ("int8_channel", "w4", "bf16")),
+        *(
+            where_there(name, name, value="torch-eager", id=f"torch-eager-{name}")
+            for name in ("int8_channel", "w4", "bf16")
+        ),
         ("onnxruntime", "int8_static"),
         ("onnxruntime", "w8"),
     ],
@@ -80,7 +97,9 @@ def test_as_far_off_as_the_artifact(program: Program, backend: str, option: str)
 
 
 def test_members_of_a_merge_share_a_scale(program: Program) -> None:
-    """The weights of a merge are rounded by the largest of them all: where one is a hundredth of another, that shows."""
+    """The weights of a merge are rounded by the largest of them all: where one is a hundredth of another,
+    that shows.
+    """
     torch.manual_seed(0)
     model = Block().eval()
     with torch.no_grad():
@@ -91,7 +110,9 @@ def test_members_of_a_merge_share_a_scale(program: Program) -> None:
     (group,) = merges(small)
     options = {member.site: "int8_dynamic" for member in group.members}
     rehearsal = rehearsal_of(small)
-    apart = rehearsal.of(plan_of({**options, group.site: "separate"}, given={group.site: Form(word="separate")}))
+    apart = rehearsal.of(
+        plan_of({**options, group.site: "separate"}, given={group.site: Form(word="separate")})
+    )
     together = rehearsal.of(plan_of({**options, group.site: MERGED}, given={group.site: Form(word=MERGED)}))
     assert apart is not None and together is not None
     inputs = small.flat_inputs()
@@ -102,7 +123,11 @@ def test_calls_that_go_together_come_out_as_by_themselves_and_round_each_weight_
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dict(
-        zip([site.site for site in linears(program)], ["int8_static", "int8_dynamic", "w4", "bf16", "int8_channel"], strict=True)
+        zip(
+            [site.site for site in linears(program)],
+            ["int8_static", "int8_dynamic", "w4", "bf16", "int8_channel"],
+            strict=True,
+        )
     )
     rounded: list[torch.Tensor] = []
     weight = fake_quant.weight

@@ -87,7 +87,9 @@ def true_error(program: Program, inputs: list[Any], chosen: dict[str, str]) -> f
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU())], nn.Linear(64, 10))
+        self.layers = nn.Sequential(
+            *[m for _ in range(3) for m in (nn.Linear(64, 64), nn.GELU())], nn.Linear(64, 10)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -99,10 +101,17 @@ def tiny(name: str, batch: int = 2) -> Program:
     torch.manual_seed(0)
     if name == "mlp":
         return capture(Mlp().eval(), (torch.randn(8 * batch, 64),))
-    bert = BertConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=100)
-    gpt2 = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=100, use_cache=False, bos_token_id=0, eos_token_id=0)
+    bert = BertConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=100
+    )
+    gpt2 = GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=100, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
     model = BertModel(bert) if name == "bert" else GPT2LMHeadModel(gpt2)
-    text = {"input_ids": torch.randint(0, 100, (batch, 16)), "attention_mask": torch.ones(batch, 16, dtype=torch.long)}
+    text = {
+        "input_ids": torch.randint(0, 100, (batch, 16)),
+        "attention_mask": torch.ones(batch, 16, dtype=torch.long),
+    }
     return capture(model.eval(), (), text)
 
 
@@ -131,7 +140,9 @@ def test_sites_add_up_to_the_error_of_all_together(measured: tuple[Program, list
 def test_every_site_and_option_has_a_finite_error(measured: tuple[Program, list[Any], Sensitivity]) -> None:
     program, _, found = measured
     wanted = {(s.site, o) for s in linears(program) for o in OPTIONS["linear"]}
-    wanted |= {(s.site, o) for s in embeddings(program) for o in OPTIONS["embedding"]} | {(s.site, "tanh") for s in gelus(program)}
+    wanted |= {(s.site, o) for s in embeddings(program) for o in OPTIONS["embedding"]} | {
+        (s.site, "tanh") for s in gelus(program)
+    }
     extra = {(m.site, "merged@int8_dynamic") for m in merges(program)}
     assert wanted <= set(found.errors) <= wanted | extra
     assert all(math.isfinite(e) and e >= 0 for e in found.errors.values())
@@ -204,8 +215,16 @@ def test_behind_integers_the_model_is_run_instead() -> None:
 def test_little_time_and_nothing_to_do_still_give_an_answer() -> None:
     program = tiny("mlp")
     told: list[float] = []
-    found = measure(program, generate_inputs(program), FORMS, budget_seconds=0, progress=lambda what, share: told.append(share))
-    assert "one input only" in found.method and {s.site for s in linears(program)} <= {site for site, _ in found.errors}
+    found = measure(
+        program,
+        generate_inputs(program),
+        FORMS,
+        budget_seconds=0,
+        progress=lambda what, share: told.append(share),
+    )
+    assert "one input only" in found.method and {s.site for s in linears(program)} <= {
+        site for site, _ in found.errors
+    }
     assert told == sorted(told) and all(0 <= share <= 1 for share in told)
     full = measure(program, generate_inputs(program), FORMS, budget_seconds=600)
     total = [sum(e for (_, o), e in f.errors.items() if o == "w4") for f in (found, full)]
@@ -222,7 +241,11 @@ def test_generated_inputs_look_like_the_example() -> None:
         assert args == () and list(kwargs) == list(program.kwargs)
         assert torch.equal(kwargs["attention_mask"], program.kwargs["attention_mask"])
         assert torch.equal(kwargs["input_ids"], same["input_ids"])
-        assert kwargs["input_ids"].shape == (2, 16) and kwargs["input_ids"].min() >= 0 and kwargs["input_ids"].max() < 100
+        assert (
+            kwargs["input_ids"].shape == (2, 16)
+            and kwargs["input_ids"].min() >= 0
+            and kwargs["input_ids"].max() < 100
+        )
         program.module(**kwargs)
     assert not torch.equal(made[0][1]["input_ids"], made[1][1]["input_ids"])
     assert describe_generated(3) == "generated: 3 random inputs shaped like the example"

@@ -10,7 +10,9 @@ from effcompile.ir.program import Program
 
 
 class LiveStorages(fx.Interpreter):
-    """Runs a graph on real tensors with last-use frees and sums the storages that are referenced at each step."""
+    """Runs a graph on real tensors with last-use frees and sums the storages that are referenced at each
+    step.
+    """
 
     def __init__(self, module):
         super().__init__(module, garbage_collect_values=True)
@@ -42,10 +44,14 @@ def assert_same_as_a_real_run(program):
     interpreter = LiveStorages(program.module)
     with torch.no_grad():
         interpreter.run(*placeholders(program), enable_io_processing=False)
-    workspace = {node.name: size for node, size in storages(program).workspace.items()}  # gone again when the op returns
-    # the interpreter drops an input after its last use, the caller of a model does not: compare from where it is dropped
+    # gone again when the op returns
+    workspace = {node.name: size for node, size in storages(program).workspace.items()}
+    # the interpreter drops an input after its last use, the caller of a model does not: compare from where it
+    # is dropped
     missing = _dropped_inputs(program)
-    assert {name: size - missing.get(name, 0) - workspace[name] for name, size in predicted.steps} == interpreter.live
+    assert {
+        name: size - missing.get(name, 0) - workspace[name] for name, size in predicted.steps
+    } == interpreter.live
 
 
 def _dropped_inputs(program) -> dict[str, int]:
@@ -58,7 +64,12 @@ def _dropped_inputs(program) -> dict[str, int]:
         for source in nodes:
             if source.op == "placeholder" and source.users:
                 storage = set(held.of[source])
-                last = max(position[user] for n in nodes if storage & set(held.of[n]) for user in (n.users or {n: None}))
+                last = max(
+                    position[user]
+                    for n in nodes
+                    if storage & set(held.of[n])
+                    for user in (n.users or {n: None})
+                )
                 gone += sum(held.nbytes[s] for s in storage) if last < i else 0
         dropped[node.name] = gone
     return dropped
@@ -82,7 +93,10 @@ class Stack(nn.Module):
     def __init__(self, width=64, depth=4):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            )
+            for _ in range(depth)
         )
 
     def forward(self, x):
@@ -104,21 +118,27 @@ def test_tiny_transformers_as_a_real_run(tiny):
 
 
 def allocator_peak(program) -> int:
-    """The most bytes that torch's CPU allocator held at once over one call of the graph's own code, above the start."""
+    """The most bytes that torch's CPU allocator held at once over one call of the graph's own code, above the
+    start.
+    """
     with torch.no_grad():
         program.module(*program.args, **program.kwargs)  # oneDNN's first call allocates its scratchpads
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             program.module(*program.args, **program.kwargs)
     live = peak = 0
     # profiler.events() hides allocations made inside an op; the raw trace has them all
-    for event in sorted((e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+    for event in sorted(
+        (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e.start_ns(),
+    ):
         live += event.nbytes()
         peak = max(peak, live)
     assert peak > 0
     return peak
 
 
-# tolerance against the allocator: 1 % for the few bytes of scalars and indices that kernels make; equal in practice
+# tolerance against the allocator: 1 % for the few bytes of scalars and indices that kernels make; equal in
+# practice
 
 
 @pytest.mark.parametrize("rows", [64, 512])
@@ -147,7 +167,9 @@ class Inner(nn.Module):
 @pytest.mark.parametrize("form", ["mask", "expand"])
 @pytest.mark.parametrize("length", [16, 200])
 def test_workspace_inside_composite_ops_is_counted(capture, form, length):
-    program = capture(Inner(form), torch.randn(1, 4, length, 16), torch.ones(1, 1, length, length, dtype=torch.bool))
+    program = capture(
+        Inner(form), torch.randn(1, 4, length, 16), torch.ones(1, 1, length, length, dtype=torch.bool)
+    )
     found = timeline(program)
     assert found.activation_bytes == pytest.approx(allocator_peak(program), rel=0.01)
     assert sum(storages(program).workspace.values()) > 0

@@ -13,7 +13,9 @@ _PROPERTY = "fuzz cases"
 
 @pytest.fixture
 def tally(record_property: Any) -> Iterator[Counter[str]]:
-    """What a fuzzer did, counted: `tally["training: steps compared"] += 1`. Also with `@given`, across its examples.
+    """What a fuzzer did, counted: `tally["training: steps compared"] += 1`.
+
+    Also with `@given`, across its examples.
 
     The counts of equal names are summed over the tests and over the workers of pytest-xdist.
     """

@@ -1,7 +1,8 @@
 """Runs an action in a child that dies at its n-th step, and tells whether it died before it was done.
 
-A step is a call of the operating system made from Python (`os.*`, a file's methods, fcntl), or a line of the code that switches. The kernel
-keeps what a killed process wrote, so that every n is one prefix of the system calls.
+A step is a call of the operating system made from Python (`os.*`, a file's methods, fcntl), or a line of the
+code that switches. The kernel keeps what a killed process wrote, so that every n is one prefix of the system
+calls.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def _dying(step: int, action: Callable[[], object]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def called(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and (getattr(argument, "__module__", None) or type(argument.__self__).__module__) in _SYSTEM:
+        if (
+            event == "c_call"
+            and (getattr(argument, "__module__", None) or type(argument.__self__).__module__) in _SYSTEM
+        ):
             one_step()
 
     def traced(frame: FrameType, event: str, argument: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Random cases as long as one likes: `python tests/fuzz/soak.py training --seed 7 --models 100 --failures FOLDER`.
+"""Random cases as long as one likes: `python tests/fuzz/soak.py training --seed 7 --models 100 --failures
+FOLDER`.
 
-Prints what was done with its counts, and the processor's seconds of a case. A failing model is written into the folder as an
-expression that makes it again (`--again FILE`), and the next ones are run. What inference refused in words is written beside.
+Prints what was done with its counts, and the processor's seconds of a case. A failing model is written into
+the folder as an expression that makes it again (`--again FILE`), and the next ones are run. What inference
+refused in words is written beside.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ FUZZERS = {
     ),
     **{
         backend: Fuzzer(
-            inference_models.drawn((backend,), 10, least=4), test_inference_fuzz.check, lambda folder: test_inference_fuzz.quick()
+            inference_models.drawn((backend,), 10, least=4),
+            test_inference_fuzz.check,
+            lambda folder: test_inference_fuzz.quick(),
         )
         for backend in ("torch-eager", *test_inference_fuzz.OTHERS)
     },
@@ -60,7 +64,9 @@ FUZZERS = {
 
 def main() -> None:
     arguments = parsed()
-    test_inference_fuzz.REFUSED.addHandler(logging.FileHandler(arguments.failures / f"refused-{arguments.kind}.txt", delay=True))
+    test_inference_fuzz.REFUSED.addHandler(
+        logging.FileHandler(arguments.failures / f"refused-{arguments.kind}.txt", delay=True)
+    )
     test_inference_fuzz.REFUSED.setLevel(logging.INFO)
     test_inference_fuzz.REFUSED.propagate = False
     fuzzer, tally = FUZZERS[arguments.kind], Counter[str]()
@@ -76,7 +82,13 @@ def many(arguments: argparse.Namespace, fuzzer: Fuzzer, tally: Counter[str]) -> 
     start, seen = time.process_time(), set[str]()
 
     @seed(arguments.seed)
-    @settings(max_examples=arguments.models, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=arguments.models,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(drawn=fuzzer.drawn)
     def run(drawn: tuple[Any, Any]) -> None:
         if arguments.seconds is not None and time.process_time() - start > arguments.seconds:
@@ -95,13 +107,28 @@ def many(arguments: argparse.Namespace, fuzzer: Fuzzer, tally: Counter[str]) -> 
         run()
     cases = sum(count for name, count in tally.items() if name.endswith(": cases"))
     spent = time.process_time() - start
-    print(json.dumps({"kind": arguments.kind, "seed": arguments.seed, "seconds_per_case": round(spent / max(1, cases), 3), **tally}))
+    print(
+        json.dumps(
+            {
+                "kind": arguments.kind,
+                "seed": arguments.seed,
+                "seconds_per_case": round(spent / max(1, cases), 3),
+                **tally,
+            }
+        )
+    )
 
 
 def again(case: tuple[Any, Any], fuzzer: Fuzzer, tally: Counter[str]) -> None:
     """One model once more; within hypothesis, for the fuzzers note what they do."""
 
-    @settings(max_examples=1, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=1,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(drawn=st.just(case))
     def run(drawn: tuple[Any, Any]) -> None:
         fuzzer.check(*drawn, tally)
@@ -122,7 +149,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("kind", choices=sorted(FUZZERS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=int, default=20)
-    parser.add_argument("--seconds", type=float, help="of the processor, after which no further model is begun")
+    parser.add_argument(
+        "--seconds", type=float, help="of the processor, after which no further model is begun"
+    )
     parser.add_argument("--failures", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--again", type=Path, help="a file of a failure: its model is run again")
     return parser.parse_args()

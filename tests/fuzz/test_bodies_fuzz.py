@@ -1,4 +1,5 @@
-"""Hostile requests to `effcompile serve`: whatever the body, the answer is one of the protocol's, and the next client has its own tokens.
+"""Hostile requests to `effcompile serve`: whatever the body, the answer is one of the protocol's, and the
+next client has its own tokens.
 
 The application is called as a server calls it (ASGI), so that a client may go away at any message.
 """
@@ -26,39 +27,84 @@ from effcompile.serving.app import Service, application
 from effcompile.serving.desk import Desk
 
 CONTEXT, PLACES = 64, 2
-FIELDS = ["prompt", "model", "max_tokens", "temperature", "top_p", "n", "stream", "stop", "seed", "logprobs", "presence_penalty"]
+FIELDS = [
+    "prompt",
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stream",
+    "stop",
+    "seed",
+    "logprobs",
+    "presence_penalty",
+]
 FIELDS += ["frequency_penalty", "logit_bias", "best_of", "suffix", "echo", "user", "", "__class__"]
 
-numbers = st.integers() | st.sampled_from([2**31, 2**63, -(2**63), 10**30, 10**400, 1e300, 1e-320, -0.0, 0.5, 1e-9])
+numbers = st.integers() | st.sampled_from(
+    [2**31, 2**63, -(2**63), 10**30, 10**400, 1e300, 1e-320, -0.0, 0.5, 1e-9]
+)
 texts = st.text(max_size=12) | st.sampled_from(["w5 w9", "\x00", "\u202e", "x" * 5000, "tiny", "w5 " * 70])
 values = st.recursive(
-    st.none() | st.booleans() | numbers | texts, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3)
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3),
 )
 #: What some of the fields may be, so that most bodies get as far as the model.
 SENSIBLE: dict[str, Any] = {
     "prompt": st.sampled_from(["w5 w9 w11", [5, 9, 11], ["w5", "w9 w3"], [[5], [9, 11]], "w5 " * 40]),
-    "max_tokens": st.integers(1, 20), "temperature": st.sampled_from([0, 0.7, 2, 1e-320, 1e-300]), "top_p": st.sampled_from([1, 0.5, 1e-6]),
-    "n": st.integers(1, 3), "stream": st.booleans(), "stop": st.sampled_from(["w7", ["w1", "w2"], "", []]),
-    "seed": st.integers(-(2**63), 2**63 - 1),
+    "max_tokens": st.integers(1, 20), "temperature": st.sampled_from([0, 0.7, 2, 1e-320, 1e-300]),
+    "top_p": st.sampled_from([1, 0.5, 1e-6]), "n": st.integers(1, 3), "stream": st.booleans(),
+    "stop": st.sampled_from(["w7", ["w1", "w2"], "", []]), "seed": st.integers(-(2**63), 2**63 - 1),
 }  # fmt: skip
 
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """Fields that are right or anything, and then the text as it is, cut off, or with something put into it."""
-    asked = {name: draw(values if draw(st.integers(0, 5)) == 0 else SENSIBLE[name]) for name in SENSIBLE if draw(st.integers(0, 2))}
-    asked |= draw(st.dictionaries(st.sampled_from(FIELDS), values, max_size=2)) if draw(st.integers(0, 3)) == 0 else {}
+    """Fields that are right or anything, and then the text as it is, cut off, or with something
+    put into it.
+    """
+    asked = {
+        name: draw(values if draw(st.integers(0, 5)) == 0 else SENSIBLE[name])
+        for name in SENSIBLE
+        if draw(st.integers(0, 2))
+    }
+    asked |= (
+        draw(st.dictionaries(st.sampled_from(FIELDS), values, max_size=2))
+        if draw(st.integers(0, 3)) == 0
+        else {}
+    )
     asked.setdefault("prompt", [5, 9])
     text = json.dumps(asked).encode()
     at = draw(st.integers(0, len(text)))
-    more = [b"[" * 100_000, b'{"a":' * 5_000, b"9" * 5_000, b"1e999999", b"NaN", b"\xff\xfe", b"\x00", b'"', b"\\ud800", b"\\u0000"]
+    more = [
+        b"[" * 100_000,
+        b'{"a":' * 5_000,
+        b"9" * 5_000,
+        b"1e999999",
+        b"NaN",
+        b"\xff\xfe",
+        b"\x00",
+        b'"',
+        b"\\ud800",
+        b"\\u0000",
+    ]
     change = draw(st.integers(0, 8))
-    return text[:at] if change == 0 else text[:at] + draw(st.sampled_from(more)) + text[at:] if change == 1 else text
+    return (
+        text[:at]
+        if change == 0
+        else text[:at] + draw(st.sampled_from(more)) + text[at:]
+        if change == 1
+        else text
+    )
 
 
 @dataclass
 class Client:
-    """A client as an ASGI application sees it. `patience`: messages that it sends and takes before it goes away; None: all."""
+    """A client as an ASGI application sees it.
+
+    `patience`: messages that it sends and takes before it goes away; None: all.
+    """
 
     body: bytes
     patience: int | None = None
@@ -90,19 +136,25 @@ class Client:
 
     async def call(self, app: Any) -> None:
         scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "", "headers": [],
-            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+            "method": "POST", "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions",
+            "query_string": b"", "root_path": "", "headers": [], "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
         }  # fmt: skip
         await asyncio.wait_for(app(scope, self.receive, self.send), 60)
 
 
 class Words:
-    """As a tokenizer is called: w5 is token 5, another word is token 0. Half a character is refused, as tokenizers do."""
+    """As a tokenizer is called: w5 is token 5, another word is token 0.
+
+    Half a character is refused, as tokenizers do.
+    """
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         text.encode()
-        return {"input_ids": [int(w[1:]) if w[1:].isdecimal() and int(w[1:]) < 64 else 0 for w in text.split()]}
+        return {
+            "input_ids": [int(w[1:]) if w[1:].isdecimal() and int(w[1:]) < 64 else 0 for w in text.split()]
+        }
 
     def decode(self, tokens: list[int], **_: Any) -> str:
         return " ".join(f"w{token}" for token in tokens)

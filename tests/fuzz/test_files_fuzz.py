@@ -1,7 +1,9 @@
-"""Hostile files: every reader takes what is right and refuses the rest in words, within the memory that it is given.
+"""Hostile files: every reader takes what is right and refuses the rest in words, within the memory that it is
+given.
 
-The cases run in a forked child with a limit on its address space, so that a reader that takes what a file asks for dies here and not on
-the user's machine. The oracle is plain: a case ends with a result or with an EffcompileError, whatever the file holds.
+The cases run in a forked child with a limit on its address space, so that a reader that takes what a file
+asks for dies here and not on the user's machine. The oracle is plain: a case ends with a result or with an
+EffcompileError, whatever the file holds.
 """
 
 from __future__ import annotations
@@ -98,7 +100,24 @@ def seeds(default: int, *, share: float = 1.0) -> range:
 
 # ------------------------------------------------------------------ files made worse
 
-NUMBERS = [0, -1, 1, 2**31, 2**30, 2**63, 2**64, -(2**63), 10**30, 10**400, 1e300, -1e300, 1e-320, 0.5, -0.0, 5000]
+NUMBERS = [
+    0,
+    -1,
+    1,
+    2**31,
+    2**30,
+    2**63,
+    2**64,
+    -(2**63),
+    10**30,
+    10**400,
+    1e300,
+    -1e300,
+    1e-320,
+    0.5,
+    -0.0,
+    5000,
+]
 WORDS = [
     "",
     "x" * 10_000,
@@ -113,8 +132,20 @@ WORDS = [
     "linear",
     "time",
 ]
-LINES = ["[1073741824 × 16] float32", "[-1 × 16] float32", "[9999999999999999999999] int64", "[batch=1073741824 × 16] int64"]
-LINES += ["[] float32", "[0 × 16] float32", "[2 × 16] randn", "[2 × 16] complex128", "[2 × 16] float8_e4m3fn", "[²] float32"]
+LINES = [
+    "[1073741824 × 16] float32",
+    "[-1 × 16] float32",
+    "[9999999999999999999999] int64",
+    "[batch=1073741824 × 16] int64",
+]
+LINES += [
+    "[] float32",
+    "[0 × 16] float32",
+    "[2 × 16] randn",
+    "[2 × 16] complex128",
+    "[2 × 16] float8_e4m3fn",
+    "[²] float32",
+]
 
 
 def odd(dice: random.Random) -> Any:
@@ -198,7 +229,9 @@ def torn(text: bytes, dice: random.Random) -> bytes:
 
 
 def hostile(tree: Any, dice: random.Random) -> bytes:
-    text = json.dumps(worse(tree, dice) if dice.random() < 0.8 else tree, allow_nan=True).encode("utf-8", "surrogatepass")
+    text = json.dumps(worse(tree, dice) if dice.random() < 0.8 else tree, allow_nan=True).encode(
+        "utf-8", "surrogatepass"
+    )
     return torn(text, dice) if dice.random() < 0.3 else text
 
 
@@ -233,7 +266,9 @@ def loss(outputs: torch.Tensor, inputs: Any) -> torch.Tensor:
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz") / "out"
     model = Net().eval()
-    made = effcompile.optimize(model, inputs=(torch.randn(2, 16),), target="cpu-generic", backend="onnxruntime", max_error=0.05)
+    made = effcompile.optimize(
+        model, inputs=(torch.randn(2, 16),), target="cpu-generic", backend="onnxruntime", max_error=0.05
+    )
     made.save(folder)
     return folder
 
@@ -241,11 +276,15 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plans(artifact: Path) -> list[Any]:
     """What real plans say: of inference, and of training within a budget."""
-    step = effcompile.plan(Net(), (torch.randn(8, 16),), mode="training", target="cpu-generic", loss=loss, memory="1MiB")
+    step = effcompile.plan(
+        Net(), (torch.randn(8, 16),), mode="training", target="cpu-generic", loss=loss, memory="1MiB"
+    )
     return [json.loads((artifact / "plan.json").read_bytes()), json.loads(json.dumps(step.to_dict()))]
 
 
-def test_no_plan_json_makes_a_reader_fail(artifact: Path, plans: list[Any], tmp_path: Path, tally: Counter[str]) -> None:
+def test_no_plan_json_makes_a_reader_fail(
+    artifact: Path, plans: list[Any], tmp_path: Path, tally: Counter[str]
+) -> None:
     good = [Plan.from_dict(tree) for tree in plans]
     folder = shutil.copytree(artifact, tmp_path / "out")
     path = folder / "plan.json"
@@ -278,7 +317,10 @@ def check_figures(plan: Plan) -> None:
             assert figure is None or 0 <= figure < 1e19
 
 
-@pytest.mark.parametrize("content", [b"[" * 1_000_000, b'{"format": "effcompile-plan", "version": ' + b"9" * 5000 + b"}", b"\x00" * 100])
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 1_000_000, b'{"format": "effcompile-plan", "version": ' + b"9" * 5000 + b"}", b"\x00" * 100],
+)
 def test_the_hostile_plans_of_the_issue(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
@@ -302,7 +344,9 @@ def test_the_hostile_plans_of_the_issue(tmp_path: Path, content: bytes) -> None:
         (lambda t: t.update(artifact={}), "without an artifact"),
     ],
 )
-def test_what_is_refused_and_in_which_words(artifact: Path, plans: list[Any], tmp_path: Path, change: Any, said: str) -> None:
+def test_what_is_refused_and_in_which_words(
+    artifact: Path, plans: list[Any], tmp_path: Path, change: Any, said: str
+) -> None:
     folder = shutil.copytree(artifact, tmp_path / "out")
     tree = json.loads(json.dumps(plans[0]))
     change(tree)
@@ -362,9 +406,15 @@ def test_no_target_file_makes_a_reader_fail(tmp_path: Path, tally: Counter[str])
 
 def test_no_calibration_makes_a_reader_fail(tmp_path: Path, tally: Counter[str]) -> None:
     machine = calibration.this_hardware()
-    points = calibration.BackendPoints(overhead=1e-6, points={"linear/fp32": [((8, 64, 64), 1e-4)]}, missing={"linear/w4"})
+    points = calibration.BackendPoints(
+        overhead=1e-6, points={"linear/fp32": [((8, 64, 64), 1e-4)]}, missing={"linear/w4"}
+    )
     real = calibration.Calibration(
-        machine=machine, date="2026-01-01", memory_bandwidth=1e10, peak_flops={"fp32": 1e11}, backends={"torch-eager": points}
+        machine=machine,
+        date="2026-01-01",
+        memory_bandwidth=1e10,
+        peak_flops={"fp32": 1e11},
+        backends={"torch-eager": points},
     )
     path = calibration.save(real, tmp_path / "calibration.json")
     tree = json.loads(path.read_bytes())
@@ -384,10 +434,15 @@ def test_no_calibration_makes_a_reader_fail(tmp_path: Path, tally: Counter[str])
     in_a_child(case, seeds(120, share=0.1), tally)
 
 
-def test_no_operator_times_make_a_reader_fail(tmp_path: Path, tally: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_operator_times_make_a_reader_fail(
+    tmp_path: Path, tally: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "operators.json"
     monkeypatch.setattr(figures, "figures_path", lambda of=None: path)
-    one, other = figures.Measured(seconds=1e-4, workspace=64), figures.Measured(seconds=2e-4, workspace=0, results=(8, 16))
+    one, other = (
+        figures.Measured(seconds=1e-4, workspace=64),
+        figures.Measured(seconds=2e-4, workspace=0, results=(8, 16)),
+    )
     assert figures.keep_figures({"aten.mm": one, "aten.add": other}) is None
     tree = json.loads(path.read_bytes())
     assert len(figures.known_figures()) == 2
@@ -440,7 +495,11 @@ def attacked(chains: list[list[Path]]) -> list[bool]:
 
 def changeable(chain: list[Path]) -> bool:
     """By this process: it opens the file, or renames or opens up anything on the way to it."""
-    for attempt in (lambda p: os.close(os.open(p, os.O_WRONLY)), lambda p: os.rename(p, f"{p}.taken"), lambda p: os.chmod(p, 0o777)):
+    for attempt in (
+        lambda p: os.close(os.open(p, os.O_WRONLY)),
+        lambda p: os.rename(p, f"{p}.taken"),
+        lambda p: os.chmod(p, 0o777),
+    ):
         for path in chain:
             try:
                 attempt(path)
@@ -454,14 +513,22 @@ def changeable(chain: list[Path]) -> bool:
 def test_whatever_another_user_could_change_is_not_trusted(reachable: Path, tally: Counter[str]) -> None:
     dice, chains = random.Random(0 if ASKED is None else None), []
     for number in range(cases(150, most=2000)):
-        folders = [reachable / str(number), reachable / str(number) / "cache", reachable / str(number) / "cache" / "native"]
+        folders = [
+            reachable / str(number),
+            reachable / str(number) / "cache",
+            reachable / str(number) / "cache" / "native",
+        ]
         file = folders[-1] / "kernel.so"
         folders[-1].mkdir(parents=True)
         file.write_bytes(b"code")
         for path in (file, *reversed(folders)):
             if dice.random() < 0.15:
                 os.chown(path, NOBODY, NOBODY)
-            usual, odd_ones = (0o644, [0o600, 0o664, 0o666, 0o602]) if path == file else (0o755, [0o700, 0o775, 0o777, 0o1777, 0o707])
+            usual, odd_ones = (
+                (0o644, [0o600, 0o664, 0o666, 0o602])
+                if path == file
+                else (0o755, [0o700, 0o775, 0o777, 0o1777, 0o707])
+            )
             path.chmod(usual if dice.random() < 0.6 else dice.choice(odd_ones))
         chains.append([*folders, file])
     trusted = [distrust(chain[-1]) is None for chain in chains]

@@ -1,6 +1,8 @@
-"""Random models × error limits × backends × ways to call: the answer is eager's within the limit, or an EffcompileError is raised.
+"""Random models × error limits × backends × ways to call: the answer is eager's within the limit, or an
+EffcompileError is raised.
 
-The oracle is the model itself in eager PyTorch, and this file's own arithmetic: nothing of effcompile's comparing or capturing.
+The oracle is the model itself in eager PyTorch, and this file's own arithmetic: nothing of effcompile's
+comparing or capturing.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from effcompile.search import captured
 
 #: Relative error that fp32 arithmetic in another order may make of models as small as these.
 ROUNDING = 1e-4
-#: What inputs that no calibration saw may do to an error that was declared for those that it did (issue 13.10 prints it).
+#: What inputs that no calibration saw may do to an error that was declared for those that it did (issue 13.10
+#: prints it).
 OFF_CALIBRATION = 8.0
 
 #: What was refused in words, for whoever looks whether it was right: soak.py writes it into a file.
@@ -54,7 +57,9 @@ def _quick() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """All settings of a model plan for one capture, and nothing is timed for long: plans of another quality, of the same correctness."""
+    """All settings of a model plan for one capture, and nothing is timed for long: plans of another quality,
+    of the same correctness.
+    """
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(captured, "capture", captured_once(captured.capture))
@@ -66,8 +71,8 @@ def quick() -> Iterator[None]:
 def captured_once(capture: Callable[..., Program]) -> Callable[..., Program]:
     """The latest model is captured once for all settings.
 
-    That is honest, for a capture depends on the model and its example inputs alone, and its graph is never edited: passes change copies.
-    What the guards remember is each plan's own.
+    That is honest, for a capture depends on the model and its example inputs alone, and its graph is never
+    edited: passes change copies. What the guards remember is each plan's own.
     """
     latest: list[tuple[nn.Module, Program]] = []
 
@@ -81,7 +86,8 @@ def captured_once(capture: Callable[..., Program]) -> Callable[..., Program]:
 
 #: Backends that are installed here; what is not is skipped in plain sight.
 OTHERS = tuple(name for name in ("onnxruntime", "openvino") if importlib.util.find_spec(name))
-#: Settings of one model at the most; half as many in the mean, so that fewer models are drawn than cases are asked for.
+#: Settings of one model at the most; half as many in the mean, so that fewer models are drawn than cases are
+#: asked for.
 SEVERAL = 6 if ASKED else 3
 
 
@@ -101,7 +107,9 @@ def test_other_backends_answer_as_eager_does(backend: str, data: st.DataObject, 
 
 
 def check(case: Case, settings: Sequence[Setting], tally: Counter[str]) -> None:
-    """Optimize for each setting, call in several ways, change the model: each answer is compared with the model itself."""
+    """Optimize for each setting, call in several ways, change the model: each answer is compared with the
+    model itself.
+    """
     note(f"{case!r}, {settings!r}")
     model = case.model()
     example = case.inputs(case.batch, case.length, strided=case.strided)
@@ -156,7 +164,11 @@ class Trial:
 
     def plan(self, example: dict[str, Tensor]) -> Any:
         case, setting = self.case, self.setting
-        calibrated = [case.inputs(case.batch, case.length, strided=False) for _ in range(2)] if setting.max_error else None
+        calibrated = (
+            [case.inputs(case.batch, case.length, strided=False) for _ in range(2)]
+            if setting.max_error
+            else None
+        )
         return effcompile.optimize(
             self.model,
             inputs=example if case.by_name else tuple(example.values()) if _in_order(example) else example,
@@ -186,7 +198,8 @@ class Trial:
         with torch.no_grad():
             try:
                 wanted = model(*args, **kwargs)
-            except (RuntimeError, ValueError, IndexError, TypeError) as raised:  # as InstanceNorm does at one token
+            except (RuntimeError, ValueError, IndexError, TypeError) as raised:
+                # as InstanceNorm does at one token
                 note(f"{way}: eager raises {raised}")
                 with pytest.raises(EffcompileError):
                     run(*args, **kwargs)
@@ -204,7 +217,9 @@ class Trial:
                 raise AssertionError(f"{way}: refused") from error
             return
         self.count("answers compared")
-        assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True)), f"{way}: inputs were changed"
+        assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True)), (
+            f"{way}: inputs were changed"
+        )
         self.same(found, wanted, way)
 
     def same(self, found: Any, wanted: Any, way: str) -> None:
@@ -212,22 +227,35 @@ class Trial:
         ours, theirs = (pytree.tree_flatten_with_path(output)[0] for output in (found, wanted))
         assert [path for path, _ in ours] == [path for path, _ in theirs], f"{way}: another structure"
         limit = self.allowed(way)
-        scale = next((float(b.double().square().mean().sqrt()) for _, b in theirs if isinstance(b, Tensor) and b.is_floating_point()), 0.0)
+        scale = next(
+            (
+                float(b.double().square().mean().sqrt())
+                for _, b in theirs
+                if isinstance(b, Tensor) and b.is_floating_point()
+            ),
+            0.0,
+        )
         for (path, a), (_, b) in zip(ours, theirs, strict=True):
             place = f"{way}, output{pytree.keystr(path)}"
             if not isinstance(b, Tensor):
                 assert type(a) is type(b) and a == b, f"{place}: {a!r} for {b!r}"
                 continue
-            assert isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype, f"{place}: another shape or dtype"
+            assert isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype, (
+                f"{place}: another shape or dtype"
+            )
             if b.is_floating_point():
                 least = scale * self.terms(way, b, theirs) ** 0.5
-                assert distance(a, b, least) <= limit, f"{place}: relative error {distance(a, b, least):.2e} > {limit:.0e}"
+                assert distance(a, b, least) <= limit, (
+                    f"{place}: relative error {distance(a, b, least):.2e} > {limit:.0e}"
+                )
 
     def terms(self, way: str, output: Tensor, outputs: Sequence[tuple[Any, Any]]) -> int:
-        """Of how many values an output is made: a mean or a sum of both signs may be nearly nothing beside the errors of its terms.
+        """Of how many values an output is made: a mean or a sum of both signs may be nearly nothing beside
+        the errors of its terms.
 
-        For what was planned for, the limit is of each output by itself, of its own values then; and so it is where nothing but rounding is
-        allowed, which of the mean of values of both signs is as large as of one of them.
+        For what was planned for, the limit is of each output by itself, of its own values then; and so it is
+        where nothing but rounding is allowed, which of the mean of values of both signs is as large as of one
+        of them.
         """
         if way.startswith("example") or not self.setting.max_error:
             return output.numel()
@@ -235,7 +263,10 @@ class Trial:
 
     def allowed(self, way: str) -> float:
         rounding = 6e-2 if self.case.dtype == torch.bfloat16 else ROUNDING
-        return max(rounding, (self.setting.max_error or 0.0) * (OFF_CALIBRATION if not way.startswith("example") else 1.01))
+        return max(
+            rounding,
+            (self.setting.max_error or 0.0) * (OFF_CALIBRATION if not way.startswith("example") else 1.01),
+        )
 
 
 def answers(model: nn.Module, example: dict[str, Tensor]) -> bool:
@@ -280,7 +311,11 @@ def ways(case: Case, setting: Setting, example: dict[str, Tensor]) -> list[Call]
         found.append(("all by position", tuple(fresh.values()), {}))
     x = fresh["x"]
     found += [
-        ("another dtype", (), {**fresh, "x": x.int() if case.ids else x.double() if case.dtype != torch.float64 else x.float()}),
+        (
+            "another dtype",
+            (),
+            {**fresh, "x": x.int() if case.ids else x.double() if case.dtype != torch.float64 else x.float()},
+        ),
         ("an empty batch", (), {name: t[:0] if name != "scale" else t for name, t in fresh.items()}),
         ("one argument more", (), {**fresh, "alpha": 2.0}),
         ("None for what was left out", (), {"scale": None, "mask": None} | fresh),
@@ -288,7 +323,10 @@ def ways(case: Case, setting: Setting, example: dict[str, Tensor]) -> list[Call]
         ("no x", (), {name: t for name, t in fresh.items() if name != "x"}),
     ]
     if case.ids:
-        found += [("an id below 0", (), {**fresh, "x": x - x.max() - 1}), ("an id too large", (), {**fresh, "x": x + WORDS})]
+        found += [
+            ("an id below 0", (), {**fresh, "x": x - x.max() - 1}),
+            ("an id too large", (), {**fresh, "x": x + WORDS}),
+        ]
     elif setting.max_error is None:
         found.append(("large values", (), {**fresh, "x": x * 6}))
     return found
@@ -296,13 +334,15 @@ def ways(case: Case, setting: Setting, example: dict[str, Tensor]) -> list[Call]
 
 #: Calls like those that were planned for: to refuse them is wrong.
 ANSWERED = (
-    "example", "other values", "other strides", "x by position", "names turned round", "all by position", "None for what was left out",
-    "large values",
+    "example", "other values", "other strides", "x by position", "names turned round", "all by position",
+    "None for what was left out", "large values",
 )  # fmt: skip
 
 
 def distance(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
-    """‖a − b‖ / ‖b‖, or beside `least` where that is more; what both have infinite or NaN alike counts nothing."""
+    """‖a − b‖ / ‖b‖, or beside `least` where that is more; what both have infinite or NaN alike counts
+    nothing.
+    """
     a, b = found.double().flatten(), wanted.double().flatten()
     alike = (a == b) | (a.isnan() & b.isnan())
     a, b = a[~alike], b.masked_fill(~b.isfinite(), 0)

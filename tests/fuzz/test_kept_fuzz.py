@@ -1,6 +1,8 @@
-"""Hostile caches: what planning keeps for the next plan is taken where it is sound, and else as if it were not there.
+"""Hostile caches: what planning keeps for the next plan is taken where it is sound, and else as if it were
+not there.
 
-Calibrations and operator times are in test_files_fuzz.py, fronts of blocks in tests/planner/test_remat_kept.py.
+Calibrations and operator times are in test_files_fuzz.py, fronts of blocks in
+tests/planner/test_remat_kept.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Plan once; then any sequence of changes, some taken back: each answer is the changed model's own, or refused in words."""
+"""Plan once; then any sequence of changes, some taken back: each answer is the changed model's own, or
+refused in words.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def planned_as(kind: str) -> Planned:
 
 @pytest.mark.parametrize("kind", ["torch-eager", "onnxruntime", "training"])
 @fuzzed(15, share=1 / 3)
-@given(names=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=4, unique=True), kept=st.integers(1, 4))
+@given(
+    names=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=4, unique=True),
+    kept=st.integers(1, 4),
+)
 def test_any_changes(kind: str, names: list[str], kept: int, tally: Counter[str]) -> None:
     planned = planned_as(kind)
     undos: list[Undo] = []
@@ -33,7 +38,8 @@ def test_any_changes(kind: str, names: list[str], kept: int, tally: Counter[str]
                 undos.pop()()
             answered = planned.agrees_or_is_refused()
             tally[f"mutations: {kind}, {'compared' if answered else 'refused'}"] += 1
-    except (AttributeError, TypeError, RuntimeError):  # changes that do not go together: the model itself raises
+    except (AttributeError, TypeError, RuntimeError):
+        # changes that do not go together: the model itself raises
         tally[f"mutations: {kind}, the model itself raises"] += 1
     finally:
         while undos:

@@ -1,7 +1,8 @@
-"""A save that dies anywhere leaves the old artifact or the new one, never a mix, and the next save leaves nothing of it behind.
+"""A save that dies anywhere leaves the old artifact or the new one, never a mix, and the next save leaves
+nothing of it behind.
 
-The oracle knows nothing of how a save is made: it kills a saving process before each of its system calls (as CrashMonkey takes every
-prefix of a workload), reads, saves again, and looks at what is in the folders.
+The oracle knows nothing of how a save is made: it kills a saving process before each of its system calls (as
+CrashMonkey takes every prefix of a workload), reads, saves again, and looks at what is in the folders.
 """
 
 import itertools
@@ -33,12 +34,24 @@ MINE = "the user's own"
 
 def a_plan(name: str) -> Plan:
     cost = Cost(seconds=2e-3, weight_bytes=4096)
-    taken = Decision(site="a", kind="linear", option="fp32", baseline="fp32", by="quantize", cost=cost, baseline_cost=cost)
-    proof = Certificate(status="only one alternative", objective=1.0, bound=1.0, gap=0.0, sites=1, alternatives=1, seconds=0.0, solver="z3")
+    taken = Decision(
+        site="a", kind="linear", option="fp32", baseline="fp32", by="quantize", cost=cost, baseline_cost=cost
+    )
+    proof = Certificate(
+        status="only one alternative",
+        objective=1.0,
+        bound=1.0,
+        gap=0.0,
+        sites=1,
+        alternatives=1,
+        seconds=0.0,
+        solver="z3",
+    )
     totals = Totals(seconds=2e-3, weight_bytes=4096)
     return Plan(
-        model=name, fingerprint="f", parameters=1, goal=Goal(), target="auto", target_line="2 cores", backend="onnxruntime",
-        decisions=(taken,), declined=(), certificate=proof, baseline=totals, predicted=totals,
+        model=name, fingerprint="f", parameters=1, goal=Goal(), target="auto", target_line="2 cores",
+        backend="onnxruntime", decisions=(taken,), declined=(), certificate=proof, baseline=totals,
+        predicted=totals,
     )  # fmt: skip
 
 
@@ -51,7 +64,9 @@ def save(name: str, folder: Path, *, parts: int = 2) -> None:
             file.write_bytes(f"{name} {file.name}".encode() * 500)
         return files
 
-    saved.save(a_plan(name), folder, artifact=artifact, beside={"report.html": f"<title>effcompile · {name}</title>"})
+    saved.save(
+        a_plan(name), folder, artifact=artifact, beside={"report.html": f"<title>effcompile · {name}</title>"}
+    )
 
 
 def read(folder: Path) -> str:
@@ -89,14 +104,18 @@ def fast(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(params=["exchanged", "renamed twice"])
 def parent(request: pytest.FixtureRequest, fast: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a file of the user's; on systems that can exchange two names in one step, and on others."""
+    """A folder with a file of the user's; on systems that can exchange two names in one step, and
+    on others.
+    """
     if request.param == "renamed twice":
         monkeypatch.setattr(folders, "_exchange", lambda a, b: False)
     (fast / "notes.txt").write_text(MINE)
     return fast
 
 
-def prefixes(action: Callable[[], object], prepare: Callable[[], None], check: Callable[[], None], stride: int = 1) -> int:
+def prefixes(
+    action: Callable[[], object], prepare: Callable[[], None], check: Callable[[], None], stride: int = 1
+) -> int:
     """`check` after every prefix of the action's system calls, or every few; returns how many there were."""
     for count in itertools.count():
         prepare()
@@ -166,7 +185,9 @@ def test_every_prefix_of_the_save_after_a_killed_one(parent: Path, tally: Counte
         save("third", folder)
         assert names(parent) == {"out", "notes.txt"}
 
-    tally["files: prefixes of a save"] += prefixes(lambda: save("new", folder), prepare, check, stride=cases(5, most=1))
+    tally["files: prefixes of a save"] += prefixes(
+        lambda: save("new", folder), prepare, check, stride=cases(5, most=1)
+    )
 
 
 def test_a_single_file_is_old_or_new_at_every_prefix(fast: Path, tally: Counter[str]) -> None:
@@ -177,7 +198,9 @@ def test_a_single_file_is_old_or_new_at_every_prefix(fast: Path, tally: Counter[
         a_plan("third").save(path)
         assert names(fast) == {"plan.json"}
 
-    tally["files: prefixes of a save"] += prefixes(lambda: a_plan("new").save(path), lambda: void(a_plan("old").save(path)), check)
+    tally["files: prefixes of a save"] += prefixes(
+        lambda: a_plan("new").save(path), lambda: void(a_plan("old").save(path)), check
+    )
     assert set(seen) == {"old", "new"}
 
 
@@ -185,7 +208,9 @@ def void(_: object) -> None: ...
 
 
 def test_all_is_on_the_disk_before_the_switch(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut keeps what was brought to the disk: every file whole before its folder is, and the folder before it is renamed."""
+    """A power cut keeps what was brought to the disk: every file whole before its folder is, and the folder
+    before it is renamed.
+    """
     folder, synced = parent / "out", {}
     real_sync, real_put = os.fsync, folders._put
 
@@ -209,7 +234,9 @@ def test_all_is_on_the_disk_before_the_switch(parent: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("writers", [1, 2])
-def test_readers_beside_writers_that_are_killed_see_whole_ones(parent: Path, writers: int, tally: Counter[str]) -> None:
+def test_readers_beside_writers_that_are_killed_see_whole_ones(
+    parent: Path, writers: int, tally: Counter[str]
+) -> None:
     folder, dice = parent / "out", random.Random(writers)
     save("first", folder)
 

@@ -1,7 +1,8 @@
-"""Random modules under random budgets and levers: three planned steps are eager's, and no step is over its budget or its prediction.
+"""Random modules under random budgets and levers: three planned steps are eager's, and no step is over its
+budget or its prediction.
 
-The oracles share no code with the plan: eager PyTorch on a copy of the model; and bytes as the model's own tensors, told apart by
-address, plus what the allocator's record says was added to them.
+The oracles share no code with the plan: eager PyTorch on a copy of the model; and bytes as the model's own
+tensors, told apart by address, plus what the allocator's record says was added to them.
 """
 
 from __future__ import annotations
@@ -35,16 +36,21 @@ from effcompile.search.training.branches import Branches
 from effcompile.search.training.work import Work
 
 STEPS = 3
-#: Once planned with its draws in another order than eager's: one module that draws stands at two places, and its first part is frozen.
+#: Once planned with its draws in another order than eager's: one module that draws stands at two places, and
+#: its first part is frozen.
 TWO_PLACES = Drawn(
-    kinds=("group norm", "noise", "norms", "fused attention, dropout", "gated"), loss="squares", again=1, tied=False, unused=True,
-    frozen=True, differentiated_input=False, batch=4, seed=300,
+    kinds=("group norm", "noise", "norms", "fused attention, dropout", "gated"), loss="squares", again=1,
+    tied=False, unused=True, frozen=True, differentiated_input=False, batch=4, seed=300,
 )  # fmt: skip
-#: Once planned with dropout's mask, and a cast of it, though nothing differentiates what it falls on: 388 bytes above eager.
+#: Once planned with dropout's mask, and a cast of it, though nothing differentiates what it falls on: 388
+#: bytes above eager.
 FROZEN_DROPOUT = Drawn(
-    kinds=("dropout",), loss="tokens", again=-1, tied=False, unused=True, frozen=True, differentiated_input=False, batch=4, seed=561,
+    kinds=("dropout",), loss="tokens", again=-1, tied=False, unused=True, frozen=True,
+    differentiated_input=False, batch=4, seed=561,
 )  # fmt: skip
-CHECKPOINTS = Levers(passes=("checkpoint", "loss_head", "pointwise"), budgets=("least",), optimizer="sgd", max_error=None)
+CHECKPOINTS = Levers(
+    passes=("checkpoint", "loss_head", "pointwise"), budgets=("least",), optimizer="sgd", max_error=None
+)
 IN_BACKWARD = Levers(passes=("states.in_backward=true",), budgets=("least",), optimizer="sgd", max_error=None)
 
 
@@ -56,12 +62,14 @@ def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick(cache: Path) -> Iterator[None]:
-    """Operators are timed once and blocks searched briefly: plans of another quality, of the same correctness.
+    """Operators are timed once and blocks searched briefly: plans of another quality, of the same
+    correctness.
 
-    What does not depend on what is asked is made once for all that is asked of a model: its capture, and for one list of passes and one
-    kind of optimizer the forms of its step with their blocks' options. That is honest, for the compiler never edits them: a frontier and
-    a plan that is solved again, too, take many budgets from the same ones. Weights are read at each step, so that those of an earlier
-    plan's steps do no harm.
+    What does not depend on what is asked is made once for all that is asked of a model: its capture, and for
+    one list of passes and one kind of optimizer the forms of its step with their blocks' options. That is
+    honest, for the compiler never edits them: a frontier and a plan that is solved again, too, take many
+    budgets from the same ones. Weights are read at each step, so that those of an earlier plan's steps do no
+    harm.
     """
     measured = operators._seconds
     with pytest.MonkeyPatch.context() as patch:
@@ -84,13 +92,20 @@ def captured_once(capture: Callable[[Work], Case]) -> Callable[..., Case]:
         case, figures = latest[0][1], self.figures
         if self.optimizer is None:
             return case
-        return replace(case, optimizer=GivenOptimizer.of(self.optimizer, self.parameters, case.step, figures.target, figures.here))
+        return replace(
+            case,
+            optimizer=GivenOptimizer.of(
+                self.optimizer, self.parameters, case.step, figures.target, figures.here
+            ),
+        )
 
     return once
 
 
 def prepared_once() -> Callable[..., Branches]:
-    """The forms of the latest request's step, for all budgets; anew where something that was run did not hold."""
+    """The forms of the latest request's step, for all budgets; anew where something that was run did not
+    hold.
+    """
     latest: list[tuple[object, Branches]] = []
 
     def branches(*, work: Work, case: Case) -> Branches:
@@ -100,7 +115,9 @@ def prepared_once() -> Callable[..., Branches]:
         if not latest or latest[0][0] != key:
             latest[:] = [(key, Branches(work=work, case=case))]
         shared = latest[0][1]
-        return Branches(work=work, case=shared.case, declined=shared.declined, cases=shared.cases, known=shared.known)
+        return Branches(
+            work=work, case=shared.case, declined=shared.declined, cases=shared.cases, known=shared.known
+        )
 
     return branches
 
@@ -109,7 +126,9 @@ def prepared_once() -> Callable[..., Branches]:
 @given(model=MODELS, several=st.lists(LEVERS, min_size=1, max_size=3 if ASKED else 1))
 @example(model=TWO_PLACES, several=[IN_BACKWARD])
 @example(model=FROZEN_DROPOUT, several=[CHECKPOINTS])
-def test_planned_steps_are_eagers_within_the_budget(model: Drawn, several: list[Levers], tally: Counter[str]) -> None:
+def test_planned_steps_are_eagers_within_the_budget(
+    model: Drawn, several: list[Levers], tally: Counter[str]
+) -> None:
     check(model, several, tally)
 
 
@@ -131,12 +150,19 @@ def trials(drawn: Drawn, model: nn.Module, levers: Levers, tally: Counter[str]) 
     least = 0
     for budget in levers.budgets:
         tally["training: cases"] += 1
-        model.load_state_dict(drawn.model().state_dict())  # as it was: tens of steps of one after the other diverge
+        # as it was: tens of steps of one after the other diverge
+        model.load_state_dict(drawn.model().state_dict())
         inputs, twin = drawn.inputs(), copy.deepcopy(model)
         try:
             if budget != "none" and not least:
                 least = least_budget(model, inputs, levers)
-            memory = None if budget == "none" else least if budget == "least" else int(least * (1 + 0.5 * float(budget)))
+            memory = (
+                None
+                if budget == "none"
+                else least
+                if budget == "least"
+                else int(least * (1 + 0.5 * float(budget)))
+            )
             planned = plan(model, inputs, levers, memory)
         except (CaptureError, InputsError) as refused:  # in words: counted, and shown if anything fails
             tally["training: refused at capture"] += 1
@@ -148,7 +174,9 @@ def trials(drawn: Drawn, model: nn.Module, levers: Levers, tally: Counter[str]) 
 
 @dataclass(frozen=True)
 class Trial:
-    """A planned model beside a copy of the model; `least`: the least budget that the planner named, 0 where it was not asked."""
+    """A planned model beside a copy of the model; `least`: the least budget that the planner named, 0 where
+    it was not asked.
+    """
 
     drawn: Drawn
     levers: Levers
@@ -174,9 +202,14 @@ class Trial:
             found = step(self.planned, self.inputs, ours, seed, self.model, self.levers, measured=number < 2)
             before = {name: buffer.clone() for name, buffer in self.twin.named_buffers()}
             wanted = step(self.twin, given, theirs, seed, self.twin, self.levers, measured=number == 1)
-            self.check_least(wanted, sum(b.nbytes for name, b in self.twin.named_buffers() if not torch.equal(b, before[name])))
+            self.check_least(
+                wanted,
+                sum(b.nbytes for name, b in self.twin.named_buffers() if not torch.equal(b, before[name])),
+            )
             if not wanted.finite:
-                assert bool(found.loss.isfinite()) == bool(wanted.loss.isfinite()), "eager's step diverges, and ours does not"
+                assert bool(found.loss.isfinite()) == bool(wanted.loss.isfinite()), (
+                    "eager's step diverges, and ours does not"
+                )
                 self.tally["training: steps that diverge in eager"] += 1
                 return
             if self.exact:
@@ -186,21 +219,26 @@ class Trial:
                 self.level()
 
     def level(self) -> None:
-        """The twin's parameters: a rounding of theirs in bf16 may look up another row, after which no two steps are alike."""
+        """The twin's parameters: a rounding of theirs in bf16 may look up another row, after which no two
+        steps are alike.
+        """
         with torch.no_grad():
             for mine, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
                 mine.copy_(other)
 
     def check_values(self, found: Stepped, wanted: Stepped) -> None:
         """Loss, gradients, generator, buffers, and with them the parameters after the update."""
-        rough = "bf16" in self.drawn.kinds  # from the second step on parameters differ by a rounding of theirs
+        # from the second step on parameters differ by a rounding of theirs
+        rough = "bf16" in self.drawn.kinds
         same(found.loss, wanted.loss, "loss", 3e-2 if rough else 3e-5)
         compare(found.gradients, wanted.gradients, self.planned.plan.decisions, 5e-2 if rough else 5e-5)
         assert torch.equal(found.state, wanted.state), "the generator is in another state"
         for (name, a), (_, b) in zip(self.model.named_buffers(), self.twin.named_buffers(), strict=True):
             same(a, b, name, 3e-2 if rough else 3e-5)
         if self.levers.optimizer == "sgd":  # gradients that the backward consumed are seen here alone
-            for (name, a), (_, b) in zip(self.model.named_parameters(), self.twin.named_parameters(), strict=True):
+            for (name, a), (_, b) in zip(
+                self.model.named_parameters(), self.twin.named_parameters(), strict=True
+            ):
                 same(a.detach(), b.detach(), name, 5e-2 if rough else 5e-5)
         self.tally["training: steps compared"] += 1
 
@@ -211,24 +249,32 @@ class Trial:
         plan, taken = self.planned.plan, found.nbytes
         limit, predicted = plan.goal.memory, plan.predicted.peak_bytes
         assert limit is None or taken <= limit, f"{taken} bytes over a budget of {limit}: {taken - limit}"
-        assert predicted is not None and taken <= predicted, f"predicted {predicted}, {taken - predicted} too low"
+        assert predicted is not None and taken <= predicted, (
+            f"predicted {predicted}, {taken - predicted} too low"
+        )
         self.tally["training: peaks measured"] += 1
 
     def check_least(self, wanted: Stepped, renewed: int) -> None:
         """What eager takes is feasible, beside what the contract of a planned step takes.
 
-        renewed: bytes of buffers that the step has written into. Their new values stand beside the old ones until the forward has ended,
-        so that a forward which raises leaves the model as it was, where eager's has written some.
+        renewed: bytes of buffers that the step has written into. Their new values stand beside the old ones
+        until the forward has ended, so that a forward which raises leaves the model as it was, where eager's
+        has written some.
         """
         if not self.least or wanted.nbytes is None:
             return
         over = self.least - wanted.nbytes
-        assert over <= renewed + SCALARS, f"the least budget is {self.least}, {over} more than eager's step takes"
-        self.tally[f"training: least budgets {'within' if over <= 0 else 'new buffers or a scalar above'} eager's peak"] += 1
+        assert over <= renewed + SCALARS, (
+            f"the least budget is {self.least}, {over} more than eager's step takes"
+        )
+        self.tally[
+            f"training: least budgets {'within' if over <= 0 else 'new buffers or a scalar above'} "
+            "eager's peak"
+        ] += 1
 
 
-#: Bytes of single numbers: the gradient that arrives at the loss, which whoever calls a torch.autograd.Function holds until its backward
-#: has returned, and numbers that operators make tensors of.
+#: Bytes of single numbers: the gradient that arrives at the loss, which whoever calls a
+#: torch.autograd.Function holds until its backward has returned, and numbers that operators make tensors of.
 SCALARS = 64
 
 
@@ -240,7 +286,9 @@ def runs(case: Drawn) -> bool:
         loss.backward()
     except RuntimeError:
         return False
-    return bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    return bool(loss.isfinite()) and all(
+        bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None
+    )
 
 
 def plan(model: nn.Module, inputs: dict[str, Tensor], levers: Levers, memory: int | None) -> Any:
@@ -261,20 +309,36 @@ def least_budget(model: nn.Module, inputs: dict[str, Tensor], levers: Levers) ->
 class Stepped:
     """What a step made."""
 
-    def __init__(self, loss: Tensor, gradients: dict[str, Tensor | None], state: Tensor, nbytes: int | None) -> None:
+    def __init__(
+        self, loss: Tensor, gradients: dict[str, Tensor | None], state: Tensor, nbytes: int | None
+    ) -> None:
         self.loss, self.gradients, self.state, self.nbytes = loss, gradients, state, nbytes
 
     @property
     def finite(self) -> bool:
         """Whether the loss and all gradients are numbers."""
-        return all(bool(t.isfinite().all()) for t in (self.loss, *self.gradients.values()) if type(t) is Tensor)
+        return all(
+            bool(t.isfinite().all()) for t in (self.loss, *self.gradients.values()) if type(t) is Tensor
+        )
 
 
 def step(
-    planned: Any, inputs: dict[str, Tensor], optimizer: Any, seed: int, model: nn.Module, levers: Levers, *, measured: bool
+    planned: Any,
+    inputs: dict[str, Tensor],
+    optimizer: Any,
+    seed: int,
+    model: nn.Module,
+    levers: Levers,
+    *,
+    measured: bool,
 ) -> Stepped:
     """One step with its update; bytes where no optimizer's own states of before would be missed."""
-    there = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive(model, inputs, optimizer)}.values())
+    there = sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in alive(model, inputs, optimizer)
+        }.values()
+    )
     torch.manual_seed(seed)
     with collector_at_rest(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         loss = planned(**inputs)
@@ -337,8 +401,12 @@ def same(a: Tensor, b: Tensor, what: str, limit: float) -> None:
         assert torch.equal(a, b), what
 
 
-def compare(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], decisions: Any, limit: float) -> None:
-    """Every gradient; those that the backward handed to the optimizer are seen in the parameters of the next steps."""
+def compare(
+    ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], decisions: Any, limit: float
+) -> None:
+    """Every gradient; those that the backward handed to the optimizer are seen in the parameters of the next
+    steps.
+    """
     consumed = any(d.kind == "gradient" and d.option == "consumed in the backward" for d in decisions)
     whole = max((float(g.norm()) for g in theirs.values() if g is not None), default=0.0)
     for name, wanted in theirs.items():
@@ -346,7 +414,11 @@ def compare(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], de
         if consumed and (found is None or type(found) is not Tensor):  # what stands there refuses to be read
             continue
         if wanted is None or found is None:
-            assert wanted is found or not float((wanted if found is None else found).norm()), f"{name}: no gradient"  # type: ignore[union-attr]
+            assert wanted is found or not float((wanted if found is None else found).norm()), (
+                f"{name}: no gradient"
+            )
             continue
         apart = float((found.double() - wanted.double()).norm())
-        assert apart <= limit * max(float(wanted.double().norm()), 1e-3 * whole), f"gradient of {name}: off by {apart:.2e}"
+        assert apart <= limit * max(float(wanted.double().norm()), 1e-3 * whole), (
+            f"gradient of {name}: off by {apart:.2e}"
+        )

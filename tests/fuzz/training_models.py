@@ -1,4 +1,6 @@
-"""Random training modules: what transformers are made of, and what makes capturing and replaying a step hard."""
+"""Random training modules: what transformers are made of, and what makes capturing and replaying
+a step hard.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,12 @@ class BatchNorm(Part):
 class Attention(Part):
     def __init__(self, *, fused: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        self.qkv, self.out, self.fused, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), fused, dropout
+        self.qkv, self.out, self.fused, self.dropout = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            fused,
+            dropout,
+        )
         self.register_buffer("mask", torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(), persistent=False)
         self.mask: Tensor
 
@@ -117,11 +124,17 @@ class Views(Part):
     def forward(self, h: Tensor) -> Tensor:
         a, b = h.transpose(1, 2).reshape(-1, WIDTH, TOKENS).unbind(1)[:2]
         shifted = torch.cat([h[:, 1:], h[:, :1]], 1)
-        return shifted * self.weight.expand(h.shape[0], -1, WIDTH) + (a + b).unsqueeze(-1) + h.flip(1).contiguous()
+        return (
+            shifted * self.weight.expand(h.shape[0], -1, WIDTH)
+            + (a + b).unsqueeze(-1)
+            + h.flip(1).contiguous()
+        )
 
 
 class Average(Part):
-    """Buffers that the forward updates, one of which it reads after: an average, a count, one that the backward reads."""
+    """Buffers that the forward updates, one of which it reads after: an average, a count, one that the
+    backward reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,10 +193,12 @@ class Grouped(Part):
 
 KINDS: Mapping[str, Callable[[], Part]] = {
     "mlp": Mlp, "gated": Gated, "norms": Norms, "batch norm": BatchNorm, "fused attention": Attention,
-    "attention, dropout": lambda: Attention(fused=False, dropout=0.1), "fused attention, dropout": lambda: Attention(dropout=0.1),
-    "noise": Noise, "dropout": lambda: Dropped(nn.Dropout), "alpha dropout": lambda: Dropped(nn.AlphaDropout), "in place": InPlace,
-    "views": Views, "buffers": Average, "bag": lambda: Bags("sum"), "mean bag": lambda: Bags("mean"), "max bag": lambda: Bags("max"),
-    "embedding": Looked, "bf16": Narrow, "group norm": Grouped,
+    "attention, dropout": lambda: Attention(fused=False, dropout=0.1),
+    "fused attention, dropout": lambda: Attention(dropout=0.1), "noise": Noise,
+    "dropout": lambda: Dropped(nn.Dropout), "alpha dropout": lambda: Dropped(nn.AlphaDropout),
+    "in place": InPlace, "views": Views, "buffers": Average, "bag": lambda: Bags("sum"),
+    "mean bag": lambda: Bags("mean"), "max bag": lambda: Bags("max"), "embedding": Looked, "bf16": Narrow,
+    "group norm": Grouped,
 }  # fmt: skip
 #: Rows of a table, chosen by values.
 LOOKUPS = {"bag", "mean bag", "max bag", "embedding"}
@@ -192,7 +207,10 @@ RANDOM = {"noise", "dropout", "alpha dropout", "attention, dropout", "fused atte
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """One model and batch. `again`: an earlier part that runs once more at the end, or −1; `tied`: two MLPs share a weight."""
+    """One model and batch.
+
+    `again`: an earlier part that runs once more at the end, or −1; `tied`: two MLPs share a weight.
+    """
 
     kinds: tuple[str, ...]
     loss: str
@@ -211,7 +229,10 @@ class Drawn:
     def inputs(self) -> dict[str, Tensor]:
         torch.manual_seed(self.seed + 1)
         x = torch.randn(self.batch, TOKENS, WIDTH)
-        return {"x": x.requires_grad_(self.differentiated_input), "y": torch.randint(0, CLASSES, (self.batch, TOKENS))}
+        return {
+            "x": x.requires_grad_(self.differentiated_input),
+            "y": torch.randint(0, CLASSES, (self.batch, TOKENS)),
+        }
 
 
 class Model(nn.Module):
@@ -259,7 +280,10 @@ MODELS: st.SearchStrategy[Drawn] = st.builds(
 
 @dataclass(frozen=True, kw_only=True)
 class Levers:
-    """What is asked of the planner. A budget: "none", "least" or a share between the least and half as much again."""
+    """What is asked of the planner.
+
+    A budget: "none", "least" or a share between the least and half as much again.
+    """
 
     passes: tuple[str, ...] | None
     budgets: tuple[str | float, ...]
@@ -273,13 +297,26 @@ class Levers:
 
 LEVERS: st.SearchStrategy[Levers] = st.builds(
     Levers,
-    passes=st.sampled_from([
-        None, ("checkpoint",), ("offload",), ("checkpoint", "loss_head", "pointwise"), ("microbatch",), ("states.in_backward=true",),
-        ("compress",), ("bitmask.share=0.0",), ("checkpoint.groups=false",), ("states.offload=false", "offload"),
-    ]),
+    passes=st.sampled_from(
+        [
+            None,
+            ("checkpoint",),
+            ("offload",),
+            ("checkpoint", "loss_head", "pointwise"),
+            ("microbatch",),
+            ("states.in_backward=true",),
+            ("compress",),
+            ("bitmask.share=0.0",),
+            ("checkpoint.groups=false",),
+            ("states.offload=false", "offload"),
+        ]
+    ),
     budgets=st.lists(
-        st.sampled_from(["none", "least", 0.1, 0.25, 0.5, 0.75]), min_size=1, max_size=5 if ASKED else 2, unique=True
+        st.sampled_from(["none", "least", 0.1, 0.25, 0.5, 0.75]),
+        min_size=1,
+        max_size=5 if ASKED else 2,
+        unique=True,
     ).map(tuple),
     optimizer=st.sampled_from(["", "sgd", "adamw"]),
     max_error=st.just(None),
-)  # fmt: skip
+)

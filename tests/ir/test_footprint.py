@@ -12,9 +12,18 @@ SIZES = st.integers(0, 1000)
 def test_the_peak_is_that_of_the_highest_instant(
     given_: int, kept: int, work: int, gradients: int, states: int, summed: int, update: int
 ) -> None:
-    schedule = Footprint(step={GIVEN: given_, KEPT: kept, WORKING: work}, end={GIVEN: given_, GRADIENTS: gradients})
-    whole = schedule + Footprint(resident={STATES: states}, working=update, host=3) + Footprint(resident={GRADIENTS: summed}, host=4)
-    instants = {"step": given_ + kept + work + states + summed, "update": given_ + gradients + states + summed + update}
+    schedule = Footprint(
+        step={GIVEN: given_, KEPT: kept, WORKING: work}, end={GIVEN: given_, GRADIENTS: gradients}
+    )
+    whole = (
+        schedule
+        + Footprint(resident={STATES: states}, working=update, host=3)
+        + Footprint(resident={GRADIENTS: summed}, host=4)
+    )
+    instants = {
+        "step": given_ + kept + work + states + summed,
+        "update": given_ + gradients + states + summed + update,
+    }
     assert whole.peak_bytes == max(instants.values()) == sum(whole.parts.values())
     assert whole.updating == (instants["update"] > instants["step"])
     assert whole.host == 7 and whole.parts[STATES] == states

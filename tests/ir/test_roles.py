@@ -1,4 +1,6 @@
-"""What enters and leaves a captured graph has a role; state that enters and is updated is found by it, in steps and in programs."""
+"""What enters and leaves a captured graph has a role; state that enters and is updated is found by it, in
+steps and in programs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ class Cell(nn.Module):
 def test_a_step_carries_its_buffers_and_differentiates_parameters_and_inputs() -> None:
     step = capture_training(Normed(), (torch.randn(3, 4, requires_grad=True), torch.randn(3, 1)))
     roles = step.roles
-    assert set(roles.named(Entering.PARAMETER).values()) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+    assert set(roles.named(Entering.PARAMETER).values()) == {
+        "norm.weight",
+        "norm.bias",
+        "head.weight",
+        "head.bias",
+    }
     assert [entry.role for entry in roles.entering.values()].count(Entering.INPUT) == 2
     assert roles.leaves(Leaving.GRADIENT) == ("norm.weight", "norm.bias", "head.weight", "head.bias")
     assert roles.leaves(Leaving.INPUT_GRADIENT) == ("input_0",) and step.wanted == (step.inputs[0],)
@@ -50,7 +57,10 @@ def test_roles_move_with_a_copy_of_the_graph() -> None:
     step = capture_training(Normed(), (torch.randn(3, 4), torch.randn(3, 1)))
     copy, nodes = copied(step)
     assert {nodes[node]: entry for node, entry in step.roles.entering.items()} == copy.roles.entering
-    assert all(node.graph is copy.graph for node in copy.roles.entering) and copy.roles.leaving == step.roles.leaving
+    assert (
+        all(node.graph is copy.graph for node in copy.roles.entering)
+        and copy.roles.leaving == step.roles.leaving
+    )
 
 
 def test_a_program_with_state_says_where_its_next_value_is() -> None:
@@ -59,4 +69,7 @@ def test_a_program_with_state_says_where_its_next_value_is() -> None:
     cell = replace(program, carried={program.inputs[1].name: program.outputs[1].name})
     (node,) = cell.roles.enters(Entering.STATE)
     assert cell.roles.carried == {node: 1}
-    assert cell.roles.leaving == (Leaves(Leaving.OUTPUT, program.outputs[0].name), Leaves(Leaving.UPDATED, program.inputs[1].name))
+    assert cell.roles.leaving == (
+        Leaves(Leaving.OUTPUT, program.outputs[0].name),
+        Leaves(Leaving.UPDATED, program.inputs[1].name),
+    )

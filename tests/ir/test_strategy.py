@@ -7,7 +7,9 @@ from effcompile.ir.strategy import AXES, Strategy
 
 
 def test_ranks_are_numbered_as_megatron_numbers_them():
-    """Figure of Narayanan et al. 2021, §3 for 16 GPUs: tp neighbours are adjacent, pipeline neighbours furthest."""
+    """Figure of Narayanan et al. 2021, §3 for 16 GPUs: tp neighbours are adjacent, pipeline neighbours
+    furthest.
+    """
     strategy = Strategy(dp=2, tp=2, pp=4)
     assert list(strategy.groups("tp"))[:2] == [(0, 1), (2, 3)]
     assert list(strategy.groups("dp"))[:2] == [(0, 2), (1, 3)]

@@ -86,11 +86,27 @@ def test_inputs_of_another_kind_are_refused(value: object) -> None:
         ),
         ("", UsageError, "It defines: nothing"),
         ("model = 3\ninputs = ()\n", UsageError, "model in .* is an int, not a torch.nn.Module"),
-        ("def model():\n    return 1 / 0\n", UsageError, r"raises while calling model\(\)(.|\n)*:2: return 1 / 0\n  ZeroDivisionError"),
+        (
+            "def model():\n    return 1 / 0\n",
+            UsageError,
+            r"raises while calling model\(\)(.|\n)*:2: return 1 / 0\n  ZeroDivisionError",
+        ),
         ("import torch\nmodel = torch.nn.ReLU()\n", InputsError, "defines no `inputs`"),
-        ("import torch\nmodel = torch.nn.ReLU()\ninputs = 3\n", InputsError, "inputs in .*: an int is not usable"),
-        ("import torch\nmodel = torch.nn.ReLU()\ninputs = torch.ones(2)\ncalibration = 3\n", InputsError, "calibration in .* is an int"),
-        ("import torch\nmodel = torch.nn.ReLU()\ninputs = torch.ones(2)\nloss = 3\n", UsageError, "loss in .* is an int, not a function"),
+        (
+            "import torch\nmodel = torch.nn.ReLU()\ninputs = 3\n",
+            InputsError,
+            "inputs in .*: an int is not usable",
+        ),
+        (
+            "import torch\nmodel = torch.nn.ReLU()\ninputs = torch.ones(2)\ncalibration = 3\n",
+            InputsError,
+            "calibration in .* is an int",
+        ),
+        (
+            "import torch\nmodel = torch.nn.ReLU()\ninputs = torch.ones(2)\nloss = 3\n",
+            UsageError,
+            "loss in .* is an int, not a function",
+        ),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, kind: type[UsageError], says: str) -> None:

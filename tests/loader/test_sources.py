@@ -1,4 +1,6 @@
-"""Models as people have them: folders, ids of the cache, files of weights, exported programs; and what is refused in words."""
+"""Models as people have them: folders, ids of the cache, files of weights, exported programs; and what is
+refused in words.
+"""
 
 import json
 import shutil
@@ -82,7 +84,12 @@ def test_the_dtype_is_as_stored_and_no_cache_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(image_size=16, patch_size=8, **SIZES)), {"pixel_values"}),
+        (
+            lambda: transformers.ViTForImageClassification(
+                transformers.ViTConfig(image_size=16, patch_size=8, **SIZES)
+            ),
+            {"pixel_values"},
+        ),
         (
             lambda: transformers.T5ForConditionalGeneration(
                 transformers.T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2)
@@ -102,18 +109,34 @@ def test_inputs_of_other_families(model: object, names: set[str], tmp_path: Path
 
 def sentence_folder(bert: Path, folder: Path, *, ways: tuple[str, ...], dense: bool = False) -> str:
     shutil.copytree(bert, folder)
-    parts = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Dense", "Dense")] * dense), ("3_Normalize", "Normalize")]
-    listed = [{"idx": i, "name": str(i), "path": p, "type": f"sentence_transformers.models.{k}"} for i, (p, k) in enumerate(parts)]
+    parts = [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+        *([("2_Dense", "Dense")] * dense),
+        ("3_Normalize", "Normalize"),
+    ]
+    listed = [
+        {"idx": i, "name": str(i), "path": p, "type": f"sentence_transformers.models.{k}"}
+        for i, (p, k) in enumerate(parts)
+    ]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{way}": True for way in ways}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({f"pooling_mode_{way}": True for way in ways})
+    )
     if dense:
         from safetensors.torch import save_file
 
         (folder / "2_Dense").mkdir()
-        activation = {"in_features": 32, "out_features": 5, "activation_function": "torch.nn.modules.activation.Tanh"}
+        activation = {
+            "in_features": 32,
+            "out_features": 5,
+            "activation_function": "torch.nn.modules.activation.Tanh",
+        }
         (folder / "2_Dense" / "config.json").write_text(json.dumps(activation))
-        save_file({"linear.weight": DENSE, "linear.bias": torch.zeros(5)}, folder / "2_Dense" / "model.safetensors")
+        save_file(
+            {"linear.weight": DENSE, "linear.bias": torch.zeros(5)}, folder / "2_Dense" / "model.safetensors"
+        )
     return str(folder)
 
 
@@ -125,19 +148,30 @@ def by_hand(states: torch.Tensor, mask: torch.Tensor, way: str) -> torch.Tensor:
     vectors = []
     for text, kept in zip(states, mask.bool(), strict=True):
         real = text[kept]
-        vectors.append({"cls_token": text[0], "max_tokens": real.max(dim=0)[0], "mean_tokens": real.mean(dim=0), "lasttoken": real[-1],
-                        "mean_sqrt_len_tokens": real.sum(dim=0) / len(real) ** 0.5}[way])  # fmt: skip
+        vectors.append(
+            {
+                "cls_token": text[0],
+                "max_tokens": real.max(dim=0)[0],
+                "mean_tokens": real.mean(dim=0),
+                "lasttoken": real[-1],
+                "mean_sqrt_len_tokens": real.sum(dim=0) / len(real) ** 0.5,
+            }[way]
+        )
     return torch.stack(vectors)
 
 
-@pytest.mark.parametrize("way", ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "lasttoken"])
+@pytest.mark.parametrize(
+    "way", ["cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "lasttoken"]
+)
 @pytest.mark.parametrize("dense", [False, True])
 def test_sentence_transformers(bert: Path, tmp_path: Path, way: str, dense: bool) -> None:
     loaded = load(sentence_folder(bert, tmp_path / "folder", ways=(way,), dense=dense))
     ids = torch.randint(99, (2, 6))
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
     with torch.no_grad():
-        states = transformers.BertModel.from_pretrained(bert).eval()(ids, attention_mask=mask).last_hidden_state
+        states = (
+            transformers.BertModel.from_pretrained(bert).eval()(ids, attention_mask=mask).last_hidden_state
+        )
         wanted = by_hand(states, mask, way)
         wanted = torch.tanh((wanted.unsqueeze(1) * DENSE).sum(dim=-1)) if dense else wanted
         found = loaded.model(ids, mask)
@@ -147,7 +181,9 @@ def test_sentence_transformers(bert: Path, tmp_path: Path, way: str, dense: bool
 def test_a_sentence_module_that_is_not_known(bert: Path, tmp_path: Path) -> None:
     folder = sentence_folder(bert, tmp_path / "folder", ways=("mean_tokens",))
     text = (tmp_path / "folder" / "modules.json").read_text()
-    (tmp_path / "folder" / "modules.json").write_text(text.replace("models.Normalize", "models.WeightedLayerPooling"))
+    (tmp_path / "folder" / "modules.json").write_text(
+        text.replace("models.Normalize", "models.WeightedLayerPooling")
+    )
     with pytest.raises(UsageError, match="WeightedLayerPooling"):
         load(folder)
 
@@ -178,7 +214,9 @@ def test_an_exported_program_with_a_pickle_in_it(tmp_path: Path) -> None:
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "evil.pt2", "w") as archive:
-        archive.writestr("evil/data/weights/model_weights_config.json", json.dumps({"config": {"w": {"use_pickle": True}}}))
+        archive.writestr(
+            "evil/data/weights/model_weights_config.json", json.dumps({"config": {"w": {"use_pickle": True}}})
+        )
     with pytest.raises(UsageError, match="--allow-pickle"):
         load(str(tmp_path / "evil.pt2"))
 
@@ -261,7 +299,9 @@ def an_onnx_graph(folder: Path) -> str:
 
 
 def a_shard_that_is_missing(folder: Path) -> str:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "model-00002.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "model-00002.safetensors"}})
+    )
     return str(folder)
 
 
@@ -282,7 +322,10 @@ BAD = {
     "half a config": (half_a_config, "not valid JSON"),
     "remote code": (lambda folder: configured(folder, **REMOTE), r"modeling_frob\.py.*--trust-remote-code"),
     "unknown type": (lambda folder: configured(folder, model_type="frob"), "model_type = 'frob'"),
-    "unknown architecture": (lambda folder: configured(folder, architectures=["BertFrob"]), "'BertFrob'.*--task"),
+    "unknown architecture": (
+        lambda folder: configured(folder, architectures=["BertFrob"]),
+        "'BertFrob'.*--task",
+    ),
 }
 
 
@@ -290,7 +333,8 @@ BAD = {
 def test_what_cannot_be_read_is_said(kind: str, copied: Path) -> None:
     make, said = BAD[kind]
     spec = make(copied)
-    if kind not in ("remote code", "unknown type", "unknown architecture"):  # of these transformers has to be asked
+    if kind not in ("remote code", "unknown type", "unknown architecture"):
+        # of these transformers has to be asked
         with pytest.raises(UsageError, match=said):
             check_source(find(spec), Reading())
     with pytest.raises(UsageError, match=said):
@@ -299,14 +343,17 @@ def test_what_cannot_be_read_is_said(kind: str, copied: Path) -> None:
 
 def test_a_folder_is_looked_at_before_torch_loads(bert: Path) -> None:
     code = (
-        "import sys; from effcompile.loader.source import Reading, find; from effcompile.loader.weights import check_source\n"
-        f"check_source(find({str(bert)!r}), Reading()); sys.exit('torch' in sys.modules)"
+        "import sys; from effcompile.loader.source import Reading, find; from effcompile.loader.weights "
+        f"import check_source\ncheck_source(find({str(bert)!r}), Reading()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_pickle_that_is_allowed(bert: Path, copied: Path) -> None:
-    torch.save(transformers.BertForSequenceClassification.from_pretrained(bert).state_dict(), copied / "pytorch_model.bin")
+    torch.save(
+        transformers.BertForSequenceClassification.from_pretrained(bert).state_dict(),
+        copied / "pytorch_model.bin",
+    )
     (copied / "model.safetensors").unlink()
     assert load(str(copied), Reading(allow_pickle=True)).model is not None
 

@@ -62,7 +62,11 @@ def test_grid_holds_every_kernel_with_dimensions_that_fit():
         assert {c.kernel for c in calls} == set(KERNELS)
         assert all(len(c.dims) == len(c.spec.dims.split()) and min(c.dims) > 0 for c in calls)
         assert len(set(calls)) == len(calls)
-    assert {c.dims for c in grid() if c.kernel == "linear/fp32"} >= {(1, 4096, 4096), (128, 768, 3072), (1024, 3072, 768)}
+    assert {c.dims for c in grid() if c.kernel == "linear/fp32"} >= {
+        (1, 4096, 4096),
+        (128, 768, 3072),
+        (1024, 3072, 768),
+    }
 
 
 def test_calibrate_times_each_kernel_once_and_reports_progress():
@@ -76,7 +80,9 @@ def test_calibrate_times_each_kernel_once_and_reports_progress():
     assert points.missing == {"linear/w4"}
     assert "linear/w4" not in points.points
     assert found.memory_bandwidth == 27e9
-    assert found.peak_flops["int8"] == pytest.approx(max(c.flops / roofline(c) for c in fake.asked if c.kernel == "linear/int8_static"))
+    assert found.peak_flops["int8"] == pytest.approx(
+        max(c.flops / roofline(c) for c in fake.asked if c.kernel == "linear/int8_static")
+    )
 
 
 def test_a_kernel_absent_at_two_shapes_is_not_tried_at_the_others():
@@ -90,7 +96,10 @@ def test_a_kernel_absent_at_one_shape_only_is_kept():
         def __call__(self, call):
             return (
                 None
-                if call.kernel == "linear/w4" and call.dims[0] == 1 and call.dims[1] == 768 and call.dims[2] == 768
+                if call.kernel == "linear/w4"
+                and call.dims[0] == 1
+                and call.dims[1] == 768
+                and call.dims[2] == 768
                 else super().__call__(call)
             )
 
@@ -213,7 +222,9 @@ def test_two_processes_calibrate_at_once(calibrated):
         ended = {child: os.waitpid(child, os.WNOHANG) for child in children}
         assert all(status == 0 for _, status in ended.values())
         children = [child for child, (number, _) in ended.items() if not number]
-    assert set(fastest) <= {calibrate({"torch": Fake(factor=f)}, quick=True).peak_flops["fp32"] for f in (1.0, 2.0, 4.0)}
+    assert set(fastest) <= {
+        calibrate({"torch": Fake(factor=f)}, quick=True).peak_flops["fp32"] for f in (1.0, 2.0, 4.0)
+    }
     assert os.listdir(calibration_path().parent) == [calibration_path().name]
 
 
@@ -239,9 +250,24 @@ def edit(change):
         (lambda p: p.write_text('{"format": "other"}'), "not an effcompile calibration"),
         (lambda p: edit(lambda d: d.update(version=99)), "version 99"),
         (lambda p: edit(lambda d: d.update(memory_bandwidth="fast")), "memory_bandwidth"),
-        (lambda p: edit(lambda d: d["backends"]["torch"]["points"].update({"linear/fp32": [[[8, 64, 64], -1.0]]})), "points"),
-        (lambda p: edit(lambda d: d["backends"]["torch"]["points"].update({"linear/fp99": [[[8, 64, 64], 1.0]]})), "linear/fp99"),
-        (lambda p: edit(lambda d: d["backends"]["torch"]["points"].update({"linear/fp32": [[[8, 64], 1.0]]})), "linear/fp32"),
+        (
+            lambda p: edit(
+                lambda d: d["backends"]["torch"]["points"].update({"linear/fp32": [[[8, 64, 64], -1.0]]})
+            ),
+            "points",
+        ),
+        (
+            lambda p: edit(
+                lambda d: d["backends"]["torch"]["points"].update({"linear/fp99": [[[8, 64, 64], 1.0]]})
+            ),
+            "linear/fp99",
+        ),
+        (
+            lambda p: edit(
+                lambda d: d["backends"]["torch"]["points"].update({"linear/fp32": [[[8, 64], 1.0]]})
+            ),
+            "linear/fp32",
+        ),
         (lambda p: edit(lambda d: d["machine"].update(cpu="Z80")), "another machine"),
     ],
 )
@@ -279,7 +305,10 @@ def test_another_package_version_empties_only_its_backend(monkeypatch):
     assert (again.backends["onnxruntime"].points, again.dirty) == ({}, True)
     fake = Fake()
     call = KernelCall("linear/fp32", (8, 64, 64))
-    assert this_machine(again, {"onnxruntime": fake}).price("onnxruntime", call) == (roofline(call), Provenance.MEASURED)
+    assert this_machine(again, {"onnxruntime": fake}).price("onnxruntime", call) == (
+        roofline(call),
+        Provenance.MEASURED,
+    )
     assert fake.asked == [call]
 
 
@@ -334,7 +363,9 @@ def test_law_is_exact_at_its_points(points, overhead):
 
 
 @given(linears, seconds, st.floats(0, 1e-5), linears, st.integers(0, 2), st.integers(1, 1000))
-def test_law_of_one_point_never_falls_with_work_nor_below_the_overhead(at, measured, overhead, dims, axis, more):
+def test_law_of_one_point_never_falls_with_work_nor_below_the_overhead(
+    at, measured, overhead, dims, axis, more
+):
     law = Law(points=((at, max(measured, overhead)),), overhead=overhead)
     larger = tuple(d + more * (i == axis) for i, d in enumerate(dims))
     first, second = (law.seconds(KernelCall("linear/fp32", d)) for d in (dims, larger))

@@ -23,7 +23,12 @@ def test_nodes_are_taken_from_the_links_or_as_they_are_given():
 
 @pytest.mark.parametrize(
     ("devices", "nodes", "said"),
-    [(0, None, "whole number"), (12, None, "multiple of 8"), (64, "8x4", "are 32 devices, not 64"), (64, "eight", "Write it like 8x8")],
+    [
+        (0, None, "whole number"),
+        (12, None, "multiple of 8"),
+        (64, "8x4", "are 32 devices, not 64"),
+        (64, "eight", "Write it like 8x8"),
+    ],
 )
 def test_devices_that_cannot_stand_so_are_refused(devices, nodes, said):
     with pytest.raises(UsageError, match=said):
@@ -31,7 +36,9 @@ def test_devices_that_cannot_stand_so_are_refused(devices, nodes, said):
 
 
 def test_a_group_has_the_adapters_of_its_ranks_on_a_node():
-    """FSDP over whole nodes gets all eight adapters; a dp group beside tp 8 gets one (both were measured as 8 : 1)."""
+    """FSDP over whole nodes gets all eight adapters; a dp group beside tp 8 gets one (both were measured as 8
+    : 1).
+    """
     cluster, fsdp, beside = Cluster.of(LINKS, 64), Strategy(dp=64), Strategy(dp=8, tp=8)
     assert cluster.on_one_node(fsdp, "dp") == 8
     assert cluster.bandwidth(8, 64) == 400e9
@@ -43,11 +50,13 @@ def test_a_group_has_the_adapters_of_its_ranks_on_a_node():
 @pytest.mark.parametrize(
     ("figure", "said"),
     [
-        ("adapter = -1.0", "adapter = -1"), ("adapter = inf", "adapter = inf"), ("adapter = nan", "adapter = nan"),
+        ("adapter = -1.0", "adapter = -1"),
+        ("adapter = inf", "adapter = inf"),
+        ("adapter = nan", "adapter = nan"),
         ("adapter = 'x'", "adapter"),
         ("adapter = 50e9\nadapters = 3", "unknown field 'adapters'"),
     ],
-)  # fmt: skip
+)
 def test_a_section_of_a_target_file_is_checked(figure, said, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text((TARGETS / "h100-sxm.toml").read_text().replace("adapter = 50e9", figure))

@@ -25,7 +25,10 @@ def test_the_machine_is_stable_and_named():
 
 
 def test_knowing_the_machine_takes_no_torch():
-    code = "import sys; from effcompile.machine.calibration import *; load_or_none(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from effcompile.machine.calibration import *; load_or_none(); sys.exit('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

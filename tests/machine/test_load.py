@@ -21,7 +21,9 @@ def spin(started: multiprocessing.synchronize.Event) -> None:
         pass
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins processes to cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="needs a system that pins processes to cores"
+)
 def test_work_beside_ours_is_seen() -> None:
     """Ours and three others on one core: repeats are as long as a turn of all four, now and then."""
     before, context = os.sched_getaffinity(0), multiprocessing.get_context("fork")
@@ -43,20 +45,31 @@ def measured(seconds: float) -> Callable[[KernelCall], float]:
     return lambda call: seconds
 
 
-def test_times_taken_on_a_busy_machine_are_taken_again_when_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_taken_on_a_busy_machine_are_taken_again_when_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for module in (store, busy_points):
         monkeypatch.setattr(module, "busy", lambda: "load 9")
     found = store.calibrate({"torch": measured(0.5)}, quick=True)
     assert found.backends["torch"].busy == "load 9"
     note = busy_points.without_busy(found)
-    assert note and "still busy" in str(note) and found.backends["torch"].points  # nothing better can be had now
+    # nothing better can be had now
+    assert note and "still busy" in str(note) and found.backends["torch"].points
     for module in (store, busy_points, here):
         monkeypatch.setattr(module, "busy", lambda: "")
     note = busy_points.without_busy(found)
-    assert note and "taken again" in str(note) and "load 9" in str(note) and not found.backends["torch"].points and found.dirty
+    assert (
+        note
+        and "taken again" in str(note)
+        and "load 9" in str(note)
+        and not found.backends["torch"].points
+        and found.dirty
+    )
     assert busy_points.without_busy(found) is None
     target = here.this_machine(found, {"torch": measured(0.25)})
-    assert target.probe is not None and target.probe("torch", CALL) == 0.25 and not found.backends["torch"].busy
+    assert (
+        target.probe is not None and target.probe("torch", CALL) == 0.25 and not found.backends["torch"].busy
+    )
 
 
 def test_what_a_plan_times_itself_is_marked_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,17 +89,23 @@ def test_the_mark_is_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_rates_taken_on_a_busy_machine_are_taken_again(monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
-    """Also where nobody marked them: a product that does twice what the machine is said to reach gives them away."""
+    """Also where nobody marked them: a product that does twice what the machine is said to reach gives them
+    away.
+    """
     monkeypatch.setattr(store, "busy", lambda: "load 9" if marked else "")
     monkeypatch.setattr(store, "read_bandwidth", lambda: 2e9)
     monkeypatch.setattr(store, "matmul_peak", lambda: 20e9)
     found = store.calibrate({})
     product = KernelCall("linear/fp32", (128, 768, 768))
-    found.backends["torch"] = store.BackendPoints(points={product.kernel: [(product.dims, product.flops / 200e9)]})
+    found.backends["torch"] = store.BackendPoints(
+        points={product.kernel: [(product.dims, product.flops / 200e9)]}
+    )
     monkeypatch.setattr(busy_points, "busy", lambda: "")
     monkeypatch.setattr(busy_points, "read_bandwidth", lambda: 21e9)
     monkeypatch.setattr(busy_points, "matmul_peak", lambda: 190e9)
     note = busy_points.without_busy(found)
     assert note and "machine's rates" in str(note) and "taken again" in str(note)
-    assert found.memory_bandwidth == 21e9 and found.peak_flops["fp32"] == pytest.approx(200e9) and not found.busy
+    assert (
+        found.memory_bandwidth == 21e9 and found.peak_flops["fp32"] == pytest.approx(200e9) and not found.busy
+    )
     assert found.backends["torch"].points and busy_points.without_busy(found) is None

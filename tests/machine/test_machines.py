@@ -10,11 +10,30 @@ from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.machine.machines import TARGETS, known_targets, load_target
 from effcompile.machine.target import KernelCall
 
-FIGURES = ("cores", "memory_bytes", "memory_bandwidth", "link_bandwidth", "peak_flops", "efficiency", "launch_seconds")
+FIGURES = (
+    "cores",
+    "memory_bytes",
+    "memory_bandwidth",
+    "link_bandwidth",
+    "peak_flops",
+    "efficiency",
+    "launch_seconds",
+)
 
 
 def test_the_promised_machines_are_there():
-    gpus = {"h100-sxm", "h200", "b200", "a100-80gb", "v100-32gb", "rtx4090", "l40s", "mi300x", "mi355x", "gb200"}
+    gpus = {
+        "h100-sxm",
+        "h200",
+        "b200",
+        "a100-80gb",
+        "v100-32gb",
+        "rtx4090",
+        "l40s",
+        "mi300x",
+        "mi355x",
+        "gb200",
+    }
     processors = {"cpu-generic", "epyc-9654", "grace", "graviton4"}
     assert gpus | processors | {"ipu-mk2", "gaudi3", "tpu-v5e", "tpu-v5p", "tpu-v6e"} <= set(known_targets())
 
@@ -88,7 +107,10 @@ def test_not_text_and_not_there(tmp_path):
 
 
 def test_targets_are_listed_without_torch():
-    code = "import sys; from effcompile.machine.machines import *; load_target(known_targets()[0]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from effcompile.machine.machines import *; load_target(known_targets()[0]); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

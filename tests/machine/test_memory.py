@@ -48,6 +48,12 @@ def test_without_control_groups_nothing_is_said(tmp_path: Path) -> None:
 def test_a_limit_of_the_address_space_counts() -> None:
     script = (
         "import resource; from effcompile.machine import memory;"
-        'resource.setrlimit(resource.RLIMIT_AS, (memory._of_process("vms") + (1 << 28),) * 2); print(memory.free_bytes() <= 1 << 28)'
+        'resource.setrlimit(resource.RLIMIT_AS, (memory._of_process("vms") + (1 << 28),) * 2); '
+        "print(memory.free_bytes() <= 1 << 28)"
     )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "True"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "True"
+    )

@@ -1,4 +1,6 @@
-"""Attention written plainly, in float64, with the whole matrix of scores: what the operators are compared with."""
+"""Attention written plainly, in float64, with the whole matrix of scores: what the operators are compared
+with.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Problem:
         if self.mask is not None:
             seen &= self.mask
         if self.tiles:
-            partial, full = (spread(*self.tiles[at : at + 2], self.block_q, self.block_k)[..., :sq, :sk] for at in (0, 2))
+            partial, full = (
+                spread(*self.tiles[at : at + 2], self.block_q, self.block_k)[..., :sq, :sk] for at in (0, 2)
+            )
             seen = (seen & partial) | full
         return seen
 
@@ -88,7 +92,11 @@ def run(p: Problem) -> tuple[Tensor, Tensor]:
         column = (sink[None, :, None] if sink.dim() == 1 else sink).expand(scores.shape[:3])[..., None]
         lse = torch.logsumexp(torch.cat([scores, column], 3), 3)
         return torch.exp(scores - lse[..., None]) @ v, lse
-    lse = torch.where(empty, 0.0, scores).logsumexp(3) if scores.shape[3] else scores.new_zeros(scores.shape[:3])
+    lse = (
+        torch.where(empty, 0.0, scores).logsumexp(3)
+        if scores.shape[3]
+        else scores.new_zeros(scores.shape[:3])
+    )
     weights = torch.where(empty, 0.0, torch.exp(scores - lse[..., None]))
     if p.uniform_empty and scores.shape[3]:
         weights = torch.where(empty, _uniform(p, q, k), weights)

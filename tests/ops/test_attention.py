@@ -1,4 +1,6 @@
-"""The attention operators: equal to attention written plainly, for every mask, and well behaved as operators."""
+"""The attention operators: equal to attention written plainly, for every mask, and well behaved
+as operators.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ INPUTS = ("q", "k", "v", "bias", "sink")
 
 
 def problem(
-    b: int = 2, h: int = 4, kv: int = 2, sq: int = 37, sk: int = 37, d: int = 8, dv: int = 8, dtype: torch.dtype = torch.float64,
-    **terms: Any,
+    b: int = 2, h: int = 4, kv: int = 2, sq: int = 37, sk: int = 37, d: int = 8, dv: int = 8,
+    dtype: torch.dtype = torch.float64, **terms: Any,
 ) -> Problem:  # fmt: skip
     torch.manual_seed(b + h + sq + sk + d)
-    q, k, v = (torch.randn(shape, dtype=torch.float64).to(dtype) for shape in ((b, h, sq, d), (b, kv, sk, d), (b, kv, sk, dv)))
+    q, k, v = (
+        torch.randn(shape, dtype=torch.float64).to(dtype)
+        for shape in ((b, h, sq, d), (b, kv, sk, d), (b, kv, sk, dv))
+    )
     return Problem(q=q, k=k, v=v, **terms)
 
 
@@ -36,7 +41,11 @@ def both(p: Problem, *, wide: bool = False) -> tuple[list[Tensor], list[Tensor]]
     """[out, lse, gradients...] of the operator and of the reference, for one random gradient of out."""
     results = []
     for function in (lambda x: attention(*x.positional(), **x.form()), run):
-        leaves = {name: getattr(p, name).detach().clone().requires_grad_() for name in INPUTS if getattr(p, name) is not None}
+        leaves = {
+            name: getattr(p, name).detach().clone().requires_grad_()
+            for name in INPUTS
+            if getattr(p, name) is not None
+        }
         out, lse = function(replace(p, **leaves))
         torch.manual_seed(7)
         grad = torch.randn(out.shape, dtype=torch.float64).to(p.q.dtype).to(out.dtype)
@@ -51,7 +60,10 @@ def assert_equal(p: Problem, tolerance: float) -> None:
         assert bool((ours.isinf() == hidden).all()), at
         difference = (ours.double() - plain.double()).masked_fill(hidden, 0.0)
         size = plain.double().masked_fill(hidden, 0.0)
-        assert float(difference.norm()) <= tolerance * float(size.norm()) + 0.01 * tolerance, (at, float(difference.norm() / size.norm()))
+        assert float(difference.norm()) <= tolerance * float(size.norm()) + 0.01 * tolerance, (
+            at,
+            float(difference.norm() / size.norm()),
+        )
 
 
 LENGTHS = st.sampled_from([0, 1, 2, 5, 16, 33, 70, 150])
@@ -68,14 +80,17 @@ def problems(draw: st.DrawFn) -> Problem:
     d = draw(st.sampled_from([1, 3, 8, 16]))
     terms: dict[str, Any] = {
         "lo": draw(OFFSETS), "hi": draw(OFFSETS), "chunk": draw(st.sampled_from([0, 0, 1, 7, 20])),
-        "softcap": draw(st.sampled_from([0.0, 1.5])), "uniform_empty": draw(st.booleans()), "fills": draw(st.booleans()),
+        "softcap": draw(st.sampled_from([0.0, 1.5])), "uniform_empty": draw(st.booleans()),
+        "fills": draw(st.booleans()),
     }  # fmt: skip
     p = problem(b, kv * group, kv, sq, sk, d, draw(st.sampled_from([d, d, 5])), **terms)
     axes = lambda *full: tuple(n if draw(st.booleans()) else 1 for n in full)  # noqa: E731
     if draw(st.booleans()):
         p.bias = torch.randn(axes(b, kv * group, sq, sk), dtype=torch.float64)
     if draw(st.booleans()):
-        p.sink = torch.randn(kv * group if draw(st.booleans()) else axes(b, kv * group, sq), dtype=torch.float64)
+        p.sink = torch.randn(
+            kv * group if draw(st.booleans()) else axes(b, kv * group, sq), dtype=torch.float64
+        )
     masks(draw, p, axes)
     if draw(st.integers(0, 3)) == 0 and sq and sk:
         listed(p, axes(b, kv * group), draw(st.sampled_from([4, 16])), draw(st.sampled_from([8, 16])))
@@ -125,7 +140,9 @@ LAYOUTS = ("contiguous", "length before heads", "width first", "spread", "expand
 @given(problems(), st.tuples(*(st.sampled_from(LAYOUTS) for _ in range(3))))
 def test_equals_the_reference(p: Problem, layouts: tuple[str, ...]) -> None:
     """With blocks as small as they come, so that short lengths have many."""
-    p = replace(p, **{name: laid_out(getattr(p, name), layout) for name, layout in zip("qkv", layouts, strict=True)})
+    p = replace(
+        p, **{name: laid_out(getattr(p, name), layout) for name, layout in zip("qkv", layouts, strict=True)}
+    )
     blocks = mock.patch.multiple(attention_kernel, SCORES=1, EMPTY_SCORES=1)
     with blocks, mock.patch.object(attention_flash, "_SPAN_COST", 0):
         assert_equal(p, 1e-11)
@@ -135,7 +152,10 @@ def test_equals_the_reference(p: Problem, layouts: tuple[str, ...]) -> None:
 @given(problems())
 def test_the_kernel_of_any_device_equals_the_reference(p: Problem) -> None:
     """Where the flash kernel would have been taken on a CPU too."""
-    with mock.patch.object(attention_flash, "_takes", return_value=False), mock.patch.object(attention_kernel, "SCORES", 1):
+    with (
+        mock.patch.object(attention_flash, "_takes", return_value=False),
+        mock.patch.object(attention_kernel, "SCORES", 1),
+    ):
         assert_equal(p, 1e-11)
 
 
@@ -153,19 +173,27 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=["fp32", "bf16", "fp16"]
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+    ids=["fp32", "bf16", "fp16"],
 )
 @pytest.mark.parametrize("name", FORMS)
 def test_precision(name: str, dtype: torch.dtype, tolerance: float) -> None:
     p = problem(sq=300, sk=300, d=16, dtype=dtype, **{"dv": 16, **FORMS[name]})
     assert_equal(p, tolerance)
     again = both(p)[0]
-    assert all(torch.equal(a, b) for a, b in zip(both(p)[0], again, strict=True)), "the same call gives the same bits"
+    assert all(torch.equal(a, b) for a, b in zip(both(p)[0], again, strict=True)), (
+        "the same call gives the same bits"
+    )
 
 
 def test_rows_that_see_nothing_depend_on_nothing() -> None:
     """0 and −inf, with and without a mask tensor, whatever a NaN in keys that nobody sees."""
-    for terms in ({"lo": 40}, {"valid": torch.zeros(1, 37, dtype=torch.bool)}, {"mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}):
+    for terms in (
+        {"lo": 40},
+        {"valid": torch.zeros(1, 37, dtype=torch.bool)},
+        {"mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},
+    ):
         p = problem(**terms)  # type: ignore[arg-type]
         p.k.fill_(torch.nan)
         out, lse = attention(*p.positional(), **p.form())
@@ -173,7 +201,9 @@ def test_rows_that_see_nothing_depend_on_nothing() -> None:
 
 
 def every_argument(dtype: torch.dtype = torch.float32) -> Problem:
-    p = problem(b=1, sq=9, sk=9, dtype=dtype, hi=0, softcap=3.0, bias=torch.randn(1, 4, 1, 9), sink=torch.randn(4))
+    p = problem(
+        b=1, sq=9, sk=9, dtype=dtype, hi=0, softcap=3.0, bias=torch.randn(1, 4, 1, 9), sink=torch.randn(4)
+    )
     p.q_ids = p.k_ids = torch.arange(9)[None] // 4
     p.valid, p.mask = torch.arange(9)[None] > 1, torch.ones(1, 1, 9, 9, dtype=torch.bool)
     listed(p, (1, 1), 4, 4)
@@ -181,14 +211,29 @@ def every_argument(dtype: torch.dtype = torch.float32) -> Problem:
 
 
 def differentiable(p: Problem) -> Problem:
-    return replace(p, **{name: x.detach().clone().requires_grad_() for name in INPUTS if (x := getattr(p, name)) is not None})
+    return replace(
+        p,
+        **{
+            name: x.detach().clone().requires_grad_()
+            for name in INPUTS
+            if (x := getattr(p, name)) is not None
+        },
+    )
 
 
-@pytest.mark.parametrize("p", [problem(b=1, sq=9, sk=9, dtype=torch.float32, hi=0), every_argument()], ids=["plain", "every argument"])
+@pytest.mark.parametrize(
+    "p",
+    [problem(b=1, sq=9, sk=9, dtype=torch.float32, hi=0), every_argument()],
+    ids=["plain", "every argument"],
+)
 def test_opcheck(p: Problem) -> None:
     torch.library.opcheck(attention, differentiable(p).positional(), p.form())
     out, lse = attention(*p.positional(), **p.form())
-    torch.library.opcheck(attention_backward, (torch.randn_like(out), *p.positional()[:3], out, lse, *p.positional()[3:]), p.form())
+    torch.library.opcheck(
+        attention_backward,
+        (torch.randn_like(out), *p.positional()[:3], out, lse, *p.positional()[3:]),
+        p.form(),
+    )
 
 
 class Layer(nn.Module):
@@ -232,7 +277,9 @@ def test_both_nodes_stand_in_the_joint_graph() -> None:
 
     q = p.q.clone().requires_grad_()
     torch._dynamo.reset()
-    torch.compile(Layer(p), backend=aot_autograd(fw_compiler=note, bw_compiler=note))(q, p.k, p.v).sum().backward()
+    torch.compile(Layer(p), backend=aot_autograd(fw_compiler=note, bw_compiler=note))(
+        q, p.k, p.v
+    ).sum().backward()
     assert "effcompile.attention.default" in seen and "effcompile.attention_backward.default" in seen
     assert q.grad is not None
 
@@ -241,7 +288,12 @@ def test_meta_tensors() -> None:
     p = problem(b=1, dtype=torch.bfloat16, dv=5)
     q, k, v = (t.to("meta").requires_grad_() for t in (p.q, p.k, p.v))
     out, lse = attention(q, k, v, scale=1.0)
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((1, 4, 37, 5), torch.bfloat16, (1, 4, 37), torch.float32)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+        (1, 4, 37, 5),
+        torch.bfloat16,
+        (1, 4, 37),
+        torch.float32,
+    )
     out.sum().backward()
     assert k.grad is not None and k.grad.shape == k.shape
 
@@ -255,7 +307,12 @@ def test_flops_count_what_is_visible() -> None:
     pairs = 8 * int(p.dense()[0, 0].sum())
     assert counts[torch.ops.effcompile.attention] == 2 * pairs * (8 + 4)
     assert counts[torch.ops.effcompile.attention_backward] == 2 * pairs * (3 * 8 + 2 * 4)
-    for terms in ({"lo": -5, "hi": 3}, {"chunk": 10}, {"lo": -70, "hi": -60}, {"lo": -9, "hi": 0, "chunk": 16}):
+    for terms in (
+        {"lo": -5, "hi": 3},
+        {"chunk": 10},
+        {"lo": -70, "hi": -60},
+        {"lo": -9, "hi": 0, "chunk": 16},
+    ):
         p = problem(sq=50, sk=70, **terms)
         with FlopCounterMode(display=False) as counter:
             attention(*p.positional(), **p.form())

@@ -43,7 +43,10 @@ def allocated(call: Any, args: tuple[Any, ...], form: dict[str, Any]) -> int:
 def said_and_allocated(p: Problem, grad: Tensor) -> list[tuple[int, int]]:
     form = {key: value for key, value in p.form().items() if value not in (None, False)}
     out, lse = attention(*p.positional(), **p.form())
-    calls = [(attention, p.positional()), (attention_backward, (grad, *p.positional()[:3], out, lse, *p.positional()[3:]))]
+    calls = [
+        (attention, p.positional()),
+        (attention_backward, (grad, *p.positional()[:3], out, lse, *p.positional()[3:])),
+    ]
     targets = (torch.ops.effcompile.attention.default, torch.ops.effcompile.attention_backward.default)
     found = []
     for target, (call, args) in zip(targets, calls, strict=True):
@@ -53,7 +56,9 @@ def said_and_allocated(p: Problem, grad: Tensor) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("form", [{"hi": 0, "uniform_empty": True}, {"hi": 0, "softcap": 2.0}, {"uniform_empty": True}])
+@pytest.mark.parametrize(
+    "form", [{"hi": 0, "uniform_empty": True}, {"hi": 0, "softcap": 2.0}, {"uniform_empty": True}]
+)
 def test_of_short_sequences_no_more_than_all_scores_are_counted(form: dict[str, Any]) -> None:
     """Blocks of a million scores would be 14 MiB; here there are 73,728."""
     p = problem(sq=48, sk=48, d=16, dtype=torch.float32, **{"dv": 16, **form})

@@ -1,4 +1,6 @@
-"""Boolean tensors as bits: they come back as they were, in an eighth of the bytes, with the workspace as said."""
+"""Boolean tensors as bits: they come back as they were, in an eighth of the bytes, with the workspace as
+said.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ SLAB = 1 << 17
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 9), cols=st.integers(1, 700), turned=st.booleans(), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+@given(
+    rows=st.integers(1, 9),
+    cols=st.integers(1, 700),
+    turned=st.booleans(),
+    share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
 def test_it_comes_back_as_it_was(rows: int, cols: int, turned: bool, share: float) -> None:
     x = torch.rand(rows, cols) < share
     x = x.t() if turned else x

@@ -1,4 +1,6 @@
-"""The block-sparse linear and its gradients: equal to dense in fp64 for any pattern and shape, by every instruction set and by torch."""
+"""The block-sparse linear and its gradients: equal to dense in fp64 for any pattern and shape, by every
+instruction set and by torch.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ from effcompile.core.errors import LoweringError, UsageError
 from effcompile.core.torch_compat_memory import peak_of_memory_events
 from effcompile.machine import native as compiling
 from effcompile.ops import block_sparse_native as native
-from effcompile.ops.block_sparse import block_sparse_grad_input, block_sparse_grad_values, block_sparse_linear, fallback_reason
+from effcompile.ops.block_sparse import (
+    block_sparse_grad_input,
+    block_sparse_grad_values,
+    block_sparse_linear,
+    fallback_reason,
+)
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.sparse import BLOCKS, BlockPattern
 
-LIMIT = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 8e-3}  # bf16: the rounding of the result alone is 2⁻⁹
+# bf16: the rounding of the result alone is 2⁻⁹
+LIMIT = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 8e-3}
 WIDER = {"avx512_bf16": "avx512", "avx512": "avx2", "avx2": "generic"}
 
 
@@ -58,7 +66,10 @@ def mistakes(pattern: BlockPattern, x: Tensor, bias: Tensor | None = None) -> li
     right = {
         "y": (x.double() @ weight.T + shift, x.double().abs() @ weight.T.abs()),
         "dx": (grad.double() @ weight, grad.double().abs() @ weight.abs()),
-        "dvalues": (pattern.values_of(flat_grad.T @ flat_x), pattern.values_of(flat_grad.T.abs() @ flat_x.abs())),
+        "dvalues": (
+            pattern.values_of(flat_grad.T @ flat_x),
+            pattern.values_of(flat_grad.T.abs() @ flat_x.abs()),
+        ),
     }
     made = {
         "y": block_sparse_linear(x, values, *pattern.indices, bias),
@@ -69,8 +80,11 @@ def mistakes(pattern: BlockPattern, x: Tensor, bias: Tensor | None = None) -> li
     for name, ours in made.items():
         wanted, terms = right[name]
         assert ours.shape == wanted.shape and ours.dtype == dtype and ours.is_contiguous()
-        # a sum that nearly cancels is off by rounding of its terms: of few values that is more than LIMIT of their own size
-        if not (ours.double() - wanted).norm() <= max(LIMIT[dtype] * wanted.norm(), torch.finfo(dtype).eps * terms.norm()):
+        # a sum that nearly cancels is off by rounding of its terms: of few values that is more than LIMIT of
+        # their own size
+        if not (ours.double() - wanted).norm() <= max(
+            LIMIT[dtype] * wanted.norm(), torch.finfo(dtype).eps * terms.norm()
+        ):
             wrong.append(name)
     return wrong
 
@@ -79,14 +93,17 @@ def mistakes(pattern: BlockPattern, x: Tensor, bias: Tensor | None = None) -> li
 @given(
     block=st.sampled_from(BLOCKS), block_rows=st.integers(1, 9), block_cols=st.integers(1, 9),
     sparsity=st.sampled_from([0.0, 0.4, 0.8, 0.95]),
-    leading=st.sampled_from([(0,), (1,), (3, 5), (47,), (2, 2, 33), (200,)]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    biased=st.booleans(), layout=st.sampled_from(["whole", "columns", "rows", "transposed"]), seed=st.integers(0, 99),
+    leading=st.sampled_from([(0,), (1,), (3, 5), (47,), (2, 2, 33), (200,)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), biased=st.booleans(),
+    layout=st.sampled_from(["whole", "columns", "rows", "transposed"]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_equals_dense(
-    block: int, block_rows: int, block_cols: int, sparsity: float, leading: tuple[int, ...], dtype: torch.dtype, biased: bool,
-    layout: str, seed: int,
+    block: int, block_rows: int, block_cols: int, sparsity: float, leading: tuple[int, ...],
+    dtype: torch.dtype, biased: bool, layout: str, seed: int,
 ) -> None:  # fmt: skip
-    pattern = BlockPattern.random(block_rows * block, block_cols * block, block, sparsity, torch.Generator().manual_seed(seed))
+    pattern = BlockPattern.random(
+        block_rows * block, block_cols * block, block, sparsity, torch.Generator().manual_seed(seed)
+    )
     k = pattern.cols
     x = {
         "whole": lambda: numbers(*leading, k, dtype=dtype),
@@ -100,11 +117,15 @@ def test_equals_dense(
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_instruction_set(isa: str, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set(
+    isa: str, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "best_isa", lambda: isa)
     pattern = BlockPattern.random(3 * block, 5 * block, block, 0.4, torch.Generator().manual_seed(block))
     for m in (5, 149):
-        assert mistakes(pattern, numbers(m, pattern.cols, dtype=dtype), numbers(pattern.rows, dtype=dtype)) == []
+        assert (
+            mistakes(pattern, numbers(m, pattern.cols, dtype=dtype), numbers(pattern.rows, dtype=dtype)) == []
+        )
 
 
 def test_stripes_and_chunks_join(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +178,21 @@ def test_gradients_through_autograd() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_opcheck(dtype: torch.dtype) -> None:
     pattern = BlockPattern.random(12, 8, 4, 0.4, torch.Generator().manual_seed(3))
-    x, values = numbers(2, 3, 8, dtype=dtype).requires_grad_(), numbers(pattern.nnz, 4, 4, dtype=dtype).requires_grad_()
+    x, values = (
+        numbers(2, 3, 8, dtype=dtype).requires_grad_(),
+        numbers(pattern.nnz, 4, 4, dtype=dtype).requires_grad_(),
+    )
     grad = numbers(2, 3, 12, dtype=dtype)
     ours = torch.ops.effcompile
-    torch.library.opcheck(ours.block_sparse_linear.default, (x, values, *pattern.indices, numbers(12, dtype=dtype).requires_grad_()))
+    torch.library.opcheck(
+        ours.block_sparse_linear.default,
+        (x, values, *pattern.indices, numbers(12, dtype=dtype).requires_grad_()),
+    )
     torch.library.opcheck(ours.block_sparse_linear.default, (x, values, *pattern.indices))
     torch.library.opcheck(ours.block_sparse_grad_input.default, (grad, values.detach(), *pattern.indices))
-    torch.library.opcheck(ours.block_sparse_grad_values.default, (grad, x.detach(), pattern.crow, pattern.col))
+    torch.library.opcheck(
+        ours.block_sparse_grad_values.default, (grad, x.detach(), pattern.crow, pattern.col)
+    )
 
 
 def test_flops_are_those_of_the_kept_blocks() -> None:
@@ -213,9 +242,16 @@ def test_workspace_is_within_what_is_said(dtype: torch.dtype, block: int, whole:
     ],
 )
 def test_what_does_not_fit_is_refused(change: Any, says: str) -> None:
-    pattern = BlockPattern.from_blocks(torch.tensor([[True, False], [False, True], [True, False], [False, True]]), 8)
+    pattern = BlockPattern.from_blocks(
+        torch.tensor([[True, False], [False, True], [True, False], [False, True]]), 8
+    )
     names = ("crow", "col", "ccol", "row", "perm")
-    args: dict[str, Any] = {"x": numbers(3, 16), "values": numbers(4, 8, 8), **dict(zip(names, pattern.indices, strict=True)), "bias": None}
+    args: dict[str, Any] = {
+        "x": numbers(3, 16),
+        "values": numbers(4, 8, 8),
+        **dict(zip(names, pattern.indices, strict=True)),
+        "bias": None,
+    }
     change(args)
     with pytest.raises(UsageError, match=says):
         block_sparse_linear(*args.values())
@@ -235,12 +271,18 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", ["no-such-compiler", "false", "true"])
-def test_without_a_working_compiler_torch_computes_and_it_says_so(value: str, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_working_compiler_torch_computes_and_it_says_so(
+    value: str, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", value)
     pattern, x = BlockPattern.random(64, 32, 16, 0.5), numbers(9, 32)
     assert mistakes(pattern, x) == []
     reason = fallback_reason(x, 16)
-    said = {"no-such-compiler": "no C++ compiler: no-such-compiler is not on the PATH", "false": "does not run", "true": "cannot be loaded"}
+    said = {
+        "no-such-compiler": "no C++ compiler: no-such-compiler is not on the PATH",
+        "false": "does not run",
+        "true": "cannot be loaded",
+    }
     assert reason is not None and said[value] in reason
 
 
@@ -253,12 +295,18 @@ def test_a_source_that_does_not_compile_is_reported_with_the_compilers_words(fre
 
 
 def test_wrong_kernels_are_not_used(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.Kernels, "linear", lambda self, x, values, crow, col, bias: torch.zeros(len(x), 3 * self.form.block))
+    monkeypatch.setattr(
+        native.Kernels,
+        "linear",
+        lambda self, x, values, crow, col, bias: torch.zeros(len(x), 3 * self.form.block),
+    )
     assert "gave a wrong product" in str(fallback_reason(numbers(2, 16), 16))
 
 
 def test_other_dtypes_blocks_and_devices_say_why() -> None:
-    assert "float32 and bfloat16; these tensors are float16" in str(fallback_reason(torch.empty(1, 16, dtype=torch.float16), 16))
+    assert "float32 and bfloat16; these tensors are float16" in str(
+        fallback_reason(torch.empty(1, 16, dtype=torch.float16), 16)
+    )
     assert "these are of 2" in str(fallback_reason(torch.empty(1, 16), 2))
     assert "on 'meta'" in str(fallback_reason(torch.empty(1, 16, device="meta"), 16))
 
@@ -281,7 +329,10 @@ def test_processes_and_threads_compile_the_same_kernel_at_once(fresh: Any) -> No
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     children = [subprocess.Popen([sys.executable, "-c", _CHILD], env=environment) for _ in range(2)]
     reasons: list[str | None] = []
-    threads = [threading.Thread(target=lambda: reasons.append(fallback_reason(torch.empty(1, 16), 16))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: reasons.append(fallback_reason(torch.empty(1, 16), 16)))
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

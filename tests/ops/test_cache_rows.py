@@ -20,7 +20,9 @@ def test_each_number_is_within_half_a_step(row: list[float]) -> None:
 
 
 def test_a_row_is_its_codes_and_their_scale() -> None:
-    held = as_codes(torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0], [1.0, math.inf, 0.0], [math.nan, 0.0, 0.0]]))
+    held = as_codes(
+        torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0], [1.0, math.inf, 0.0], [math.nan, 0.0, 0.0]])
+    )
     assert held.shape == (4, 3 + SCALE) and held[0, :3].tolist() == [64, -127, 32]
     found = as_numbers(held)
     assert not found[1].any() and found[2:].isnan().all()

@@ -1,4 +1,6 @@
-"""Attention of few queries over a cache, against the definition in float64 with keys and values repeated for each query's head."""
+"""Attention of few queries over a cache, against the definition in float64 with keys and values repeated for
+each query's head.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     return scores.softmax(-1) @ v
 
 
-def drawn(batch: int, groups: int, shared: int, rows: int, keys: int, width: int, masked: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def drawn(
+    batch: int, groups: int, shared: int, rows: int, keys: int, width: int, masked: str, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """Queries as a projection lays them, keys and values as a cache's rows lie in its buffer."""
     made = torch.Generator().manual_seed(keys * width)
     q = torch.randn(batch, rows, groups * shared, width, generator=made).transpose(1, 2)
@@ -42,17 +46,30 @@ def drawn(batch: int, groups: int, shared: int, rows: int, keys: int, width: int
     mask = torch.rand(batch, groups * shared if masked == "by head" else 1, rows, keys, generator=made) > 0.4
     mask[..., 0] = True
     numbers = torch.randn(batch, 1, rows, keys, generator=made)
-    return q, buffers[0][:, :, 2 : 2 + keys], buffers[1][:, :, 2 : 2 + keys], {"no": None, "numbers": numbers}.get(masked, mask)  # type: ignore[return-value]
+    return (
+        q,
+        buffers[0][:, :, 2 : 2 + keys],
+        buffers[1][:, :, 2 : 2 + keys],
+        {"no": None, "numbers": numbers}.get(masked, mask),
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    batch=st.integers(1, 2), groups=st.integers(1, 3), shared=st.integers(1, 4), rows=st.integers(1, 9), keys=st.integers(1, 300),
-    width=st.integers(1, 70), masked=st.sampled_from(MASKS), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    threads=st.integers(1, 2),
+    batch=st.integers(1, 2), groups=st.integers(1, 3), shared=st.integers(1, 4), rows=st.integers(1, 9),
+    keys=st.integers(1, 300), width=st.integers(1, 70), masked=st.sampled_from(MASKS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), threads=st.integers(1, 2),
 )  # fmt: skip
 def test_any_shape(
-    batch: int, groups: int, shared: int, rows: int, keys: int, width: int, masked: str, dtype: torch.dtype, threads: int
+    batch: int,
+    groups: int,
+    shared: int,
+    rows: int,
+    keys: int,
+    width: int,
+    masked: str,
+    dtype: torch.dtype,
+    threads: int,
 ) -> None:
     q, k, v, mask = drawn(batch, groups, shared, rows, keys, width, masked, dtype)
     before = torch.get_num_threads()
@@ -70,7 +87,10 @@ def test_every_instruction_set(isa: str, dtype: torch.dtype, masked: str) -> Non
     for shape in ((2, 2, 3, 1, 75, 20), (1, 4, 1, 3, 130, 64), (2, 1, 5, 1, 7, 3)):
         q, k, v, mask = drawn(*shape, masked, dtype)
         torch.testing.assert_close(
-            cached_attention(q, k, v, mask, None).double(), by_hand(q, k, v, mask, shape[5] ** -0.5), rtol=1e-4, atol=1e-5
+            cached_attention(q, k, v, mask, None).double(),
+            by_hand(q, k, v, mask, shape[5] ** -0.5),
+            rtol=1e-4,
+            atol=1e-5,
         )
 
 
@@ -84,14 +104,18 @@ def test_what_is_hidden_is_not_read(isa: str) -> None:
     torch.testing.assert_close(cached_attention(q, k, v, mask, 0.3), wanted)
     k[1, 0, 0, 3] = torch.nan
     found = cached_attention(q, k, v, mask, 0.3)
-    assert found[1].isnan().all() and torch.equal(found[0].isnan(), torch.zeros_like(found[0], dtype=torch.bool))
+    assert found[1].isnan().all() and torch.equal(
+        found[0].isnan(), torch.zeros_like(found[0], dtype=torch.bool)
+    )
 
 
 def test_a_row_that_sees_nothing_is_torchs() -> None:
     q, k, v, mask = drawn(2, 2, 2, 3, 20, 8, "shared", torch.float32)
     assert mask is not None
     mask[1, 0, 1] = False
-    torch.testing.assert_close(cached_attention(q, k, v, mask, 0.3), op.by_torch(q, k, v, mask, 0.3), equal_nan=True)
+    torch.testing.assert_close(
+        cached_attention(q, k, v, mask, 0.3), op.by_torch(q, k, v, mask, 0.3), equal_nan=True
+    )
 
 
 @pytest.mark.skipif("avx2" not in instructions.integer_isas(), reason="this processor has no AVX2")

@@ -1,4 +1,6 @@
-"""Collectives on gloo ranks against sums and slices in one process; their memory; what is said where no mesh is, or a rank falls out."""
+"""Collectives on gloo ranks against sums and slices in one process; their memory; what is said where no mesh
+is, or a rank falls out.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from torch import Tensor
 from effcompile.core import torch_compat, torch_compat_memory
 from effcompile.core.errors import LoweringError, RankError, UsageError
 from effcompile.ops import collectives
-from effcompile.ops.collectives import gather, link_bytes, mean, over, rows_of_shard, scatter_mean, summed, workspace_bytes
+from effcompile.ops.collectives import (
+    gather,
+    link_bytes,
+    mean,
+    over,
+    rows_of_shard,
+    scatter_mean,
+    summed,
+    workspace_bytes,
+)
 from effcompile.proof.parallel.processes import on_ranks
 
 SHAPES = ((6, 4), (7,), (1, 3), (9, 2, 2))
@@ -46,10 +57,14 @@ def all_of_them(rank: int, ranks: int, dtype: torch.dtype, coalesced: bool) -> N
         assert all(torch.equal(a, b) for a, b in zip(mean(theirs[rank], "dp", ranks), means, strict=True))
         shards = scatter_mean(theirs[rank], "dp", ranks)
         assert all(torch.equal(a, shard_of(b, rank, ranks)) for a, b in zip(shards, means, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(theirs[rank], wholes(rank, dtype), strict=True))  # operands stay as they are
+        # operands stay as they are
+        assert all(torch.equal(a, b) for a, b in zip(theirs[rank], wholes(rank, dtype), strict=True))
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "coalesced"), [(2, torch.float32, False), (3, torch.bfloat16, False), (3, torch.float32, True)])
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "coalesced"),
+    [(2, torch.float32, False), (3, torch.bfloat16, False), (3, torch.float32, True)],
+)
 def test_collectives_are_sums_and_slices(ranks: int, dtype: torch.dtype, coalesced: bool) -> None:
     """Rows that divide by no number of ranks, a tensor with fewer rows than ranks, 16 bits."""
     on_ranks(all_of_them, ranks, ranks, dtype, coalesced)
@@ -58,8 +73,8 @@ def test_collectives_are_sums_and_slices(ranks: int, dtype: torch.dtype, coalesc
 def peaks(rank: int) -> list[tuple[int, int]]:
     given = [torch.ones(1000, 30), torch.ones(999)]
     calls = [
-        (gather, [shard_of(t, rank, 2) for t in given], ([1000, 999], "dp", 2)), (scatter_mean, given, ("dp", 2)),
-        (summed, given, ("dp", 2)), (mean, given, ("dp", 2)),
+        (gather, [shard_of(t, rank, 2) for t in given], ([1000, 999], "dp", 2)),
+        (scatter_mean, given, ("dp", 2)), (summed, given, ("dp", 2)), (mean, given, ("dp", 2)),
     ]  # fmt: skip
     found = []
     with over({"dp": dist.group.WORLD}):
@@ -75,7 +90,9 @@ def peaks(rank: int) -> list[tuple[int, int]]:
 
 
 def test_workspace_is_the_allocators() -> None:
-    """gloo's thread lets go of what it worked on before the operator returns, or a peak would depend on the moment."""
+    """gloo's thread lets go of what it worked on before the operator returns, or a peak would depend on the
+    moment.
+    """
     for rank in on_ranks(peaks, 2):
         for real, said in rank:
             assert 0 <= real - said <= 64, (real, said)  # a divisor is a tensor of one number

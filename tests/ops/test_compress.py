@@ -30,7 +30,9 @@ def there_and_back(x: torch.Tensor, bits: int = 8) -> torch.Tensor:
     spread=st.sampled_from([0.0, 1.0, 1e3]),
     bits=st.sampled_from(BITS),
 )
-def test_every_element_is_within_half_a_step(rows: int, cols: int, dtype: torch.dtype, turned: bool, spread: float, bits: int) -> None:
+def test_every_element_is_within_half_a_step(
+    rows: int, cols: int, dtype: torch.dtype, turned: bool, spread: float, bits: int
+) -> None:
     x = (torch.randn(rows, cols) * spread + 3).to(dtype)
     x = x.t() if turned else x
     found = there_and_back(x, bits)

@@ -1,4 +1,6 @@
-"""Codes of frozen weights against the definition, and a weight held as codes where a model reads, copies, saves and writes it."""
+"""Codes of frozen weights against the definition, and a weight held as codes where a model reads, copies,
+saves and writes it.
+"""
 
 import copy
 import io
@@ -10,13 +12,25 @@ from torch.nn import functional as F  # noqa: N812
 
 from effcompile.core import torch_compat_memory
 from effcompile.core.errors import GuardError
-from effcompile.ops.frozen_codes import FORMS, GROUP, CodedWeight, encode, expand_codes, hold, packed_bytes, rounding_of, workspace_bytes
+from effcompile.ops.frozen_codes import (
+    FORMS,
+    GROUP,
+    CodedWeight,
+    encode,
+    expand_codes,
+    hold,
+    packed_bytes,
+    rounding_of,
+    workspace_bytes,
+)
 
 SHAPE = (48, 80)
 
 
 def levels_of_a_normal() -> torch.Tensor:
-    """NF4 as Dettmers et al. 2023 define it: quantiles of N(0, 1), 8 above and 7 below zero, zero itself, by the largest."""
+    """NF4 as Dettmers et al. 2023 define it: quantiles of N(0, 1), 8 above and 7 below zero, zero itself, by
+    the largest.
+    """
     ends = torch.tensor(0.9677083, dtype=torch.float64)
     above = torch.special.ndtri(torch.linspace(float(ends), 0.5, 9, dtype=torch.float64)[:-1])
     below = -torch.special.ndtri(torch.linspace(float(ends), 0.5, 8, dtype=torch.float64)[:-1])
@@ -45,7 +59,8 @@ def test_int8_is_within_half_a_step() -> None:
     given = weight()
     found = expand_codes(encode(given, "int8"), SHAPE, "int8", torch.float32)
     steps = given.view(-1, GROUP).abs().amax(1, keepdim=True) / 127
-    assert ((given - found).view(-1, GROUP).abs() <= 0.5 * steps * 1.01 + 0.3 * steps).all()  # the largest, where its scale is rounded down
+    # the largest, where its scale is rounded down
+    assert ((given - found).view(-1, GROUP).abs() <= 0.5 * steps * 1.01 + 0.3 * steps).all()
     assert (found.view(-1, GROUP)[0] == 0).all()
 
 
@@ -55,19 +70,30 @@ def test_bytes_dtype_and_coding_again_changes_nothing(form: str, dtype: torch.dt
     given = weight(dtype=dtype)
     packed = encode(given, form)
     found = expand_codes(packed, SHAPE, form, dtype)
-    assert packed.nbytes == packed_bytes(given.numel(), form) == given.numel() * FORMS[form].bits // 8 + 2 * given.numel() // GROUP
-    assert found.dtype == dtype and torch.equal(found, expand_codes(packed, SHAPE, form, torch.float32).to(dtype))
+    assert (
+        packed.nbytes
+        == packed_bytes(given.numel(), form)
+        == given.numel() * FORMS[form].bits // 8 + 2 * given.numel() // GROUP
+    )
+    assert found.dtype == dtype and torch.equal(
+        found, expand_codes(packed, SHAPE, form, torch.float32).to(dtype)
+    )
     if dtype == torch.float32:
         assert torch.equal(encode(found, form), packed)
     relative = float((found.float() - given.float()).norm() / given.float().norm())
-    assert relative == pytest.approx(rounding_of([given], form), rel=0.1) and relative < {"int8": 0.01, "nf4": 0.12}[form]
+    assert (
+        relative == pytest.approx(rounding_of([given], form), rel=0.1)
+        and relative < {"int8": 0.01, "nf4": 0.12}[form]
+    )
 
 
 def test_more_elements_than_a_piece_are_written_out_alike() -> None:
     given = torch.randn(5000, GROUP)
     for form in FORMS:
         found = expand_codes(encode(given, form), given.shape, form, torch.float32)
-        assert torch.equal(found[4990:], expand_codes(encode(given[4990:], form), (10, GROUP), form, torch.float32))
+        assert torch.equal(
+            found[4990:], expand_codes(encode(given[4990:], form), (10, GROUP), form, torch.float32)
+        )
 
 
 def coded_linear(form: str = "nf4") -> tuple[nn.Sequential, torch.Tensor]:
@@ -82,20 +108,34 @@ def coded_linear(form: str = "nf4") -> tuple[nn.Sequential, torch.Tensor]:
 
 def test_a_model_reads_it_like_any_other_weight() -> None:
     model, plain = coded_linear()
-    assert model[0].weight is model[2].weight and isinstance(model[0].weight, CodedWeight) and isinstance(model[0].weight, nn.Parameter)
-    assert not model[0].weight.requires_grad and model[0].weight.shape == SHAPE and model[0].weight.dtype == torch.float32
+    assert (
+        model[0].weight is model[2].weight
+        and isinstance(model[0].weight, CodedWeight)
+        and isinstance(model[0].weight, nn.Parameter)
+    )
+    assert (
+        not model[0].weight.requires_grad
+        and model[0].weight.shape == SHAPE
+        and model[0].weight.dtype == torch.float32
+    )
     x = torch.randn(3, SHAPE[1], requires_grad=True)
     torch.testing.assert_close(model[0](x), F.linear(x, plain, model[0].bias))
     torch.testing.assert_close(x @ model[0].weight.T, x @ plain.T)
     model[0](x).sum().backward()
     torch.testing.assert_close(x.grad, plain.sum(0).expand(3, -1))
-    assert torch.equal(model[0].weight.float(), plain) and torch.equal(model[0].weight.to(torch.bfloat16), plain.bfloat16())
+    assert torch.equal(model[0].weight.float(), plain) and torch.equal(
+        model[0].weight.to(torch.bfloat16), plain.bfloat16()
+    )
 
 
 def test_copies_and_files_have_the_same_codes() -> None:
     model, plain = coded_linear()
     twin = copy.deepcopy(model)
-    assert isinstance(twin[0].weight, CodedWeight) and twin[0].weight is twin[2].weight and twin[0].weight is not model[0].weight
+    assert (
+        isinstance(twin[0].weight, CodedWeight)
+        and twin[0].weight is twin[2].weight
+        and twin[0].weight is not model[0].weight
+    )
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)

@@ -1,4 +1,6 @@
-"""Linears with weights in groups: their integers are those of numpy's int64 arithmetic to the bit, whatever the shape, set and threads."""
+"""Linears with weights in groups: their integers are those of numpy's int64 arithmetic to the bit, whatever
+the shape, set and threads.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def numbers(m: int, k: int, n: int, bits: int, seed: int = 0) -> tuple[Tensor, T
 
 
 def by_numpy(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """The definition, group by group, sums in int64. What is added up is rounded as the kernels do: after each group, in order."""
+    """The definition, group by group, sums in int64.
+
+    What is added up is rounded as the kernels do: after each group, in order.
+    """
     m, k, n = len(x), x.shape[1], len(codes)
     y = np.zeros((m, n), np.float32)
     for group, at in enumerate(range(0, k, 32)):
@@ -75,7 +80,9 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, bits: int, *more: object) 
 
 
 def whole(m: int, k: int) -> Tensor:
-    """Rows of whole numbers whose scales are 1 in every group: results of the kernels are exact, whatever they add first."""
+    """Rows of whole numbers whose scales are 1 in every group: results of the kernels are exact, whatever
+    they add first.
+    """
     x = torch.randint(-127, 128, (m, k), generator=torch.Generator().manual_seed(m * k)).float()
     x[:, ::32] = 127.0
     return x
@@ -83,8 +90,8 @@ def whole(m: int, k: int) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    m=st.integers(1, 40), k=st.integers(1, LARGEST), n=st.integers(1, LARGEST), bits=st.sampled_from(BITS), threads=st.integers(1, 3),
-    seed=st.integers(0, 99),
+    m=st.integers(1, 40), k=st.integers(1, LARGEST), n=st.integers(1, LARGEST), bits=st.sampled_from(BITS),
+    threads=st.integers(1, 3), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_equals_numpy_to_the_bit(m: int, k: int, n: int, bits: int, threads: int, seed: int) -> None:
     _, codes, scales = numbers(m, k, n, bits, seed)
@@ -99,7 +106,9 @@ def test_equals_numpy_to_the_bit(m: int, k: int, n: int, bits: int, threads: int
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_instruction_set(isa: str, bits: int) -> None:
-    """Whole tiles and what is left over, and the largest sums of a group: those of 4 bits fill 15 of 16 bits."""
+    """Whole tiles and what is left over, and the largest sums of a group: those of 4 bits fill 15
+    of 16 bits.
+    """
     for m, k, n in ((1, 1, 1), (2, 32, 16), (15, 67, 33), (29, 256, 96), (5, 300, 17)):
         _, codes, scales = numbers(m, k, n, bits)
         x = whole(m, k)
@@ -113,7 +122,9 @@ def test_activations_of_any_size(isa: str, bits: int) -> None:
     """Groups are scaled apart: a large number in one does not drown another."""
     x, codes, scales = numbers(9, 130, 37, bits)
     x *= torch.logspace(-6, 6, 130)
-    torch.testing.assert_close(product(x, codes, scales, bits), by_numpy(x, codes, scales), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        product(x, codes, scales, bits), by_numpy(x, codes, scales), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("after", int8_codes.AFTER)
@@ -123,10 +134,12 @@ def test_what_follows(after: str, isa: str) -> None:
     z = by_numpy(x, codes, scales).double() + bias
     functional = torch.nn.functional
     wanted = {
-        "none": lambda: z, "gelu": lambda: functional.gelu(z), "gelu_tanh": lambda: functional.gelu(z, approximate="tanh"),
-        "silu": lambda: functional.silu(z),
+        "none": lambda: z, "gelu": lambda: functional.gelu(z),
+        "gelu_tanh": lambda: functional.gelu(z, approximate="tanh"), "silu": lambda: functional.silu(z),
     }[after]()  # fmt: skip
-    torch.testing.assert_close(product(x, codes, scales, 4, bias, after).double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        product(x, codes, scales, 4, bias, after).double(), wanted, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -154,12 +167,16 @@ def test_a_weight_is_rounded_to_its_codes(bits: int) -> None:
             continue
         extreme = group[group.abs().argmax()]
         scale = (extreme / -8 if bits == 4 else extreme.abs() / 127).float().bfloat16().double()
-        steps = (group / scale).round().clamp(-8, 7) if bits == 4 else (group / scale).round().clamp(-127, 127)
+        steps = (
+            (group / scale).round().clamp(-8, 7) if bits == 4 else (group / scale).round().clamp(-127, 127)
+        )
         wanted = steps * scale if scale else torch.zeros_like(group)
         torch.testing.assert_close(found[row, at : at + 32].double(), wanted, rtol=1e-6, atol=0)
     finite = weight[:2]
     error = (group_codes.rounded(finite, bits) - finite).abs()
-    peaks = torch.nn.functional.pad(finite, (0, 26)).view(2, 3, 32).abs().amax(2).repeat_interleave(32, 1)[:, :70]
+    peaks = (
+        torch.nn.functional.pad(finite, (0, 26)).view(2, 3, 32).abs().amax(2).repeat_interleave(32, 1)[:, :70]
+    )
     assert (error <= peaks * (1 / 8 if bits == 4 else 1 / 127)).all()
 
 
@@ -168,8 +185,12 @@ def test_a_weight_is_rounded_to_its_codes(bits: int) -> None:
 def test_packing_goes_back(n: int, k: int, bits: int) -> None:
     _, codes, scales = numbers(1, k, n, bits)
     packed = group_codes.pack(codes, scales, bits)
-    assert packed.nbytes == -(-n // 16) * -(-k // 32) * (32 + 64 * bits) and group_codes.bits_of(packed) == bits
-    assert all(torch.equal(a, b) for a, b in zip(group_codes.unpack(packed, n, k), (codes, scales), strict=True))
+    assert (
+        packed.nbytes == -(-n // 16) * -(-k // 32) * (32 + 64 * bits) and group_codes.bits_of(packed) == bits
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(group_codes.unpack(packed, n, k), (codes, scales), strict=True)
+    )
 
 
 @pytest.mark.parametrize("leading", [(0,), (1,), (2, 3), (2, 0, 3)])

@@ -1,4 +1,6 @@
-"""The numeric and workspace tests again, in processes that may use fewer instructions: kernels differ in what they allocate."""
+"""The numeric and workspace tests again, in processes that may use fewer instructions: kernels differ in what
+they allocate.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,23 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_numbers_and_workspaces_hold(setting: str) -> None:
     if not SETTINGS[setting] & FLAGS:
-        pytest.skip(f"this processor has no {' or '.join(sorted(SETTINGS[setting]))}: the other tests are run as with {setting}")
+        pytest.skip(
+            f"this processor has no {' or '.join(sorted(SETTINGS[setting]))}: the other tests are run as "
+            f"with {setting}"
+        )
     name, _, value = setting.partition("=")
     tests = [str(HERE / "test_loss_head_ops.py"), str(HERE / "test_products.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "workspace or precisions or product", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "workspace or precisions or product",
+        *tests,
+    ]
     environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

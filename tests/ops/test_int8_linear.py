@@ -1,4 +1,6 @@
-"""Linears in 8 bits: their integers are those of numpy's int64 arithmetic to the bit, whatever the shape, instruction set and threads."""
+"""Linears in 8 bits: their integers are those of numpy's int64 arithmetic to the bit, whatever the shape,
+instruction set and threads.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ def numbers(m: int, k: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tens
     """x, codes (N, K), scales and bias."""
     drawn = torch.Generator().manual_seed(seed)
     codes = torch.randint(-127, 128, (n, k), generator=drawn).to(torch.int8)
-    return torch.randn(m, k, generator=drawn), codes, torch.rand(n, generator=drawn) + 0.1, torch.randn(n, generator=drawn)
+    return (
+        torch.randn(m, k, generator=drawn),
+        codes,
+        torch.rand(n, generator=drawn) + 0.1,
+        torch.randn(n, generator=drawn),
+    )
 
 
 def by_numpy(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
@@ -56,15 +63,27 @@ def by_numpy(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     rows = []
     for row in x.numpy():
         most = np.abs(row).max()
-        inverse, scale = (np.float32(127) / most, most / np.float32(127)) if most > 1e-30 else (np.float32(0), np.float32(0))
+        inverse, scale = (
+            (np.float32(127) / most, most / np.float32(127))
+            if most > 1e-30
+            else (np.float32(0), np.float32(0))
+        )
         quantised = np.rint(row * inverse).astype(np.int64)
         with np.errstate(over="ignore"):
-            rows.append((codes.numpy().astype(np.int64) @ quantised).astype(np.float32) * (scales.numpy() * scale))
+            rows.append(
+                (codes.numpy().astype(np.int64) @ quantised).astype(np.float32) * (scales.numpy() * scale)
+            )
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, len(scales))
 
 
 @settings(max_examples=60, deadline=None)
-@given(m=st.integers(1, LARGEST), k=st.integers(1, LARGEST), n=st.integers(1, LARGEST), threads=st.integers(1, 3), seed=st.integers(0, 99))
+@given(
+    m=st.integers(1, LARGEST),
+    k=st.integers(1, LARGEST),
+    n=st.integers(1, LARGEST),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
 def test_equals_numpy_to_the_bit(m: int, k: int, n: int, threads: int, seed: int) -> None:
     x, codes, scales, _ = numbers(m, k, n, seed)
     before = torch.get_num_threads()
@@ -81,7 +100,11 @@ def test_every_instruction_set(isa: str) -> None:
         x, codes, scales, _ = numbers(m, k, n)
         codes[0], x[0] = 127, 1.0
         codes[-1] = -127
-        assert torch.equal(int8_linear(x, int8_codes.pack(codes), scales), by_numpy(x, codes, scales)), (m, k, n)
+        assert torch.equal(int8_linear(x, int8_codes.pack(codes), scales), by_numpy(x, codes, scales)), (
+            m,
+            k,
+            n,
+        )
 
 
 @pytest.mark.parametrize("after", int8_codes.AFTER)
@@ -91,8 +114,8 @@ def test_what_follows(after: str, isa: str) -> None:
     z = by_numpy(x, codes, scales / 100).double() + bias
     functional = torch.nn.functional
     wanted = {
-        "none": lambda: z, "gelu": lambda: functional.gelu(z), "gelu_tanh": lambda: functional.gelu(z, approximate="tanh"),
-        "silu": lambda: functional.silu(z),
+        "none": lambda: z, "gelu": lambda: functional.gelu(z),
+        "gelu_tanh": lambda: functional.gelu(z, approximate="tanh"), "silu": lambda: functional.silu(z),
     }[after]()  # fmt: skip
     found = int8_linear(x, int8_codes.pack(codes), scales / 100, bias, after)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-6)
@@ -132,7 +155,9 @@ def test_a_weight_and_a_bias_of_any_strides() -> None:
     """As a Conv1D holds its weight: (K, N)."""
     x, codes, scales, bias = numbers(3, 32, 48)
     wanted = int8_linear(x, int8_codes.pack(codes), scales, bias[:1].repeat(48))
-    assert torch.equal(int8_linear(x, int8_codes.pack(codes.T.contiguous().T), scales, bias[:1].expand(48)), wanted)
+    assert torch.equal(
+        int8_linear(x, int8_codes.pack(codes.T.contiguous().T), scales, bias[:1].expand(48)), wanted
+    )
 
 
 def test_rows_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +240,11 @@ class TestChoice:
         monkeypatch.setattr(int8_native, "library", refuses)
         monkeypatch.setattr(int8_native, "integer_isas", lambda: ("avx512_vnni", "avx_vnni", "avx2"))
         wrong = int8_native.ByteKernels.objection
-        monkeypatch.setattr(int8_native.ByteKernels, "objection", lambda self: "it is wrong" if self.isa == "avx_vnni" else wrong(self))
+        monkeypatch.setattr(
+            int8_native.ByteKernels,
+            "objection",
+            lambda self: "it is wrong" if self.isa == "avx_vnni" else wrong(self),
+        )
         monkeypatch.setitem(int8_native.TILES, "avx_vnni", int8_native.TILES["avx2"])
         found = int8_native.kernels()
         assert isinstance(found, int8_native.ByteKernels)

@@ -1,4 +1,6 @@
-"""Lion with its state in 8 bits: its update is Lion's on the state that it holds, which is the nearest that codes can say."""
+"""Lion with its state in 8 bits: its update is Lion's on the state that it holds, which is the nearest that
+codes can say.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,18 @@ def held(state: dict[str, Tensor]) -> Tensor:
     rows=st.sampled_from((1, 16, 17)), beta1=st.sampled_from((0.0, 0.9)), beta2=st.sampled_from((0.5, 0.99)),
     decay=st.sampled_from((0.0, 0.1)), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_every_step_is_lions_on_the_state_that_is_held(rows: int, beta1: float, beta2: float, decay: float, seed: int) -> None:
+def test_every_step_is_lions_on_the_state_that_is_held(
+    rows: int, beta1: float, beta2: float, decay: float, seed: int
+) -> None:
     """In float64, step by step; of 1 row the state is in fp32."""
     p = parameter(rows, 256, seed=seed)
     optimizer = Lion8bit([p], lr=1e-2, betas=(beta1, beta2), weight_decay=decay)
     assert len(optimizer.state) == 0
     for step in range(3):
-        before, m = p.detach().double(), held(optimizer.state[p]) if step else torch.zeros(rows, 256, dtype=torch.float64)
+        before, m = (
+            p.detach().double(),
+            held(optimizer.state[p]) if step else torch.zeros(rows, 256, dtype=torch.float64),
+        )
         p.grad = parameter(rows, 256, seed=seed + step + 1).detach()
         slope = p.grad.double()
         optimizer.step()

@@ -1,4 +1,6 @@
-"""Chunked cross entropy: equal to PyTorch's, well behaved as an operator, and what it allocates is what it says."""
+"""Chunked cross entropy: equal to PyTorch's, well behaved as an operator, and what it allocates is what it
+says.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,29 @@ def problem(
     return x, weight, torch.randn(v, dtype=dtype) if bias else None, torch.randint(0, v, (n,))
 
 
-def whole(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, form: tuple[Any, ...], grad: float) -> list[Tensor]:
+def whole(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, form: tuple[Any, ...], grad: float
+) -> list[Tensor]:
     """loss and gradients by autograd; `form` as the operators take it."""
     reduction, ignore_index, inner, outer, capped = form
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
     z = nn.functional.linear(*leaves)
     z = z.float() if x.dtype != torch.float64 else z
     logits = outer * torch.tanh(inner * z) if capped else inner * z
-    loss = nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="mean" if reduction == MEAN else "sum")
+    loss = nn.functional.cross_entropy(
+        logits, target, ignore_index=ignore_index, reduction="mean" if reduction == MEAN else "sum"
+    )
     return [loss.detach(), *torch.autograd.grad(loss * grad, leaves)]
 
 
 def both(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, form: tuple[Any, ...], chunks: int, grad: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    form: tuple[Any, ...],
+    chunks: int,
+    grad: float,
 ) -> list[list[Tensor]]:
     """loss and gradients, first of the one-pass operator, then of the recomputing pair."""
     args = (x, weight, bias, target)
@@ -61,22 +73,33 @@ def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float) ->
 
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(1, 70), v=st.integers(2, 60), d=st.integers(1, 20), chunks=st.integers(1, 80), bias=st.booleans(),
-    reduction=st.sampled_from([MEAN, SUM]), capped=st.booleans(), inner=st.sampled_from([1.0, 0.5]),
-    ignored=st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    n=st.integers(1, 70), v=st.integers(2, 60), d=st.integers(1, 20), chunks=st.integers(1, 80),
+    bias=st.booleans(), reduction=st.sampled_from([MEAN, SUM]), capped=st.booleans(),
+    inner=st.sampled_from([1.0, 0.5]), ignored=st.tuples(st.integers(0, 70), st.integers(0, 70)),
 )  # fmt: skip
 def test_equals_cross_entropy_at_every_chunk_boundary(
-    n: int, v: int, d: int, chunks: int, bias: bool, reduction: int, capped: bool, inner: float, ignored: tuple[int, int]
+    n: int,
+    v: int,
+    d: int,
+    chunks: int,
+    bias: bool,
+    reduction: int,
+    capped: bool,
+    inner: float,
+    ignored: tuple[int, int],
 ) -> None:
     x, weight, b, target = problem(n, v, d, torch.float64, bias=bias)
-    target[min(ignored) : max(ignored)] = -100  # whole chunks without a label among them; sometimes all of them
+    # whole chunks without a label among them; sometimes all of them
+    target[min(ignored) : max(ignored)] = -100
     form = (reduction, -100, inner, 1.5 if capped else 1.0, capped)
     expected = whole(x, weight, b, target, form, 1.7)
     for got in both(x, weight, b, target, form, chunks, 1.7):
         assert_close(got, expected, 1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_precisions(dtype: torch.dtype, tolerance: float, chunks: int) -> None:
     x, weight, bias, target = problem(77, 301, 48, dtype)
@@ -93,7 +116,9 @@ def test_a_chunk_without_labels_gets_no_gradient_and_none_at_all_a_nan_mean() ->
     target[32:] = -100
     _, dx, _, _ = ours.loss_head_gradients(x, weight, bias, target, MEAN, -100, 1.0, 1.0, False, 2, ALL)
     assert dx[:32].abs().min() > 0 and not dx[32:].any()
-    loss, *gradients = ours.loss_head_gradients(x, weight, bias, target.fill_(-100), MEAN, -100, 1.0, 1.0, False, 2, ALL)
+    loss, *gradients = ours.loss_head_gradients(
+        x, weight, bias, target.fill_(-100), MEAN, -100, 1.0, 1.0, False, 2, ALL
+    )
     assert loss.isnan() and not any(g.any() for g in gradients)
 
 
@@ -150,15 +175,28 @@ def traced(target: Any, args: tuple[Any, ...]) -> int:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("n", "v", "d", "dtype", "chunks"),
-    [(77, 997, 96, torch.float32, 1), (77, 997, 96, torch.float32, 3), (77, 997, 96, torch.float64, 8), (130, 3001, 16, torch.float32, 4),
-     (96, 50257, 8, torch.bfloat16, 1), (100, 5003, 48, torch.bfloat16, 3), (50, 997, 16, torch.float16, 2)],
-)  # fmt: skip
-def test_workspace_equals_the_allocators_trace(n: int, v: int, d: int, dtype: torch.dtype, chunks: int, bias: bool, capped: bool) -> None:
+    [
+        (77, 997, 96, torch.float32, 1),
+        (77, 997, 96, torch.float32, 3),
+        (77, 997, 96, torch.float64, 8),
+        (130, 3001, 16, torch.float32, 4),
+        (96, 50257, 8, torch.bfloat16, 1),
+        (100, 5003, 48, torch.bfloat16, 3),
+        (50, 997, 16, torch.float16, 2),
+    ],
+)
+def test_workspace_equals_the_allocators_trace(
+    n: int, v: int, d: int, dtype: torch.dtype, chunks: int, bias: bool, capped: bool
+) -> None:
     x, weight, b, target = problem(n, v, d, dtype, bias=bias)
     args = (x, weight, b, target, MEAN, -100, 0.5, 2.0, capped, chunks)
     lse = torch.randn(n, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32) + 9
     backward = (torch.tensor(1.0), *args[:4], lse, *args[4:], ALL)
-    for name, operands in (("loss_head_gradients", (*args, ALL)), ("loss_head_forward", args), ("loss_head_backward", backward)):
+    for name, operands in (
+        ("loss_head_gradients", (*args, ALL)),
+        ("loss_head_forward", args),
+        ("loss_head_backward", backward),
+    ):
         target_op = getattr(ours, name).default
         predicted, measured = workspace_bytes(target_op, operands), traced(target_op, operands)
         assert predicted is not None
@@ -174,7 +212,8 @@ def test_workspace_follows_the_chunks_and_knows_only_our_operators() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [((3, torch.zeros(2, dtype=torch.long)), "target (2,)"), ((2, torch.zeros(3)), "bias"), ((4, 0), "mean")]
+    ("change", "words"),
+    [((3, torch.zeros(2, dtype=torch.long)), "target (2,)"), ((2, torch.zeros(3)), "bias"), ((4, 0), "mean")],
 )
 def test_wrong_arguments_are_named(change: tuple[int, Any], words: str) -> None:
     args: list[Any] = [*problem(40, 30, 8), MEAN, -100, 1.0, 1.0, False, 2]

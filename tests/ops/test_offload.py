@@ -1,4 +1,6 @@
-"""Copies to the host and back: bits, sizes and strides as they were; the pool's bytes; nothing left behind."""
+"""Copies to the host and back: bits, sizes and strides as they were; the pool's bytes; nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effcompile.core.errors import UsageError
-from effcompile.ops.offload import HostPool, arrived, ask, fetch, host_pool, is_dense, link_seconds, offload, send, sent
+from effcompile.ops.offload import (
+    HostPool,
+    arrived,
+    ask,
+    fetch,
+    host_pool,
+    is_dense,
+    link_seconds,
+    offload,
+    send,
+    sent,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 
@@ -27,7 +40,9 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
     order=st.randoms(use_true_random=False),
     beside=st.booleans(),
 )
-def test_a_value_comes_back_as_it_was(size: list[int], dtype: torch.dtype, order: object, beside: bool) -> None:
+def test_a_value_comes_back_as_it_was(
+    size: list[int], dtype: torch.dtype, order: object, beside: bool
+) -> None:
     axes = list(range(len(size)))
     order.shuffle(axes)
     x = (torch.randn(size) * 100).to(dtype).permute(axes)
@@ -80,7 +95,9 @@ def test_a_slot_that_nobody_holds_is_given_back() -> None:
     assert pool.in_use == before
 
 
-def test_a_folder_that_is_none_and_a_full_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_none_and_a_full_disk_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match=r"offload\.folder"):
         HostPool(str(tmp_path / "nowhere"))
     pool = HostPool(str(tmp_path))
@@ -94,9 +111,14 @@ def test_a_folder_that_is_none_and_a_full_disk_are_refused(tmp_path: Path, monke
 
 
 def test_a_kill_leaves_no_file(tmp_path: Path) -> None:
-    code = f"import os, signal, torch\nfrom effcompile.ops.offload import offload\ns = offload(torch.ones(99999), {str(tmp_path)!r})\n"
+    code = (
+        "import os, signal, torch\nfrom effcompile.ops.offload import offload\ns = "
+        f"offload(torch.ones(99999), {str(tmp_path)!r})\n"
+    )
     code += "print(len(os.listdir('/proc/self/fd')) > 0, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.stdout.strip() == "True", done.stderr
     assert done.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""What products allocate for themselves: as the allocator says on this machine, and a margin that covers it for others."""
+"""What products allocate for themselves: as the allocator says on this machine, and a margin that covers it
+for others.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def traced(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_is_measured_is_the_trace_of_the_very_product(dtype: torch.dtype, turned: bool) -> None:
-    a, b, out = torch.randn(96, 8).to(dtype), torch.randn(8, 5003).to(dtype), torch.empty(96, 5003, dtype=dtype)
+    a, b, out = (
+        torch.randn(96, 8).to(dtype),
+        torch.randn(8, 5003).to(dtype),
+        torch.empty(96, 5003, dtype=dtype),
+    )
     if turned:
         b = b.t().contiguous().t()
     product = Product.of(a, b, out, device="cpu")
@@ -39,8 +45,16 @@ def test_what_is_measured_is_the_trace_of_the_very_product(dtype: torch.dtype, t
 
 
 @settings(max_examples=40, deadline=None)
-@given(m=SIZES, k=SIZES, n=SIZES, dtype=st.sampled_from([torch.bfloat16, torch.float16]), accumulate=st.booleans())
-def test_the_margin_for_other_machines_covers_this_one(m: int, k: int, n: int, dtype: torch.dtype, accumulate: bool) -> None:
+@given(
+    m=SIZES,
+    k=SIZES,
+    n=SIZES,
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    accumulate=st.booleans(),
+)
+def test_the_margin_for_other_machines_covers_this_one(
+    m: int, k: int, n: int, dtype: torch.dtype, accumulate: bool
+) -> None:
     a, b, out = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (k, n), (m, n)))
     product = Product.of(a, b, out, device="cpu", accumulate=accumulate)
     assert products.measured(product) <= products.bounded(product)
@@ -48,7 +62,10 @@ def test_the_margin_for_other_machines_covers_this_one(m: int, k: int, n: int, d
 
 def test_the_margin_covers_what_was_seen_with_tiles() -> None:
     """AMX: the second operand of 50257 x 8 padded to 32, 3.2 MB."""
-    a, b, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((96, 8), (8, 50257), (96, 50257)))
+    a, b, out = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((96, 8), (8, 50257), (96, 50257))
+    )
     assert products.bounded(Product.of(a, b, out, device="cpu")) > 2 * 32 * 50257
 
 

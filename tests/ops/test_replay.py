@@ -23,7 +23,9 @@ def test_the_same_numbers_and_an_undisturbed_generator() -> None:
 def test_an_operator_that_makes_its_own_tensor_keeps_its_device() -> None:
     state = random_state("cpu")
     first = torch.rand([3, 2], device="cpu")
-    assert torch.equal(replay(state, "cpu", torch.ops.aten.rand.default, [3, 2], device=torch.device("cpu")), first)
+    assert torch.equal(
+        replay(state, "cpu", torch.ops.aten.rand.default, [3, 2], device=torch.device("cpu")), first
+    )
 
 
 def test_the_generator_is_put_back_when_the_operator_raises() -> None:

@@ -1,4 +1,6 @@
-"""The compiled norms, gates and rotations against their definition in float64, whatever the shape and layout."""
+"""The compiled norms, gates and rotations against their definition in float64, whatever the shape
+and layout.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,19 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 @settings(**DRAWN)
-@given(batch=st.integers(1, 3), count=st.integers(1, 5), width=sizes, summed=st.booleans(), threads=st.integers(1, 2))
+@given(
+    batch=st.integers(1, 3),
+    count=st.integers(1, 5),
+    width=sizes,
+    summed=st.booleans(),
+    threads=st.integers(1, 2),
+)
 def test_a_norm(batch: int, count: int, width: int, summed: bool, threads: int) -> None:
-    x, residual, weight = drawn(batch, count, width), drawn(batch, count, width, seed=1) if summed else None, drawn(width, seed=2)
+    x, residual, weight = (
+        drawn(batch, count, width),
+        drawn(batch, count, width, seed=1) if summed else None,
+        drawn(width, seed=2),
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -67,8 +79,15 @@ def test_a_gate(count: int, width: int) -> None:
     one=st.booleans(),
 )
 def test_a_rotation(batch: int, heads: int, count: int, half: int, turned: bool, one: bool) -> None:
-    x = drawn(batch, count, heads, 2 * half).transpose(1, 2) if turned else drawn(batch, heads, count, 2 * half)
-    cos, sin = drawn(1 if one else batch, count, 2 * half, seed=1), drawn(1 if one else batch, count, 2 * half, seed=2)
+    x = (
+        drawn(batch, count, heads, 2 * half).transpose(1, 2)
+        if turned
+        else drawn(batch, heads, count, 2 * half)
+    )
+    cos, sin = (
+        drawn(1 if one else batch, count, 2 * half, seed=1),
+        drawn(1 if one else batch, count, 2 * half, seed=2),
+    )
     found = rows_native.rotary(x, cos, sin)
     wide = x.double()
     other = torch.cat([-wide[..., half:], wide[..., :half]], -1)
@@ -81,7 +100,9 @@ def test_every_instruction_set(isa: str) -> None:
     x, residual, weight = drawn(4, 3, 37), drawn(4, 3, 37, seed=1), drawn(37, seed=2)
     x[1, 0, 5], x[2, 1, 36] = torch.nan, torch.inf
     for found, right in zip(
-        rows_native.rms_norm(x, residual, weight, 1e-6), rows.rms_norm_by_torch(x, residual, weight, 1e-6)[:2], strict=True
+        rows_native.rms_norm(x, residual, weight, 1e-6),
+        rows.rms_norm_by_torch(x, residual, weight, 1e-6)[:2],
+        strict=True,
     ):
         close(found, right)
     close(rows_native.rms_norm_alone(x, weight, 1e-6), rows.rms_norm_by_torch(x, None, weight, 1e-6)[0])
@@ -90,10 +111,19 @@ def test_every_instruction_set(isa: str) -> None:
     close(rows_native.rotary(q, cos, cos), rows.rotary_by_torch(q, cos, cos, False))
 
 
-@pytest.mark.parametrize("change", [lambda t: t.double(), lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), lambda t: t.bfloat16()])
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t.double(), lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), lambda t: t.bfloat16()],
+)
 def test_what_the_kernels_do_not_take_is_torchs(change) -> None:  # type: ignore[no-untyped-def]
-    x, y, weight = change(drawn(4, 3, 12)), change(drawn(4, 3, 12, seed=1)), drawn(12, seed=2).to(change(drawn(4, 3, 12)).dtype)
-    assert torch.equal(rows_native.rms_norm(x, y, weight, 1e-5)[0], rows.rms_norm_by_torch(x, y, weight, 1e-5)[0])
+    x, y, weight = (
+        change(drawn(4, 3, 12)),
+        change(drawn(4, 3, 12, seed=1)),
+        drawn(12, seed=2).to(change(drawn(4, 3, 12)).dtype),
+    )
+    assert torch.equal(
+        rows_native.rms_norm(x, y, weight, 1e-5)[0], rows.rms_norm_by_torch(x, y, weight, 1e-5)[0]
+    )
     assert torch.equal(rows_native.swiglu(x, y), rows.swiglu_by_torch(x, y))
 
 

@@ -1,4 +1,6 @@
-"""The compiled update on states of 8 bits beside torchao's own, run as it is: parameters, codes and scales."""
+"""The compiled update on states of 8 bits beside torchao's own, run as it is: parameters, codes
+and scales.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from effcompile.ops.states8 import compiled_adam8, step8
 needs_compiler = pytest.mark.skipif(compiled_adam8() is None, reason="there is no C++ compiler")
 
 
-def trained(kind: type, dtype: torch.dtype, ours: bool, count: int, steps: int = 3) -> tuple[nn.Parameter, dict[str, torch.Tensor]]:
+def trained(
+    kind: type, dtype: torch.dtype, ours: bool, count: int, steps: int = 3
+) -> tuple[nn.Parameter, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     p = nn.Parameter(torch.randn(count, generator=generator).to(dtype))
     optimizer = kind([p], lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)

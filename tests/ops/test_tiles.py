@@ -13,12 +13,18 @@ from effcompile.ops.tiles import TileList
 
 @st.composite
 def masks(draw: st.DrawFn, smallest: int = 0) -> Tensor:
-    """Bool masks [B, H, Sq, Sk] of ragged sizes, from empty to full, with runs (so that full and empty tiles do occur)."""
-    shape = tuple(draw(st.integers(1, 2)) for _ in range(2)) + tuple(draw(st.integers(smallest, 13)) for _ in range(2))
+    """Bool masks [B, H, Sq, Sk] of ragged sizes, from empty to full, with runs (so that full and empty tiles
+    do occur).
+    """
+    shape = tuple(draw(st.integers(1, 2)) for _ in range(2)) + tuple(
+        draw(st.integers(smallest, 13)) for _ in range(2)
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     share, run = draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])), draw(st.integers(1, 4))
     rough = torch.rand((*shape[:2], -(-shape[2] // run), -(-shape[3] // run)), generator=generator) < share
-    return rough.repeat_interleave(run, 2).repeat_interleave(run, 3)[:, :, : shape[2], : shape[3]].contiguous()
+    return (
+        rough.repeat_interleave(run, 2).repeat_interleave(run, 3)[:, :, : shape[2], : shape[3]].contiguous()
+    )
 
 
 blocks = st.integers(1, 6)
@@ -35,12 +41,17 @@ def tiles_of(mask: BlockMask) -> TileList:
                 found[b, h, row, index[b, h, row, : count[b, h, row]].long()] = True
         return found
 
-    partial, full = grid(mask.kv_num_blocks, mask.kv_indices), grid(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial, full = (
+        grid(mask.kv_num_blocks, mask.kv_indices),
+        grid(mask.full_kv_num_blocks, mask.full_kv_indices),
+    )
     return TileList.from_grids(partial, full, q_len=q_len, k_len=k_len, block_q=block_q, block_k=block_k)
 
 
 def covered(tiles: TileList, count: Tensor, index: Tensor) -> Tensor:
-    """How often each element lies in a listed tile, by walking the list as a kernel does: int [B, H, Sq, Sk]."""
+    """How often each element lies in a listed tile, by walking the list as a kernel does: int [B,
+    H, Sq, Sk].
+    """
     batch, heads, rows, _ = index.shape
     hits = torch.zeros(batch, heads, tiles.q_len, tiles.k_len, dtype=torch.int32)
     for b in range(batch):
@@ -54,16 +65,24 @@ def covered(tiles: TileList, count: Tensor, index: Tensor) -> Tensor:
 
 @settings(deadline=None)
 @given(mask=masks(), block_q=blocks, block_k=blocks)
-def test_each_visible_element_lies_in_exactly_one_listed_tile(mask: Tensor, block_q: int, block_k: int) -> None:
+def test_each_visible_element_lies_in_exactly_one_listed_tile(
+    mask: Tensor, block_q: int, block_k: int
+) -> None:
     tiles = TileList.from_dense(mask, block_q, block_k)
     full = covered(tiles, tiles.full_count, tiles.full_index)
     partial = covered(tiles, tiles.partial_count, tiles.partial_index)
     hits = full + partial
-    assert torch.equal(hits[mask], torch.ones_like(hits[mask])) and int(hits.max() if hits.numel() else 0) <= 1
+    assert (
+        torch.equal(hits[mask], torch.ones_like(hits[mask])) and int(hits.max() if hits.numel() else 0) <= 1
+    )
     assert bool(mask[full > 0].all()), "a full tile with a hidden element"
     empty, _, _ = tiles.counts
     nq, nk = -(-tiles.q_len // block_q), -(-tiles.k_len // block_k)
-    seen = sum(int(tile.flatten(2).any(2).sum()) for rows in mask.split(block_q, 2) for tile in rows.split(block_k, 3))
+    seen = sum(
+        int(tile.flatten(2).any(2).sum())
+        for rows in mask.split(block_q, 2)
+        for tile in rows.split(block_k, 3)
+    )
     assert tiles.visited == seen and empty + seen == mask.shape[0] * mask.shape[1] * nq * nk
 
 
@@ -108,7 +127,9 @@ def test_same_tiles_as_flex_attention(mask: Tensor, block_q: int, block_k: int) 
 
 def test_block_mask_without_full_blocks_is_all_partial() -> None:
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
-    theirs = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4, separate_full_blocks=False)
+    theirs = create_block_mask(
+        lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4, separate_full_blocks=False
+    )
     assert tiles_of(theirs).counts == (1, 0, 3)
     assert TileList.from_dense(mask, 4, 4).counts == (1, 1, 2)
 

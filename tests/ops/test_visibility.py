@@ -31,7 +31,9 @@ def brute(form: Visibility, batch: int, q_len: int, k_len: int) -> Tensor:
                 seen = (form.lo is None or j - i >= form.lo) and (form.hi is None or j - i <= form.hi)
                 seen = seen and (not form.chunk or i // form.chunk == j // form.chunk)
                 if form.q_ids is not None and form.k_ids is not None:
-                    seen = seen and bool(form.q_ids[b % len(form.q_ids), i] == form.k_ids[b % len(form.k_ids), j])
+                    seen = seen and bool(
+                        form.q_ids[b % len(form.q_ids), i] == form.k_ids[b % len(form.k_ids), j]
+                    )
                 mask[b, 0, i, j] = seen and (form.valid is None or bool(form.valid[b % len(form.valid), j]))
     return mask
 
@@ -78,7 +80,8 @@ def test_recovered_equals_the_mask_and_needs_no_more_terms(drawn: tuple[Visibili
     dense = form.dense(batch, q_len, k_len)
     found = recover(dense)
     assert torch.equal(found.dense(batch, q_len, k_len), dense)
-    if form.q_ids is None and form.chunk == 0:  # bands and padding are always found; ids and chunks may be hidden behind them
+    if form.q_ids is None and form.chunk == 0:
+        # bands and padding are always found; ids and chunks may be hidden behind them
         assert found.mask is None or len(terms(form)) > 1
 
 
@@ -116,16 +119,21 @@ def test_recovers_the_form_that_was_meant(name: str) -> None:
     form, k_len = NAMED[name]
     found = recover(form.dense(2, 48, k_len))
     assert terms(found) == terms(form) and (found.lo, found.hi, found.chunk) == (form.lo, form.hi, form.chunk)
-    said = found.told(MaskForm, ids=lambda _: (), condition=lambda _: (), limit=lambda at: Edge(offset=at), ahead=k_len - 48)
+    said = found.told(
+        MaskForm, ids=lambda _: (), condition=lambda _: (), limit=lambda at: Edge(offset=at), ahead=k_len - 48
+    )
     assert mask_words(said) == name
 
 
 def test_interleaved_documents_and_hidden_queries_are_ids() -> None:
     ids = torch.tensor([[0, 1, 0, 2, 1, 0, 2, 2, -1]])
-    outer = (ids[0, :, None] == ids[0]) & (ids[0] >= 0)  # the last position neither sees nor is seen: DeBERTa's padding
+    # the last position neither sees nor is seen: DeBERTa's padding
+    outer = (ids[0, :, None] == ids[0]) & (ids[0] >= 0)
     for dense in (outer, outer.tril()):
         found = recover(dense)
-        assert found.q_ids is not None and found.mask is None and torch.equal(found.dense(1, 9, 9)[0, 0], dense)
+        assert (
+            found.q_ids is not None and found.mask is None and torch.equal(found.dense(1, 9, 9)[0, 0], dense)
+        )
 
 
 def test_padding_of_one_query_is_padding_and_not_a_band() -> None:
@@ -147,7 +155,9 @@ def test_nothing_visible_and_zero_length() -> None:
 
 
 def test_golden_counts_of_the_facts() -> None:
-    """Empty, full, partial tiles of 64 at 256 tokens, as measured on Hugging Face's masks (shared/facts/kernels.md, 3b)."""
+    """Empty, full, partial tiles of 64 at 256 tokens, as measured on Hugging Face's masks
+    (shared/facts/kernels.md, 3b).
+    """
     padded = torch.arange(256)[None] >= 64
     table = {
         (6, 6, 4): Visibility(hi=0),
@@ -170,7 +180,10 @@ def test_a_window_of_each_head_with_padding_of_each_batch() -> None:
     valid = torch.ones(2, 12, dtype=torch.bool)
     valid[1, :5] = False
     form = Visibility(mask=heads, valid=valid)
-    found, wanted = form.tiles(4, 4, q_len=12, k_len=12), TileList.from_dense(heads & valid[:, None, None], 4, 4)
+    found, wanted = (
+        form.tiles(4, 4, q_len=12, k_len=12),
+        TileList.from_dense(heads & valid[:, None, None], 4, 4),
+    )
     assert torch.equal(form.dense(2, 12, 12), heads & valid[:, None, None])
     for name in ("partial_count", "partial_index", "full_count", "full_index"):
         if hasattr(wanted, name):

@@ -1,4 +1,6 @@
-"""Products of 16-bit matrices in float32: against float64, and what they allocate against the allocator's trace."""
+"""Products of 16-bit matrices in float32: against float64, and what they allocate against the allocator's
+trace.
+"""
 
 import pytest
 import torch
@@ -14,16 +16,31 @@ SIZES = st.integers(1, 70)
 
 
 @settings(max_examples=60, deadline=None)
-@given(m=SIZES, k=SIZES, n=SIZES, dtype=st.sampled_from([torch.bfloat16, torch.float16]), turned=st.tuples(st.booleans(), st.booleans()),
-       more=st.sampled_from(["", "bias", "accumulate"]), piece=st.sampled_from([64, 1 << 10, 1 << 22]))  # fmt: skip
-def test_each_element_is_rounded_once(m: int, k: int, n: int, dtype: torch.dtype, turned: tuple[bool, bool], more: str, piece: int) -> None:
+@given(
+    m=SIZES,
+    k=SIZES,
+    n=SIZES,
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    turned=st.tuples(st.booleans(), st.booleans()),
+    more=st.sampled_from(["", "bias", "accumulate"]),
+    piece=st.sampled_from([64, 1 << 10, 1 << 22]),
+)
+def test_each_element_is_rounded_once(
+    m: int, k: int, n: int, dtype: torch.dtype, turned: tuple[bool, bool], more: str, piece: int
+) -> None:
     generator = torch.Generator().manual_seed(m * k + n)
-    a, b, out, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n), (m, n), (n,)))
+    a, b, out, bias = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (k, n), (m, n), (n,))
+    )
     a, b = (t.t().contiguous().t() if turn else t for t, turn in zip((a, b), turned, strict=True))
-    wanted = a.double() @ b.double() + (bias.double() if more == "bias" else out.double() if more == "accumulate" else 0)
+    wanted = a.double() @ b.double() + (
+        bias.double() if more == "bias" else out.double() if more == "accumulate" else 0
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wide, "_PIECE", piece)
-        found = wide.mm_into(out, a, b, bias=bias if more == "bias" else None, accumulate=more == "accumulate")
+        found = wide.mm_into(
+            out, a, b, bias=bias if more == "bias" else None, accumulate=more == "accumulate"
+        )
     assert found is out
     unit = torch.finfo(dtype).eps
     terms = a.double().abs() @ b.double().abs() + 4  # float32's sums are off by their own rounding
@@ -38,10 +55,15 @@ def traced(call: object, *args: Tensor) -> int:
 
 @pytest.mark.parametrize(("m", "k", "n"), [(256, 64, 700), (700, 64, 32), (900, 8, 900), (3, 5, 7)])
 @pytest.mark.parametrize("piece", [1 << 14, 1 << 22])
-def test_workspace_is_what_the_allocator_gives_out(m: int, k: int, n: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_is_what_the_allocator_gives_out(
+    m: int, k: int, n: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wide, "_PIECE", piece)
     a, b, bias = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16().t(), torch.randn(n).bfloat16()
-    for call, args in ((torch.ops.effcompile.wide_mm, (a, b)), (torch.ops.effcompile.wide_addmm, (bias, a, b))):
+    for call, args in (
+        (torch.ops.effcompile.wide_mm, (a, b)),
+        (torch.ops.effcompile.wide_addmm, (bias, a, b)),
+    ):
         expected = workspace_bytes(call.default, args)
         assert expected is not None and 0 <= expected - traced(call, *args) <= 16
 
@@ -54,7 +76,11 @@ def test_who_multiplies_is_measured(more: str, slow: bool, monkeypatch: pytest.M
     monkeypatch.setattr(wide, "_piece", lambda *args, real=wide._piece: (seen.append("wide"), real(*args)))
     torch.manual_seed(0)
     a, b, out, bias = (torch.randn(shape).bfloat16() for shape in ((6, 5), (5, 9), (6, 9), (9,)))
-    wanted = a.double() @ b.double() + (bias.double() if more == "bias" else out.double() if more == "accumulate" else 0)
+    wanted = a.double() @ b.double() + (
+        bias.double() if more == "bias" else out.double() if more == "accumulate" else 0
+    )
     wide.product_into(out, a, b, bias=bias if more == "bias" else None, accumulate=more == "accumulate")
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
-    assert bool(seen) is slow and not wide.pays(torch.float32, "cpu") and not wide.pays(torch.bfloat16, "cuda")
+    assert (
+        bool(seen) is slow and not wide.pays(torch.float32, "cpu") and not wide.pays(torch.bfloat16, "cuda")
+    )

@@ -1,4 +1,6 @@
-"""What our operators are taken to allocate on a GPU that is not here: what their tiled kernels do, not what a processor's do."""
+"""What our operators are taken to allocate on a GPU that is not here: what their tiled kernels do, not what a
+processor's do.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,29 @@ def on_h100(found: fx.Node) -> int:
 
 
 def test_a_loss_head_holds_one_chunk_of_logits() -> None:
-    """16384 x 128256 in 8 chunks: 501 MiB of logits in bf16, where a processor's kernels take three times that."""
+    """16384 x 128256 in 8 chunks: 501 MiB of logits in bf16, where a processor's kernels take three times
+    that.
+    """
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (16384, 128256))
     target = torch.empty(16384, dtype=torch.long, device="meta")
     form = (1, -100, 1.0, 1.0, False, 8)
-    call = call_of(torch.ops.effcompile.loss_head_gradients.default, x, weight, None, target, *form, [True, True, False])
+    call = call_of(
+        torch.ops.effcompile.loss_head_gradients.default, x, weight, None, target, *form, [True, True, False]
+    )
     assert on_h100(call) == pytest.approx(2048 * 128256 * 2, rel=0.01)
     loss = torch.empty((), device="meta")
     lse = torch.empty(16384, 1, device="meta")
-    again = call_of(torch.ops.effcompile.loss_head_backward.default, loss, x, weight, None, target, lse, *form, [True, True, False])
+    again = call_of(
+        torch.ops.effcompile.loss_head_backward.default,
+        loss,
+        x,
+        weight,
+        None,
+        target,
+        lse,
+        *form,
+        [True, True, False],
+    )
     assert on_h100(again) == pytest.approx(2048 * 128256 * 2, rel=0.01)
     first = call_of(torch.ops.effcompile.loss_head_forward.default, x, weight, None, target, *form)
     assert on_h100(first) < 2 * MIB

@@ -1,4 +1,6 @@
-"""Tiny models, their training in one process, and the same step on forked gloo ranks: the oracle shares no code with the lowering."""
+"""Tiny models, their training in one process, and the same step on forked gloo ranks: the oracle shares no
+code with the lowering.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,31 @@ Inputs = Mapping[str, Tensor]
 
 _COMMON = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_DECODER = {**_COMMON, "intermediate_size": 48, "num_key_value_heads": 2, "use_cache": False, "max_position_embeddings": 32}
+_DECODER = {
+    **_COMMON,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+    "max_position_embeddings": 32,
+}
 
 
 def _gpt2() -> nn.Module:
     return hf.GPT2LMHeadModel(
         hf.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=32, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+            vocab_size=VOCABULARY,
+            n_embd=WIDTH,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
 
 
 def _t5() -> nn.Module:
@@ -75,7 +92,9 @@ class Layer(nn.Module):
 
 
 class Tied(nn.Module):
-    """Three layers between a table and the head that it is tied to: captured in a fraction of the time of a transformer."""
+    """Three layers between a table and the head that it is tied to: captured in a fraction of the time of a
+    transformer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,18 +106,24 @@ class Tied(nn.Module):
         x = self.table(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return CausalLMOutput(loss=nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()))
+        return CausalLMOutput(
+            loss=nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+        )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_DECODER)),
     "gpt2": _gpt2,
-    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**_COMMON, **_NO_DROPOUT, intermediate_size=48, max_position_embeddings=32)),
+    "bert": lambda: hf.BertForMaskedLM(
+        hf.BertConfig(**_COMMON, **_NO_DROPOUT, intermediate_size=48, max_position_embeddings=32)
+    ),
     "t5": _t5,
     "vit": _vit,
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_DECODER, head_dim=8)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_DECODER, num_local_experts=2, num_experts_per_tok=2)),
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**_DECODER, num_local_experts=2, num_experts_per_tok=2)
+    ),
 }
 
 
@@ -112,7 +137,10 @@ def batch_of(name: str, examples: int) -> Inputs:
     """Its inputs, labels among them."""
     generator = torch.Generator().manual_seed(1)
     if name == "vit":
-        return {"pixel_values": torch.randn(examples, 3, 16, 16, generator=generator), "labels": torch.arange(examples) % 5}
+        return {
+            "pixel_values": torch.randn(examples, 3, 16, 16, generator=generator),
+            "labels": torch.arange(examples) % 5,
+        }
     ids = torch.randint(1, VOCABULARY, (examples, 12), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -155,7 +183,11 @@ def trained(model: nn.Module, inputs: Inputs) -> Trained:
 def blocks_of(step: Step) -> Blocks:
     """The step in blocks, with the workspace of our own operators."""
     held = graph_storages(step.graph, lambda node: node.meta["val"])
-    ours = {n: workspace_bytes(n.target, _values(n.args), n.kwargs) or 0 for n in held.workspace if n.op == "call_function"}
+    ours = {
+        n: workspace_bytes(n.target, _values(n.args), n.kwargs) or 0
+        for n in held.workspace
+        if n.op == "call_function"
+    }
     held = replace(held, workspace={n: max(size, ours.get(n, 0)) for n, size in held.workspace.items()})
     return cut_into_blocks(step, held, lambda node: 1.0)
 
@@ -166,7 +198,9 @@ def _values(args: Any) -> Any:
 
 @functools.cache
 def source_of(name: str) -> tuple[Source, Step]:
-    """A model with two examples and their step, captured once for all tests: of the batch that is one rank's part for two of them."""
+    """A model with two examples and their step, captured once for all tests: of the batch that is one rank's
+    part for two of them.
+    """
     source = Source(model=model_of(name), args=(), kwargs=part(batch_of(name, 4), 0, 2))
     return source, source.capture()
 
@@ -181,7 +215,9 @@ def schedules(step: Step) -> Iterator[tuple[str, Blocks, Emitted]]:
 
 @dataclass(frozen=True, kw_only=True)
 class OnRank:
-    """What a rank found: per step its loss, the largest error of a gradient and of a parameter, with its name; the peak, simulated too."""
+    """What a rank found: per step its loss, the largest error of a gradient and of a parameter, with its
+    name; the peak, simulated too.
+    """
 
     losses: list[float]
     gradients: list[tuple[float, str]]
@@ -191,7 +227,9 @@ class OnRank:
     replicas_equal: bool
 
 
-def run_rank(rank: int, model: nn.Module, inputs: Inputs, cut: Blocks, emitted: Emitted, wanted: Trained, ranks: int) -> OnRank:
+def run_rank(
+    rank: int, model: nn.Module, inputs: Inputs, cut: Blocks, emitted: Emitted, wanted: Trained, ranks: int
+) -> OnRank:
     """STEPS steps of an emitted schedule on this rank, compared with one process."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     spread = cut.step.spread
@@ -212,15 +250,21 @@ def run_rank(rank: int, model: nn.Module, inputs: Inputs, cut: Blocks, emitted: 
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(float(total) / ranks)
-        gradients.append(worst_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wanted.gradients[step]))
+        gradients.append(
+            worst_error(
+                {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wanted.gradients[step]
+            )
+        )
         optimizer.step()
         optimizer.zero_grad()
         parameters.append(worst_error(dict(model.named_parameters()), wanted.parameters[step]))
         del loss
-    equal = all(_equal_everywhere(p.detach(), ranks) for p in model.parameters() if not isinstance(p, DTensor))
+    equal = all(
+        _equal_everywhere(p.detach(), ranks) for p in model.parameters() if not isinstance(p, DTensor)
+    )
     return OnRank(
-        losses=losses, gradients=gradients, parameters=parameters, peaks=peaks, predicted=simulate(cut, emitted).peak_bytes,
-        replicas_equal=equal,
+        losses=losses, gradients=gradients, parameters=parameters, peaks=peaks,
+        predicted=simulate(cut, emitted).peak_bytes, replicas_equal=equal,
     )  # fmt: skip
 
 
@@ -231,9 +275,20 @@ def _equal_everywhere(tensor: Tensor, ranks: int) -> bool:
 
 
 def worst_error(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest error relative to the tensor's norm, or to a thousandth of the usual norm where the tensor is nothing but rounding."""
+    """The largest error relative to the tensor's norm, or to a thousandth of the usual norm where the tensor
+    is nothing but rounding.
+    """
     assert found.keys() == wanted.keys()
-    whole = {n: v.detach().full_tensor() if isinstance(v, DTensor) else v.detach() for n, v in found.items() if v is not None}
-    usual = (sum(float(v.square().sum()) for v in wanted.values()) / sum(v.numel() for v in wanted.values())) ** 0.5
-    errors = [(float((whole[n] - v).norm()) / max(float(v.norm()), 1e-3 * usual * v.numel() ** 0.5), n) for n, v in wanted.items()]
+    whole = {
+        n: v.detach().full_tensor() if isinstance(v, DTensor) else v.detach()
+        for n, v in found.items()
+        if v is not None
+    }
+    usual = (
+        sum(float(v.square().sum()) for v in wanted.values()) / sum(v.numel() for v in wanted.values())
+    ) ** 0.5
+    errors = [
+        (float((whole[n] - v).norm()) / max(float(v.norm()), 1e-3 * usual * v.numel() ** 0.5), n)
+        for n, v in wanted.items()
+    ]
     return max(errors)

@@ -1,11 +1,24 @@
-"""Each form of data parallelism on gloo ranks is training in one process, and the simulated peak is the allocator's."""
+"""Each form of data parallelism on gloo ranks is training in one process, and the simulated peak is the
+allocator's.
+"""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
-from rank_helpers import MODELS, STEPS, Inputs, OnRank, Trained, batch_of, run_rank, schedules, source_of, trained
+from rank_helpers import (
+    MODELS,
+    STEPS,
+    Inputs,
+    OnRank,
+    Trained,
+    batch_of,
+    run_rank,
+    schedules,
+    source_of,
+    trained,
+)
 from torch import nn
 
 from effcompile.ir.step import Step
@@ -16,7 +29,9 @@ RELATIVE = 1e-5
 
 
 #: Every model in the form that has all collectives; a causal one and one with a tied table in the others too.
-CASES = [(name, BY_BLOCK) for name in MODELS] + [(name, form) for name in ("llama", "gpt2") for form in (REPLICATED, BY_WEIGHT)]
+CASES = [(name, BY_BLOCK) for name in MODELS] + [
+    (name, form) for name in ("llama", "gpt2") for form in (REPLICATED, BY_WEIGHT)
+]
 
 
 @functools.cache
@@ -37,7 +52,9 @@ def check(found: list[OnRank], wanted: Trained) -> None:
 
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_ranks_train_as_one_process(name: str, form: str) -> None:
-    """Losses, every gradient and every parameter over three steps: the first alone hides weights that are not tied or not averaged."""
+    """Losses, every gradient and every parameter over three steps: the first alone hides weights that are not
+    tied or not averaged.
+    """
     model, inputs, step, wanted = subject(name)
     made = list(schedules(spread_over(step, model, 2, form)))
     for _, cut, emitted in made if name == "gpt2" else made[1:]:

@@ -1,4 +1,6 @@
-"""Exports of a plan: each file is what its engine takes, says the peak under it, and refuses what the engine cannot say; FSDP2's is run."""
+"""Exports of a plan: each file is what its engine takes, says the peak under it, and refuses what the engine
+cannot say; FSDP2's is run.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,22 @@ from effcompile.planner.parallel.model import Model
 from effcompile.proof.parallel.processes import on_ranks
 from effcompile.search.parallel import plan as planning
 
-_COMMON: StrategyFields = {"dp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "full", "precision": "fp32", "micro_batch": 2}
+_COMMON: StrategyFields = {
+    "dp": 2,
+    "tp": 1,
+    "pp": 1,
+    "zero": 3,
+    "recompute": "full",
+    "precision": "fp32",
+    "micro_batch": 2,
+}
 
 
 @pytest.fixture(scope="module")
 def plan_for() -> Callable[..., effcompile.Plan]:
-    """A judged strategy of a tiny Llama on the meta device, which is described once: that knows the precision alone of a strategy."""
+    """A judged strategy of a tiny Llama on the meta device, which is described once: that knows the precision
+    alone of a strategy.
+    """
     with torch.device("meta"):
         model = model_of("llama")
     describe, known = planning.describe, dict[str, Model]()
@@ -44,13 +56,17 @@ def plan_for() -> Callable[..., effcompile.Plan]:
         given = {**_COMMON, **strategy}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(planning, "describe", described)
-            return effcompile.plan(model, inputs, mode="training", target="h100-sxm", devices=devices, strategy=given)
+            return effcompile.plan(
+                model, inputs, mode="training", target="h100-sxm", devices=devices, strategy=given
+            )
 
     return plan
 
 
 def run(rank: int, script: str, wanted: Trained) -> tuple[list[float], int, int]:
-    """STEPS steps of stock FSDP2 as the file makes it: losses, and the elements that are here of those that there are."""
+    """STEPS steps of stock FSDP2 as the file makes it: losses, and the elements that are here of those that
+    there are.
+    """
     names: dict[str, Any] = {}
     exec(compile(script, "parallelize.py", "exec"), names)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -69,7 +85,9 @@ def run(rank: int, script: str, wanted: Trained) -> tuple[list[float], int, int]
     return losses, sum(p.to_local().numel() for p in parameters), sum(p.numel() for p in parameters)
 
 
-def test_the_script_for_fsdp2_trains_as_one_process_and_holds_half(plan_for: Callable[..., effcompile.Plan]) -> None:
+def test_the_script_for_fsdp2_trains_as_one_process_and_holds_half(
+    plan_for: Callable[..., effcompile.Plan],
+) -> None:
     plan = plan_for(engine="fsdp2")
     script = exported(plan, "fsdp2")
     assert plan.distributed is not None
@@ -89,16 +107,26 @@ def test_json_is_what_the_engines_own_classes_take(plan_for: Callable[..., effco
     said = json.loads(exported(plan, "hf"))
     config = configuration.DistributedConfig(**said["distributed_config"])
     assert (config.fsdp_size, said["gradient_checkpointing_enable"]) == (2, True)
-    plugin = accelerate.FullyShardedDataParallelPlugin(**json.loads(exported(plan, "accelerate"))["fsdp_plugin"])
-    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.activation_checkpointing) == (2, True, True)
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        **json.loads(exported(plan, "accelerate"))["fsdp_plugin"]
+    )
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.activation_checkpointing) == (
+        2,
+        True,
+        True,
+    )
     deepspeed = json.loads(exported(plan_for(engine="deepspeed"), "deepspeed"))
     assert deepspeed["zero_optimization"] == {"stage": 3}
     assert deepspeed["gradient_clipping"] == 0.0
     assert deepspeed["train_micro_batch_size_per_gpu"] * deepspeed["gradient_accumulation_steps"] == 2
 
 
-def test_megatron_and_torchtitan_say_tensor_and_pipeline_parallelism(plan_for: Callable[..., effcompile.Plan]) -> None:
-    flags = exported(plan_for(4, engine="megatron", dp=1, tp=2, pp=2, zero=0, sp=True, micro_batch=1), "megatron")
+def test_megatron_and_torchtitan_say_tensor_and_pipeline_parallelism(
+    plan_for: Callable[..., effcompile.Plan],
+) -> None:
+    flags = exported(
+        plan_for(4, engine="megatron", dp=1, tp=2, pp=2, zero=0, sp=True, micro_batch=1), "megatron"
+    )
     given = dict(line.split(" ", 1) for line in flags.splitlines() if line.startswith("--") and " " in line)
     assert given["--tensor-model-parallel-size"] == given["--pipeline-model-parallel-size"] == "2"
     assert given["--recompute-granularity"] == "full"
@@ -106,8 +134,15 @@ def test_megatron_and_torchtitan_say_tensor_and_pipeline_parallelism(plan_for: C
     text = exported(plan_for(4, engine="fsdp2", dp=2, pp=2, zero=2, micro_batch=1), "torchtitan")
     names: dict[str, Any] = {}
     exec(text.replace("from torchtitan.config import ParallelismConfig", "ParallelismConfig = dict"), names)
-    assert names["PARALLELISM"]["pipeline_parallel_degree"] == names["PARALLELISM"]["data_parallel_shard_degree"] == 2
-    assert names["PARALLELISM"]["module_fqns_per_model_part"] == [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]
+    assert (
+        names["PARALLELISM"]["pipeline_parallel_degree"]
+        == names["PARALLELISM"]["data_parallel_shard_degree"]
+        == 2
+    )
+    assert names["PARALLELISM"]["module_fqns_per_model_part"] == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "norm", "output"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +165,9 @@ def test_what_an_engine_cannot_say_is_refused(
 
 
 def test_a_plan_of_ours_and_an_unknown_engine_are_refused(plan_for: Callable[..., effcompile.Plan]) -> None:
-    alone = effcompile.plan(torch.nn.Linear(4, 4), (torch.randn(2, 4),), mode="training", loss=lambda out, _: out.sum())
+    alone = effcompile.plan(
+        torch.nn.Linear(4, 4), (torch.randn(2, 4),), mode="training", loss=lambda out, _: out.sum()
+    )
     for engine in ENGINES:
         with pytest.raises(UsageError, match="for one device, or for our own lowering"):
             exported(alone, engine)

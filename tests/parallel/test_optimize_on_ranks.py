@@ -1,4 +1,6 @@
-"""The user's way in, on forked gloo ranks: what they see of their model, and what is said where ranks do not agree."""
+"""The user's way in, on forked gloo ranks: what they see of their model, and what is said where ranks do not
+agree.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from effcompile.compiler.parallel.verify import verify_plan
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
 from effcompile.ir.plan import Plan
 from effcompile.ir.step import Spread
-from effcompile.passes.training.shard import BY_BLOCK
+from effcompile.passes.training.shard import BY_BLOCK, STATES_DIVIDED
 from effcompile.proof.parallel.processes import on_ranks
 
 ROWS, WIDTH = 21, 16
@@ -58,7 +61,9 @@ class Tiny(nn.Module):
         x = self.table(ids)
         for layer in self.layers:
             x = layer(x)
-        return torch.nn.functional.cross_entropy(self.head(x[:, :-1] * self.scale).flatten(0, 1), ids[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            self.head(x[:, :-1] * self.scale).flatten(0, 1), ids[:, 1:].flatten()
+        )
 
 
 def tiny() -> Tiny:
@@ -158,7 +163,9 @@ def resumed(rank: int, plan: Plan, folder: Path) -> list[float]:
 
 
 def test_ranks_train_clip_save_and_go_on(plan: Plan, tmp_path: Path) -> None:
-    """DTensors with stock AdamW, clipping and DCP; a run that is taken up again goes on as the one that was not interrupted."""
+    """DTensors with stock AdamW, clipping and DCP; a run that is taken up again goes on as the one that was
+    not interrupted.
+    """
     assert ranks_of(plan) == 2
     found = on_ranks(train, 2, plan, tmp_path / "step")
     wanted = as_one_process()
@@ -185,7 +192,11 @@ def test_ranks_train_clip_save_and_go_on(plan: Plan, tmp_path: Path) -> None:
 
 def plan_there(rank: int) -> Plan:
     return effcompile.optimize(
-        tiny(), inputs=(mine(rank),), mode="training", mesh=mesh_of(), passes=["checkpoint", "shard.forms=block"]
+        tiny(),
+        inputs=(mine(rank),),
+        mode="training",
+        mesh=mesh_of(),
+        passes=["checkpoint", "shard.forms=block"],
     ).plan
 
 
@@ -218,52 +229,132 @@ def others(rank: int, plan: Plan) -> dict[str, str]:
     mesh, ids = mesh_of(), mine(rank)
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
 
-    def asked(model: nn.Module | None = None, inputs: Tensor = ids, mesh: DeviceMesh = mesh, **more: Any) -> str:
-        return refused(lambda: effcompile.optimize(model or tiny(), inputs=(inputs,), mode="training", mesh=mesh, **more))
+    def asked(
+        model: nn.Module | None = None, inputs: Tensor = ids, mesh: DeviceMesh = mesh, **more: Any
+    ) -> str:
+        return refused(
+            lambda: effcompile.optimize(model or tiny(), inputs=(inputs,), mode="training", mesh=mesh, **more)
+        )
 
+    frozen, evaluated = tiny(), tiny()
+    frozen.layers[1].up.bias.requires_grad_(not rank)
+    evaluated.layers[0].train(not rank)
+    counting = tiny()
+    if rank:
+        counting.register_buffer("seen", torch.zeros(2))
     return {
         "models": asked(Tiny(width=8 if rank else WIDTH)),
+        "frozen": asked(frozen),
+        "evaluated": asked(evaluated),
+        "buffers": asked(counting),
         "inputs": asked(inputs=ids[: 4 - rank]),
         "requests": asked(memory=f"{rank + 1}GiB"),
         "optimizers": asked(optimizer=[adamw, torch.optim.AdamW][rank]),
         "forwards": asked(Tiny(scale=1.0 + rank).train(), plan=plan),
-        "plans": refused(lambda: effcompile.optimize(tiny(), inputs=(ids,), mesh=mesh, plan=[plan, plan.with_changes(model="b")][rank])),
+        "plans": refused(
+            lambda: effcompile.optimize(
+                tiny(), inputs=(ids,), mesh=mesh, plan=[plan, plan.with_changes(model="b")][rank]
+            )
+        ),
         "mesh": asked(mesh=square),
+        "no states": asked(passes=["checkpoint", "shard.forms=states"]),
         "optimizer": asked(optimizer=torch.optim.SGD(tiny().parameters(), lr=0.1)),
         "infeasible": asked(memory=1000, passes=["checkpoint"]),
     }
 
 
-def with_states(rank: int) -> tuple[list[float], Plan, int]:
-    planned = effcompile.optimize(
-        tiny(), inputs=(mine(rank),), mode="training", mesh=mesh_of(), passes=["checkpoint", "states", "shard.forms=block"], optimizer=adamw
+#: In which the states are divided: with the parameters, and alone.
+STATES_FORMS = ("block", "states")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithStates:
+    losses: list[float]
+    plan: Plan
+    held: int
+    again: list[float]
+
+
+def with_states(rank: int, folder: Path) -> tuple[list[WithStates], Plan]:
+    """In each form; and the plan of a model whose peak is that of its optimizer's update."""
+    asked = {"passes": ["checkpoint", "states", "shard.forms=replicated"], "optimizer": torch.optim.AdamW}
+    table = nn.Sequential(nn.Embedding(1000, WIDTH), nn.Linear(WIDTH, 2)).train()
+    updating = effcompile.optimize(
+        table,
+        inputs=(mine(rank),),
+        mode="training",
+        mesh=mesh_of(),
+        loss=lambda out, _: out.square().mean(),
+        **asked,
     )
-    assert planned.optimizer is not None
-    losses = steps_of(planned, planned.optimizer, mine(rank))
-    held = [v for state in planned.optimizer.state.values() for v in state.values() if isinstance(v, DTensor)]
-    return losses, planned.plan, sum(v.to_local().numel() * v.element_size() for v in held)
+    return [trained_with_states(rank, form, folder / form) for form in STATES_FORMS], updating.plan
+
+
+def trained_with_states(rank: int, form: str, folder: Path) -> WithStates:
+    """Three steps; then, with a copy of the weights and a checkpoint of the second step, the third again."""
+    asked = {"passes": ["checkpoint", "states", f"shard.forms={form}"], "optimizer": adamw}
+    planned = effcompile.optimize(tiny(), inputs=(mine(rank),), mode="training", mesh=mesh_of(), **asked)
+    optimizer = planned.optimizer
+    assert optimizer is not None
+    losses = steps_of(planned, optimizer, mine(rank), 2)
+    state = dict(zip(("model", "optimizer"), get_state_dict(planned, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=folder)
+    losses += steps_of(planned, optimizer, mine(rank), 1)
+    held = [v for each in optimizer.state.values() for v in each.values() if isinstance(v, DTensor)]
+    state = dict(zip(("model", "optimizer"), get_state_dict(planned, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(planned, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return WithStates(
+        losses=losses,
+        plan=planned.plan,
+        held=sum(v.to_local().numel() * v.element_size() for v in held),
+        again=steps_of(planned, optimizer, mine(rank), 1),
+    )
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-def test_states_of_the_shards_are_counted() -> None:
-    """AdamW's, of half of the parameters each; the peak with updates is the predicted one."""
+def test_states_are_divided_and_counted(tmp_path: Path) -> None:
+    """AdamW's, of half of the parameters or rows each; the peak with updates is the predicted one, and a
+    checkpoint of the states is taken up.
+    """
     wanted = as_one_process()
-    for losses, plan, held in on_ranks(with_states, 2):
-        assert losses == pytest.approx(wanted, rel=1e-5)
-        (states,) = [d for d in plan.decisions if d.kind == "optimizer states"]
-        assert states.cost.bytes_kept == pytest.approx(held, rel=0.08)  # counters, and the rows that are padding on one rank
-        assert plan.measured is not None
-        assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.02)
+    decided = {"block": BY_BLOCK, "states": STATES_DIVIDED}
+    for of_forms, updating in on_ranks(with_states, 2, tmp_path):
+        assert updating.measured is not None
+        assert updating.measured.peak_bytes == pytest.approx(updating.predicted.peak_bytes, rel=0.02)
+        for form, found in zip(STATES_FORMS, of_forms, strict=True):
+            assert found.losses == pytest.approx(wanted, rel=1e-5)
+            assert found.again == pytest.approx(wanted[2:], rel=1e-5)
+            (states,) = [d for d in found.plan.decisions if d.kind == "optimizer states"]
+            # counters, and the rows that are padding on one rank
+            assert states.cost.bytes_kept == pytest.approx(found.held, rel=0.08), form
+            assert found.plan.measured is not None
+            measured, predicted = found.plan.measured.peak_bytes, found.plan.predicted.peak_bytes
+            assert measured == pytest.approx(predicted, rel=0.02), form
+            assert [d.option for d in found.plan.decisions if d.kind == "data parallel"] == [decided[form]]
 
 
 def test_ranks_that_do_not_agree_are_told(plan: Plan) -> None:
     for rank, said in enumerate(on_ranks(others, 2, plan)):
         for thing in ("models", "inputs", "requests", "optimizers", "forwards", "plans"):
-            assert said[thing].startswith(f"UsageError: The ranks have different {thing}: Rank 0: "), said[thing]
+            assert said[thing].startswith(f"UsageError: The ranks have different {thing}: Rank 0: "), said[
+                thing
+            ]
             assert "Rank 1: " in said[thing]
+        different = "UsageError: The ranks have different models: Rank 0: "
+        assert said["models"].startswith(different + "table.weight is float32[21, 16]; Rank 1: ")
+        assert said["frozen"].startswith(different + "layers.1.up.bias is float32[48]; Rank 1: ")
+        assert "layers.1.up.bias is float32[48], frozen. Start" in said["frozen"]
+        assert said["evaluated"].startswith(
+            different + "layers.0 is not there, or as usual; Rank 1: layers.0 is in"
+        )
+        assert said["buffers"].startswith(
+            different + "seen is not there, or as usual; Rank 1: seen is float32[2]"
+        )
+        assert "zero=1) divides an optimizer's states, and no optimizer is planned" in said["no states"]
         assert re.search(r"UsageError: mesh has the axes .*'dp', 'ep'", said["mesh"])
         assert "make it of the returned model's parameters()" in said["optimizer"]
         assert "InfeasibleError" in said["infeasible"]
@@ -271,7 +362,9 @@ def test_ranks_that_do_not_agree_are_told(plan: Plan) -> None:
 
 
 def with_plan(rank: int, plan: Plan, ranks: int) -> str:
-    return refused(lambda: effcompile.optimize(tiny(), inputs=(mine(rank, ranks),), plan=plan, mesh=mesh_of(ranks)))
+    return refused(
+        lambda: effcompile.optimize(tiny(), inputs=(mine(rank, ranks),), plan=plan, mesh=mesh_of(ranks))
+    )
 
 
 def test_another_world_size_is_told(plan: Plan) -> None:
@@ -280,7 +373,9 @@ def test_another_world_size_is_told(plan: Plan) -> None:
 
 
 def test_a_plan_for_ranks_without_a_mesh_is_told(plan: Plan) -> None:
-    with pytest.raises(UsageError, match=r"for 2 data-parallel ranks\. Run it under torchrun --nproc-per-node 2"):
+    with pytest.raises(
+        UsageError, match=r"for 2 data-parallel ranks\. Run it under torchrun --nproc-per-node 2"
+    ):
         effcompile.optimize(tiny(), inputs=(mine(0),), plan=plan)
 
 
@@ -309,7 +404,7 @@ def test_a_rank_that_is_late_for_the_first_collective_is_named() -> None:
     assert on_ranks(is_late, 2, silence=0.5)[0].startswith("RankError: Rank 1 fell out of the step")
 
 
-# ------------------------------------------------------------------ a step for one process, and what users put around it
+# ------------------------------------------------------- a step for one process, and what users put around it
 
 
 def around(rank: int, plan: Plan) -> dict[str, Any]:
@@ -327,7 +422,10 @@ def around(rank: int, plan: Plan) -> dict[str, Any]:
 
 
 def test_ddp_and_fully_shard_are_right_or_refused() -> None:
-    """FSDP gathers the whole model around one graph: right, if nothing is saved. Its layers are gathered in calls that nobody makes."""
+    """FSDP gathers the whole model around one graph: right, if nothing is saved.
+
+    Its layers are gathered in calls that nobody makes.
+    """
     alone = effcompile.plan(tiny(), (mine(0),), mode="training", passes=["checkpoint"])
     wanted = as_one_process()
     for found in on_ranks(around, 2, alone):
@@ -342,6 +440,14 @@ def test_verify_trains_a_copy_on_ranks(plan: Plan) -> None:
     assert proof.passed
     assert [max(rank.peaks) <= 1.02 * rank.predicted for rank in proof.ranks] == [True, True]
     assert all(rank.gradient[1] in dict(tiny().named_parameters()) for rank in proof.ranks)
+
+
+def test_verify_trains_a_copy_whose_states_are_divided() -> None:
+    passes = ["checkpoint", "states", "shard.ranks=2", "shard.forms=states"]
+    plan = effcompile.plan(tiny(), (mine(0),), mode="training", passes=passes, optimizer=adamw)
+    proof = verify_plan(plan, tiny(), (mine(0),), {}, ranks=2)
+    assert proof.passed
+    assert STATES_DIVIDED in proof.form
 
 
 def test_a_plan_for_one_process_has_nothing_to_verify() -> None:

@@ -1,4 +1,6 @@
-"""A pipeline on gloo ranks, alone and beside the other axes, is training in one process; its peak is the one simulated task by task."""
+"""A pipeline on gloo ranks, alone and beside the other axes, is training in one process; its peak is the one
+simulated task by task.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,28 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from captured_once import captured_once
-from rank_helpers import STEPS, Inputs, Trained, batch_of, model_of, optimizer_of, part, trained, worst_error
+from rank_helpers import (
+    STEPS,
+    WIDTH,
+    Inputs,
+    Trained,
+    batch_of,
+    model_of,
+    optimizer_of,
+    part,
+    trained,
+    worst_error,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 import effcompile
 from effcompile.compiler.parallel.lower_stages import stages_asked
 from effcompile.core import torch_compat_memory
-from effcompile.core.errors import EffcompileError, FormatError, InfeasibleError
+from effcompile.core.errors import EffcompileError, FormatError, GuardError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.training.alive import alive_bytes
@@ -42,6 +57,7 @@ class Found:
     predicted: int
     placements: set[str]
     decided: dict[str, str]
+    frozen: str
 
 
 def deep(name: str, layers: int) -> nn.Module:
@@ -67,14 +83,29 @@ def model_and_wanted(name: str, examples: int) -> tuple[nn.Module, Inputs, Train
 Axes = dict[str, int]
 
 
-def run(rank: int, model: nn.Module, inputs: Inputs, wanted: Trained, axes: Axes, passes: list[str], memory: int | None) -> Found:
+def run(
+    rank: int,
+    model: nn.Module,
+    inputs: Inputs,
+    wanted: Trained,
+    axes: Axes,
+    passes: list[str],
+    memory: int | None,
+) -> Found:
     """STEPS steps of this rank's stages, by the user's way in."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     ranks, dp = mesh.size(), axes.get("dp", 1)
     mine = part(inputs, mesh["dp"].get_local_rank() if dp > 1 else 0, dp)
-    planned = effcompile.optimize(model, inputs=mine, mode="training", mesh=mesh, passes=[CHECKPOINT, *passes], memory=memory)
+    planned = effcompile.optimize(
+        model, inputs=mine, mode="training", mesh=mesh, passes=[CHECKPOINT, *passes], memory=memory
+    )
     optimizer = optimizer_of(planned)
-    base = alive_bytes("cpu", planned, mine, [c for chunk in planned.runner.chunks.values() for c in chunk.runner.step.constants.values()])
+    base = alive_bytes(
+        "cpu",
+        planned,
+        mine,
+        [c for chunk in planned.runner.chunks.values() for c in chunk.runner.step.constants.values()],
+    )
     losses, errors, peaks = [], [], []
     for at in range(STEPS):
         with torch_compat_memory.watched_memory("cpu") as peak:
@@ -86,20 +117,40 @@ def run(rank: int, model: nn.Module, inputs: Inputs, wanted: Trained, axes: Axes
         dist.all_reduce(total)
         losses.append(float(total) / ranks)
         names = [n for n, _ in planned.named_parameters()]
-        errors.append(worst_error({n: p.grad for n, p in planned.named_parameters()}, {n: wanted.gradients[at][n] for n in names}))
+        errors.append(
+            worst_error(
+                {n: p.grad for n, p in planned.named_parameters()},
+                {n: wanted.gradients[at][n] for n in names},
+            )
+        )
         optimizer.step()
         optimizer.zero_grad()
-        errors.append(worst_error(dict(planned.named_parameters()), {n: wanted.parameters[at][n] for n in names}))
+        errors.append(
+            worst_error(dict(planned.named_parameters()), {n: wanted.parameters[at][n] for n in names})
+        )
     predicted = planned.plan.predicted.peak_bytes
     assert predicted is not None
     placements = {str(p.placements) for p in planned.parameters() if isinstance(p, DTensor)}
     decided = {d.kind: d.option for d in planned.plan.decisions}
     if axes.get("tp", 1) > 1:
         for name, parameter in planned.named_parameters():
-            assert parameter.placements != (Replicate(),) or equal_everywhere(parameter.to_local().detach(), mesh["tp"].get_group()), name
+            assert parameter.placements != (Replicate(),) or equal_everywhere(
+                parameter.to_local().detach(), mesh["tp"].get_group()
+            ), name
     return Found(
-        losses=losses, errors=errors, names=names, peaks=peaks, predicted=predicted, placements=placements, decided=decided
+        losses=losses, errors=errors, names=names, peaks=peaks, predicted=predicted, placements=placements,
+        decided=decided, frozen=frozen_on_the_last(planned, mine) if ranks > 2 else ""
     )  # fmt: skip
+
+
+def frozen_on_the_last(planned: nn.Module, mine: Inputs) -> str:
+    """What each rank says once a parameter is frozen on the last one alone."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        head = "cls.predictions.decoder" if hasattr(planned, "cls") else "head"
+        planned.get_submodule(head).weight.requires_grad_(False)
+    with pytest.raises(GuardError) as refused:
+        planned(**mine).loss.backward()
+    return str(refused.value)
 
 
 def equal_everywhere(tensor: Tensor, group: dist.ProcessGroup) -> bool:
@@ -118,8 +169,8 @@ def check(found: list[Found], wanted: Trained, budget: int | None = None) -> Non
     assert {name for rank in found for name in rank.names} == set(wanted.gradients[0])
 
 
-#: 1F1B, of a mixture, whose tokens are sorted by expert; two stages a rank, a tied table on the first and the last. GPT-2 in two stages
-#: trains within a budget below.
+#: 1F1B, of a mixture, whose tokens are sorted by expert; two stages a rank, a tied table on the first and the
+#: last. GPT-2 in two stages trains within a budget below.
 CASES: list[tuple[str, int, list[str]]] = [
     ("mixtral", 2, []),
     ("gpt2", 4, ["pipeline.schedule=interleaved", "pipeline.stages=2"]),
@@ -128,9 +179,11 @@ CASES: list[tuple[str, int, list[str]]] = [
 
 @pytest.mark.parametrize(("name", "layers", "passes"), CASES)
 def test_stages_train_as_one_process(name: str, layers: int, passes: list[str]) -> None:
-    """Losses, every gradient and every parameter over three steps; the first alone hides tied weights that are not summed.
+    """Losses, every gradient and every parameter over three steps; the first alone hides tied weights that
+    are not summed.
 
-    What each rank would capture is captured here once and forked with the ranks; in the tests below each captures it itself.
+    What each rank would capture is captured here once and forked with the ranks; in the tests below each
+    captures it itself.
     """
     model, inputs, wanted = subject(name, layers)
     asked: Asked = {"goal": Goal(mode="training"), "passes": [CHECKPOINT, *passes, "pipeline.ranks=2"]}
@@ -151,20 +204,31 @@ PAIRS: list[tuple[str, Axes, list[str], int | None, str, set[str]]] = [
 ]
 
 
+#: What all four say where the last one freezes its head: the table that it is tied to is on both stages.
+FROZEN = "{} gets no gradient on Rank 3 and gets one on Ranks 0, 1, 2"
+TABLES = {"tied": "table.weight", "bert": "bert.embeddings.word_embeddings.weight"}
+
+
 def pairs(rank: int, given: list[tuple[nn.Module, Inputs, Trained]]) -> list[Found]:
     asked = [(axes, passes, memory) for _, axes, passes, memory, *_ in PAIRS]
     return [run(rank, copy.deepcopy(model), *rest, *asked[at]) for at, (model, *rest) in enumerate(given)]
 
 
 def test_stages_beside_another_axis_train_as_one_process() -> None:
-    """Replicated beside other examples; sharded where that is too much, in the form that fits; with half of the heads and neurons."""
+    """Replicated beside other examples; sharded where that is too much, in the form that fits; with half of
+    the heads and neurons.
+    """
     given = [model_and_wanted(name, EXAMPLES * axes.get("dp", 1)) for name, axes, *_ in PAIRS]
     found = on_ranks(pairs, 4, given)
     for at, (name, _, _, memory, kind, placements) in enumerate(PAIRS):
         of_one = [rank[at] for rank in found]
+        assert all(rank.frozen.startswith(FROZEN.format(TABLES[name])) for rank in of_one), of_one[0].frozen
         check(of_one, given[at][2], memory)
         for rank in of_one:
-            assert (rank.placements, rank.decided.keys() >= {"pipeline", kind}) == (placements, True), (name, rank.decided)
+            assert (rank.placements, rank.decided.keys() >= {"pipeline", kind}) == (placements, True), (
+                name,
+                rank.decided,
+            )
     assert any("gather" in option for rank in found for option in rank[1].decided.values())
 
 
@@ -176,9 +240,14 @@ def tied(found: list[Found]) -> list[str]:
 def refusals(rank: int, model: nn.Module, inputs: Inputs) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     found = {}
-    for name, passes, memory in (("stages", ["pipeline.schedule=interleaved", "pipeline.stages=2"], None), ("memory", [], 1000)):
+    for name, passes, memory in (
+        ("stages", ["pipeline.schedule=interleaved", "pipeline.stages=2"], None),
+        ("memory", [], 1000),
+    ):
         with captured_once(), pytest.raises(EffcompileError) as refused:
-            effcompile.optimize(model, inputs=inputs, mode="training", mesh=mesh, passes=[CHECKPOINT, *passes], memory=memory)
+            effcompile.optimize(
+                model, inputs=inputs, mode="training", mesh=mesh, passes=[CHECKPOINT, *passes], memory=memory
+            )
         needed = refused.value.needed if isinstance(refused.value, InfeasibleError) else 0
         found[name] = f"{type(refused.value).__name__} {needed}: {refused.value}"
     return found
@@ -226,18 +295,28 @@ def updated(
 
 
 def with_states(rank: int, model: nn.Module, inputs: Inputs) -> Updated:
-    """AdamW made by the plan, gradients clipped by the norm of all stages; what is said where the plan is applied without an optimizer."""
+    """AdamW made by the plan, gradients clipped by the norm of all stages; what is said where the plan is
+    applied without an optimizer.
+    """
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     asked = {"inputs": dict(inputs), "mode": "training", "mesh": mesh, "passes": [CHECKPOINT, *UNEVEN]}
     again = copy.deepcopy(model)
     planned = effcompile.optimize(model, optimizer=adamw, **asked)
+    whole = {name: value + 1 for name, value in again.state_dict().items()}
+    twin = copy.deepcopy(planned)
+    twin.load_state_dict(whole)
+    assert all(torch.equal(value, whole[name]) for name, value in twin.state_dict().items())
+    for put in (fully_shard, DistributedDataParallel):
+        with pytest.raises(UsageError, match="planned for a mesh cannot be sharded or replicated once more"):
+            put(planned)
     twin = copy.deepcopy(planned)
     optimizer = planned.optimizer
     assert optimizer is not None
     losses, norms = updated(planned, optimizer, inputs, planned.clip_grad_norm_)
     assert updated(twin, adamw(list(twin.parameters())), inputs, twin.clip_grad_norm_) == (losses, norms)
     states = sum(v.numel() * v.element_size() for state in optimizer.state.values() for v in state.values())
-    (plan,) = dist.broadcast_object_list(given := [planned.plan]) or given  # a plan says what its rank has: one of them is for all
+    # a plan says what its rank has: one of them is for all
+    (plan,) = dist.broadcast_object_list(given := [planned.plan]) or given
     with pytest.raises(FormatError) as refused:
         effcompile.optimize(again, inputs=dict(inputs), mesh=mesh, plan=plan)
     return Updated(losses=losses, norms=norms, plan=planned.plan, states=states, without=str(refused.value))
@@ -247,7 +326,12 @@ def test_states_of_stages_count_and_all_stages_are_clipped_together() -> None:
     """A table that two stages have counts once in the norm, and its states on both ranks."""
     model, inputs = model_of("tied"), batch_of("tied", EXAMPLES)
     eager = copy.deepcopy(model)
-    wanted = updated(eager, adamw(list(eager.parameters())), inputs, partial(nn.utils.clip_grad_norm_, list(eager.parameters())))
+    wanted = updated(
+        eager,
+        adamw(list(eager.parameters())),
+        inputs,
+        partial(nn.utils.clip_grad_norm_, list(eager.parameters())),
+    )
     with captured_once():
         found = on_ranks(with_states, 2, model, inputs)
     for rank in found:
@@ -271,4 +355,74 @@ def test_what_no_pipeline_can_be_is_told_without_ranks() -> None:
     with captured_once():
         for said, (given, batch, passes) in refused.items():
             with pytest.raises(EffcompileError, match=said):
-                effcompile.plan(given, batch, mode="training", passes=[CHECKPOINT, "pipeline.ranks=2", *passes])
+                effcompile.plan(
+                    given, batch, mode="training", passes=[CHECKPOINT, "pipeline.ranks=2", *passes]
+                )
+
+
+class Dropping(nn.Module):
+    """Three layers that drop, and, before them, an input that does: what no parameter made crosses a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = y = self.drop(x)
+        for layer in self.layers:
+            y = self.drop(layer(y).tanh())
+        return (y + first).square().mean()
+
+
+def dropping() -> Dropping:
+    torch.manual_seed(0)
+    return Dropping().train()
+
+
+def seeded_as_stages(model: Dropping, x: Tensor, parts: int, cut: int) -> list[float]:
+    """The losses of micro-batches whose two stages are seeded one by one, in one process."""
+    optimizer, losses, seed = optimizer_of(model), [], [0]
+    model.layers[cut - 1].register_forward_hook(lambda *_: torch.manual_seed(seed[0] + 1) and None)
+    torch.manual_seed(5)
+    for _ in range(STEPS):
+        base, total = int(torch.randint(2**62, ())), 0.0
+        with torch.random.fork_rng():
+            for i, part_of_x in enumerate(x.chunk(parts)):
+                seed[0] = base + 2 * i
+                torch.manual_seed(seed[0])
+                loss = model(part_of_x) / parts
+                loss.backward()
+                total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def with_dropout(rank: int, x: Tensor) -> tuple[list[float], effcompile.Plan]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    planned = effcompile.optimize(
+        dropping(), inputs=(x,), mode="training", mesh=mesh, passes=[CHECKPOINT, *UNEVEN]
+    )
+    optimizer, losses = optimizer_of(planned), []
+    torch.manual_seed(5)
+    for _ in range(STEPS):
+        loss = planned(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, planned.plan
+
+
+def test_dropout_in_stages_is_that_of_micro_batches_with_seeds() -> None:
+    x = torch.randn(EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+    wanted = seeded_as_stages(dropping(), x, 2, 2)
+    found = on_ranks(with_dropout, 2, x)
+    most = max(plan.predicted.peak_bytes or 0 for _, plan in found)
+    for losses, plan in found:
+        assert losses == pytest.approx(wanted, rel=RELATIVE)
+        assert [check.passed for check in plan.checks] == [True]
+        assert plan.measured is not None
+        assert plan.measured.peak_bytes == pytest.approx(most, rel=0.02)

@@ -11,7 +11,11 @@ from effcompile.proof.parallel.processes import on_ranks
 from effcompile.sparse.recipe import Execution, Growth
 
 STEPS, EXAMPLES = 6, 8
-WAYS: tuple[tuple[Growth, Execution], ...] = (("random", "masked"), ("gradient", "masked"), ("gradient", "blocks"))
+WAYS: tuple[tuple[Growth, Execution], ...] = (
+    ("random", "masked"),
+    ("gradient", "masked"),
+    ("gradient", "blocks"),
+)
 
 
 def trained(growth: Growth, execution: Execution, rank: int, ranks: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -20,7 +24,15 @@ def trained(growth: Growth, execution: Execution, rank: int, ranks: int) -> tupl
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sparsity = effcompile.DynamicSparsity(
-        model, optimizer, sparsity=0.5, block=4, layers=["0"], growth=growth, updates=2, steps=STEPS, execution=execution
+        model,
+        optimizer,
+        sparsity=0.5,
+        block=4,
+        layers=["0"],
+        growth=growth,
+        updates=2,
+        steps=STEPS,
+        execution=execution,
     )
     wrapped = model if ranks == 1 else DistributedDataParallel(model)
     masks = []

@@ -1,4 +1,6 @@
-"""Stages that are cut out of a forward, run one after the other in this process, are the model: its loss and every gradient."""
+"""Stages that are cut out of a forward, run one after the other in this process, are the model: its loss and
+every gradient.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from effcompile.ir.strategy import Strategy
 from effcompile.search.parallel.stages import PipelineStage, stages_of
 
 
-def stages(model: nn.Module, inputs: dict[str, Tensor], strategy: Strategy) -> tuple[list[PipelineStage], list[Tensor]]:
+def stages(
+    model: nn.Module, inputs: dict[str, Tensor], strategy: Strategy
+) -> tuple[list[PipelineStage], list[Tensor]]:
     step, front = Source(model=model, args=(), kwargs=inputs).capture_with_front()
     assert front is not None
     tensors = step.leaves((), inputs)
@@ -58,9 +62,16 @@ def check(model: nn.Module, inputs: dict[str, Tensor], strategy: Strategy) -> li
 
 
 def test_encoder_and_decoder_hand_on_several_values() -> None:
-    """T5: tables of positions cross with what the encoder makes; its labels are copied into a slice, which no operand of a node says."""
+    """T5: tables of positions cross with what the encoder makes; its labels are copied into a slice, which no
+    operand of a node says.
+    """
     cut = check(model_of("t5"), dict(batch_of("t5", 1)), Strategy(pp=4, vpp=1, schedule="1f1b"))
-    assert [stage.layers for stage in cut] == [("encoder.block.0",), ("encoder.block.1",), ("decoder.block.0",), ("decoder.block.1",)]
+    assert [stage.layers for stage in cut] == [
+        ("encoder.block.0",),
+        ("encoder.block.1",),
+        ("decoder.block.0",),
+        ("decoder.block.1",),
+    ]
     assert [stage.step.loss.meta["val"].dim() for stage in cut] == [1, 3, 1, 0]
 
 

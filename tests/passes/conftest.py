@@ -25,7 +25,9 @@ def bert() -> Program:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    config = BertConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=100)
+    config = BertConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=100
+    )
     return capture(BertModel(config).eval(), (), _text())
 
 
@@ -34,9 +36,14 @@ def gpt2() -> Program:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=100, use_cache=False, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=100, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
     return capture(GPT2LMHeadModel(config).eval(), (), _text())
 
 
 def _text() -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.randint(0, 100, (2, 16)), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    return {
+        "input_ids": torch.randint(0, 100, (2, 16)),
+        "attention_mask": torch.ones(2, 16, dtype=torch.long),
+    }

@@ -51,12 +51,17 @@ def by_work(call: KernelCall) -> float:
 
 
 def context(
-    price: Callable[[KernelCall], float | None] = by_work, *, goal: Goal = LOOSE, backend: str = "onnxruntime", sensitivity: Any = None
+    price: Callable[[KernelCall], float | None] = by_work,
+    *,
+    goal: Goal = LOOSE,
+    backend: str = "onnxruntime",
+    sensitivity: Any = None,
 ) -> Context:
     formats = tuple(LINEAR_FORMATS.values())
     known = Everything() if sensitivity is None else sensitivity
     return Context(
-        goal=goal, target=machine(price), backend=backend, sensitivity=known, formats=formats[:1] if goal.exact else formats
+        goal=goal, target=machine(price), backend=backend, sensitivity=known,
+        formats=formats[:1] if goal.exact else formats
     )  # fmt: skip
 
 
@@ -76,10 +81,12 @@ def plan_with(options: Mapping[str, str | Form]) -> Plan:
     blank = Decision(site="", kind="", option="", baseline="", by="", cost=Cost(), baseline_cost=Cost())
     chosen = {site: form(option) if isinstance(option, str) else option for site, option in options.items()}
     decisions = tuple(replace(blank, site=site, option=each.name, form=each) for site, each in chosen.items())
-    certificate = Certificate(status="", objective=0, bound=0, gap=0, sites=0, alternatives=0, seconds=0, solver="")
+    certificate = Certificate(
+        status="", objective=0, bound=0, gap=0, sites=0, alternatives=0, seconds=0, solver=""
+    )
     return Plan(
-        model="m", fingerprint="", parameters=0, goal=LOOSE, target="", target_line="", backend="onnxruntime", decisions=decisions,
-        declined=(), certificate=certificate, baseline=Totals(), predicted=Totals(),
+        model="m", fingerprint="", parameters=0, goal=LOOSE, target="", target_line="", backend="onnxruntime",
+        decisions=decisions, declined=(), certificate=certificate, baseline=Totals(), predicted=Totals(),
     )  # fmt: skip
 
 

@@ -20,7 +20,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(cut: Blocks, **settings: int) -> dict[str, tuple[BlockOption, ...]]:
     checkpoint = Checkpoint(**settings)
-    return {block.stage.kind: checkpoint.options(block) for block in {b.stage.kind: b for b in cut.blocks}.values()}
+    return {
+        block.stage.kind: checkpoint.options(block)
+        for block in {b.stage.kind: b for b in cut.blocks}.values()
+    }
 
 
 def test_options_go_from_everything_kept_to_the_least_bytes_and_each_runs_right() -> None:
@@ -29,7 +32,12 @@ def test_options_go_from_everything_kept_to_the_least_bytes_and_each_runs_right(
     wanted = eager(model, batch)
     for at, block in enumerate(cut.blocks):
         front = found[block.stage.kind]
-        assert 1 <= len(front) <= 4 and front[0].seconds == 0 and not front[0].recomputed and front[0].label == "keep everything"
+        assert (
+            1 <= len(front) <= 4
+            and front[0].seconds == 0
+            and not front[0].recomputed
+            and front[0].label == "keep everything"
+        )
         assert [o.seconds for o in front] == sorted(o.seconds for o in front)
         assert min(o.kept_bytes for o in front) < front[0].kept_bytes or len(front) == 1
         assert all(o.label.startswith("recompute") for o in front[1:])
@@ -47,10 +55,19 @@ def test_options_go_from_everything_kept_to_the_least_bytes_and_each_runs_right(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_an_option_keeps_is_what_is_emitted(name: str) -> None:
-    """Bytes kept by the block's options are bytes saved by the schedule, over what a schedule that keeps nothing saves."""
+    """Bytes kept by the block's options are bytes saved by the schedule, over what a schedule that keeps
+    nothing saves.
+    """
     cut = cut_model(name)[2]
     chosen = [
-        BlockOption(kept=frozenset(list(b.problem.nbytes)[::2]), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0)
+        BlockOption(
+            kept=frozenset(list(b.problem.nbytes)[::2]),
+            recomputed=(),
+            kept_bytes=0,
+            forward_peak=0,
+            backward_peak=0,
+            seconds=0.0,
+        )
         for b in cut.blocks
     ]
     kept = kept_storages(cut, chosen)
@@ -58,7 +75,9 @@ def test_what_an_option_keeps_is_what_is_emitted(name: str) -> None:
         b.problem.nbytes[v] for b, o in zip(cut.blocks, chosen, strict=True) for v in o.kept
     )
     last = len(cut.blocks) - 1
-    assert kept_storages(cut, chosen, range(1, last + 1)) == kept - {s for b in cut.blocks[1:] for s in b.entering}
+    assert kept_storages(cut, chosen, range(1, last + 1)) == kept - {
+        s for b in cut.blocks[1:] for s in b.entering
+    }
 
 
 def test_the_chain_names_the_stages_their_options_and_the_budget() -> None:
@@ -85,7 +104,9 @@ def test_equal_blocks_have_equal_options() -> None:
 
 
 def option_of(block: Block, again: tuple[str, ...], kept: frozenset[str]) -> BlockOption:
-    return BlockOption(kept=kept, recomputed=again, kept_bytes=0, forward_peak=0, backward_peak=0, seconds=1.0)
+    return BlockOption(
+        kept=kept, recomputed=again, kept_bytes=0, forward_peak=0, backward_peak=0, seconds=1.0
+    )
 
 
 def test_labels_name_the_costly_operators_in_the_users_words() -> None:
@@ -108,7 +129,10 @@ def test_attention_is_called_attention() -> None:
     block = cut_model("gpt2")[2].blocks[1]
     attention = [name for name in block.operators if "scaled_dot_product" in name]
     if attention:
-        assert label(block, option_of(block, tuple(attention), frozenset(block.problem.nbytes))) == "recompute attention"
+        assert (
+            label(block, option_of(block, tuple(attention), frozenset(block.problem.nbytes)))
+            == "recompute attention"
+        )
     else:  # with dropout CPU's attention is products and a softmax
         assert any("softmax" in name for name in block.operators)
 

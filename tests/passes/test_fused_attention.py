@@ -1,4 +1,6 @@
-"""Attention of a training step as one operator: what it is told of masks, its gradients, and the plan that says so."""
+"""Attention of a training step as one operator: what it is told of masks, its gradients, and the plan that
+says so.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ ALWAYS = ["attention.always=true"]
 
 
 class Attends(nn.Module):
-    """A residual self-attention as separate operators, with a mask input, and its loss. `drop`: of the weights."""
+    """A residual self-attention as separate operators, with a mask input, and its loss.
+
+    `drop`: of the weights.
+    """
 
     def __init__(self, *, window: int = 0, drop: float = 0.0, bias: bool = False) -> None:
         super().__init__()
@@ -55,7 +60,9 @@ def inputs(s: int = 40) -> dict[str, Tensor]:
 def fused(model: nn.Module) -> tuple[list[str], Attended]:
     """Names of the step's operators, and what the pass says that it did."""
     found: list[Attended] = []
-    step = capture_training(model, (), inputs(), edit=lambda front, tensors: found.append(FusedAttention().fuse(front, tensors)))
+    step = capture_training(
+        model, (), inputs(), edit=lambda front, tensors: found.append(FusedAttention().fuse(front, tensors))
+    )
     return [str(node.target) for node in step.graph.nodes if node.op == "call_function"], found[0]
 
 
@@ -72,13 +79,19 @@ def test_scores_are_gone_from_forward_and_backward() -> None:
 
 
 def test_masks_are_understood_without_data_too() -> None:
-    """A plan for a GPU that is not here, of a model that is nowhere, has the attention that the same model has with its weights."""
+    """A plan for a GPU that is not here, of a model that is nowhere, has the attention that the same model
+    has with its weights.
+    """
     asked = {"mode": "training", "target": "h100-sxm", "passes": ALWAYS}
     plans = [
-        effcompile.plan(Attends(window=8).to(device).train(), {k: v.to(device) for k, v in inputs().items()}, **asked)  # type: ignore[arg-type]
+        effcompile.plan(
+            Attends(window=8).to(device).train(), {k: v.to(device) for k, v in inputs().items()}, **asked
+        )
         for device in ("cpu", "meta")
     ]
-    (here, nowhere) = ([(d.site, d.option, d.note) for d in plan.decisions if d.kind == "attention"] for plan in plans)
+    (here, nowhere) = (
+        [(d.site, d.option, d.note) for d in plan.decisions if d.kind == "attention"] for plan in plans
+    )
     assert here == nowhere and here[0][1] == "fused"
     assert plans[0].predicted == plans[1].predicted
 
@@ -101,8 +114,10 @@ def test_dropout_on_weights_is_left_and_said() -> None:
     plan = effcompile.plan(Attends(drop=0.5).train(), inputs=inputs(), mode="training")
     assert not [d for d in plan.decisions if d.kind == "attention"]
     (declined,) = (d for d in plan.declined if d.kind == "attention")
-    assert declined.option == "fused" and "drops 0.5 of its weights at random, and no other kernel would draw the same" in words(
-        declined.reason
+    assert (
+        declined.option == "fused"
+        and "drops 0.5 of its weights at random, and no other kernel would draw the same"
+        in words(declined.reason)
     )
     names, attended = fused(Attends(drop=0.5).train())
     assert any("softmax" in name for name in names) and not attended.fused
@@ -110,7 +125,9 @@ def test_dropout_on_weights_is_left_and_said() -> None:
 
 
 class Drops(nn.Module):
-    """SDPA as written, with dropout of its own and a mask that is known in closed form; and a second attention, eager, without."""
+    """SDPA as written, with dropout of its own and a mask that is known in closed form; and a second
+    attention, eager, without.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +143,9 @@ class Drops(nn.Module):
 def test_dropout_of_sdpa_is_kept_and_said() -> None:
     model = Drops().train()
     executable = effcompile.optimize(model, inputs=inputs(), mode="training", passes=ALWAYS)
-    assert [(d.site, d.option) for d in executable.plan.decisions if d.kind == "attention"] == [("plain:attention", "fused")]
+    assert [(d.site, d.option) for d in executable.plan.decisions if d.kind == "attention"] == [
+        ("plain:attention", "fused")
+    ]
     (declined,) = (d for d in executable.plan.declined if d.kind == "attention")
     assert "drops 0.25 of its weights" in words(declined.reason)
     given = inputs()
@@ -138,7 +157,9 @@ def test_dropout_of_sdpa_is_kept_and_said() -> None:
 
 
 def test_dropout_of_sdpa_stands_in_inference_too() -> None:
-    """A model that drops whatever its mode is has no output to compare with; its plan says what became of it."""
+    """A model that drops whatever its mode is has no output to compare with; its plan says what
+    became of it.
+    """
     plan = effcompile.plan(Drops().eval(), inputs=inputs())
     assert any("drops 0.25 of its weights" in words(d.reason) for d in plan.declined if d.kind == "attention")
     assert [d.site for d in plan.decisions if d.kind == "attention"] == ["plain:attention"]
@@ -153,17 +174,24 @@ def test_a_mask_under_a_guard_is_read_dense_and_said() -> None:
         def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
             h = self.project(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2)
             mask = torch.where(attention_mask[:, None, None, :] > 0, 0.0, -1e9)
-            return torch.nn.functional.scaled_dot_product_attention(h, h, h, mask).square().mean() + Attends()(x, attention_mask) * 0
+            return (
+                torch.nn.functional.scaled_dot_product_attention(h, h, h, mask).square().mean()
+                + Attends()(x, attention_mask) * 0
+            )
 
     plan = effcompile.plan(Weak().train(), inputs=inputs(), mode="training")
-    assert any("only where every query sees a key" in words(d.reason) for d in plan.declined if d.kind == "attention")
+    assert any(
+        "only where every query sees a key" in words(d.reason) for d in plan.declined if d.kind == "attention"
+    )
 
 
 def test_a_saved_plan_is_carried_out_with_its_attention(tmp_path: Path) -> None:
     model = Attends(window=8).train()
     executable = effcompile.optimize(model, inputs=inputs(), mode="training", passes=ALWAYS)
     path = executable.plan.save(tmp_path / "plan.json")
-    assert {d["option"] for d in json.loads(path.read_text())["decisions"] if d["kind"] == "attention"} == {"fused"}
+    assert {d["option"] for d in json.loads(path.read_text())["decisions"] if d["kind"] == "attention"} == {
+        "fused"
+    }
     again = effcompile.optimize(model, inputs=inputs(), plan=tmp_path / "plan.json")
     assert all(check.passed for check in again.plan.checks)
     torch.testing.assert_close(again(**inputs()), executable(**inputs()))
@@ -189,6 +217,8 @@ def test_an_edit_that_cannot_be_traced_is_not_said_to_be_in_the_step(monkeypatch
         return attended
 
     monkeypatch.setattr(FusedAttention, "fuse", broken)
-    plan = effcompile.plan(Attends().train(), inputs=inputs(), mode="training", passes=["attention.always=true"])
+    plan = effcompile.plan(
+        Attends().train(), inputs=inputs(), mode="training", passes=["attention.always=true"]
+    )
     assert not [d for d in plan.decisions if d.kind == "attention"]
     assert any("cannot be traced with its attentions" in words(d.reason) for d in plan.declined)

@@ -1,4 +1,6 @@
-"""The forms of a step: which loss heads and gradients in place are proposed, and that each is the same step."""
+"""The forms of a step: which loss heads and gradients in place are proposed, and that each is the
+same step.
+"""
 
 import pytest
 from step_helpers import assert_equal, eager, joint_step, run, tiny
@@ -25,7 +27,11 @@ def chunks(forms: list[Case]) -> set[object]:
 def test_the_step_as_captured_comes_first_and_every_form_is_the_same_step(gpt2: tuple) -> None:
     model, batch, step = gpt2
     forms, declined = forms_of(step, LossHeads())
-    assert forms[0].step is step and forms[0].options == {"loss head": "whole"} and forms[0].label == "as captured"
+    assert (
+        forms[0].step is step
+        and forms[0].options == {"loss head": "whole"}
+        and forms[0].label == "as captured"
+    )
     assert len(forms) > 1 and not declined
     wanted = eager(model, batch)
     (first,) = forms[0].taken
@@ -37,13 +43,17 @@ def test_the_step_as_captured_comes_first_and_every_form_is_the_same_step(gpt2: 
         if form is not forms[0]:
             count = chosen.option.settings["chunks"]
             assert count > 1 and form.label.startswith(f"loss head {count} chunks")
-            assert chosen.option.settings["form"] in ("chunked", "rechunked") and not find_loss_heads(form.step)
+            assert chosen.option.settings["form"] in ("chunked", "rechunked") and not find_loss_heads(
+                form.step
+            )
 
 
 @pytest.mark.parametrize("asked", [2, 3, 1000])
 def test_chunks_can_be_asked_for_and_the_nearest_number_is_taken(gpt2: tuple, asked: int) -> None:
     counts = find_loss_heads(gpt2[2])[0].chunk_counts
-    assert chunks(forms_of(gpt2[2], LossHeads(chunks=asked))[0]) == {min(counts, key=lambda count: abs(count - asked))}
+    assert chunks(forms_of(gpt2[2], LossHeads(chunks=asked))[0]) == {
+        min(counts, key=lambda count: abs(count - asked))
+    }
 
 
 def test_small_logits_are_not_cut_further_than_asked(gpt2: tuple) -> None:
@@ -54,8 +64,13 @@ def test_small_logits_are_not_cut_further_than_asked(gpt2: tuple) -> None:
 def test_tied_gradients_are_summed_in_place_unless_that_is_switched_off(gpt2: tuple) -> None:
     for summed in (True, False):
         forms, _ = forms_of(gpt2[2], LossHeads(in_place=summed))
-        assert len(forms) > 1 and all(form.taken[0].option.settings["in_place"] is summed for form in forms[1:])
-        writes = [any("add_" in str(node.target) or "_into" in str(node.target) for node in form.step.graph.nodes) for form in forms[1:]]
+        assert len(forms) > 1 and all(
+            form.taken[0].option.settings["in_place"] is summed for form in forms[1:]
+        )
+        writes = [
+            any("add_" in str(node.target) or "_into" in str(node.target) for node in form.step.graph.nodes)
+            for form in forms[1:]
+        ]
         assert all(wrote is summed for wrote in writes)
 
 
@@ -83,9 +98,15 @@ def test_an_option_that_was_refuted_is_declined_with_the_reason(gpt2: tuple) -> 
     assert [(d.option, words(d.reason)) for d in declined] == [(refuted, "it was run, and did not hold")]
 
 
-@pytest.mark.parametrize("settings", [{"form": "chunked", "chunks": 3}, {"form": ("whole",), "chunks": 2}, {}])
+@pytest.mark.parametrize(
+    "settings", [{"form": "chunked", "chunks": 3}, {"form": ("whole",), "chunks": 2}, {}]
+)
 def test_a_head_that_the_step_cannot_have_is_refused(gpt2: tuple, settings: dict) -> None:
     option = StepOption(name="some", settings={**settings, "in_place": True})
     assert 3 not in find_loss_heads(gpt2[2])[0].chunk_counts
     with pytest.raises(FormatError, match="Plan again"):
-        LossHeads().apply(Case(step=gpt2[2]), StepChoice(site="lm_head", kind="loss head", baseline="whole", options=(option,)), option)
+        LossHeads().apply(
+            Case(step=gpt2[2]),
+            StepChoice(site="lm_head", kind="loss head", baseline="whole", options=(option,)),
+            option,
+        )

@@ -43,23 +43,56 @@ def proposed(levers: Levers, rates: Rates = RATES, name: str = "gpt2") -> Blocks
 
 def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     plain = TrainingPasses(
-        step=(TensorParallel(), FusedAttention(), LossHeads(), Parts(), WideProducts(), Pointwise(), Shard(), Pipeline(), States()),
+        step=(
+            TensorParallel(),
+            FusedAttention(),
+            LossHeads(),
+            Parts(),
+            WideProducts(),
+            Pointwise(),
+            Shard(),
+            Pipeline(),
+            States(),
+        ),
         checkpoint=Checkpoint(),
         levers=Levers(),
-    )  # fmt: skip
+    )
     load = load_training_passes
     assert load(None) == plain
     assert load(["offload", "compress"]) == replace(plain, levers=Levers(values=(Offload(), Compress())))
-    assert load(["offload.host=1GiB", "no-pointwise"]).step == (*plain.step[:5], Shard(), Pipeline(), States())
-    assert load(["checkpoint", "offload"]) == replace(plain, step=(States(offload=False),), levers=Levers(values=(Offload(),)))
+    assert load(["offload.host=1GiB", "no-pointwise"]).step == (
+        *plain.step[:5],
+        Shard(),
+        Pipeline(),
+        States(),
+    )
+    assert load(["checkpoint", "offload"]) == replace(
+        plain, step=(States(offload=False),), levers=Levers(values=(Offload(),))
+    )
     assert load(["bitmask"]) == replace(plain, levers=Levers(values=(Bitmask(),)))
-    assert load(["checkpoint", "no-offload"]).levers == load(["compress.share=0.1", "no-compress"]).levers == Levers()
+    assert (
+        load(["checkpoint", "no-offload"]).levers
+        == load(["compress.share=0.1", "no-compress"]).levers
+        == Levers()
+    )
     assert load(["offload.host=2GiB", "compress"]).levers == Levers(values=(Offload(host="2GiB"), Compress()))
-    assert load(None, linked=True).levers == load(["no-pointwise"], linked=True).levers == Levers(values=(Offload(),))
+    assert (
+        load(None, linked=True).levers
+        == load(["no-pointwise"], linked=True).levers
+        == Levers(values=(Offload(),))
+    )
     assert load(["no-offload"], linked=True).levers == load(["checkpoint"], linked=True).levers == Levers()
     assert load(["precision"]).step == (TensorParallel(), Precision(), *plain.step[1:])
-    assert load(None, inexact=True).step == (TensorParallel(), Precision(), *plain.step[1:5], Frozen(), *plain.step[5:])
-    assert load(["no-precision", "no-frozen"], inexact=True).step == plain.step and load(["microbatch"]).late == (Microbatch(),)
+    assert load(None, inexact=True).step == (
+        TensorParallel(),
+        Precision(),
+        *plain.step[1:5],
+        Frozen(),
+        *plain.step[5:],
+    )
+    assert load(["no-precision", "no-frozen"], inexact=True).step == plain.step and load(
+        ["microbatch"]
+    ).late == (Microbatch(),)
 
 
 def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
@@ -70,12 +103,17 @@ def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
 def test_a_plans_own_passes_carry_it_out_also_where_they_were_left_out() -> None:
     left = load_training_passes(["no-pointwise", "no-attention"])
     assert left.carrying_out({"pointwise", "precision", "states"}).step == (
-        TensorParallel(), Precision(), LossHeads(), Parts(), WideProducts(), Pointwise(), Shard(), Pipeline(), States(),
+        TensorParallel(), Precision(), LossHeads(), Parts(), WideProducts(), Pointwise(), Shard(), Pipeline(),
+        States(),
     )  # fmt: skip
 
 
 def test_each_says_whether_it_changes_numbers() -> None:
-    assert {name for name, cls in TRAINING_PASSES.items() if not cls.exact} == {"compress", "frozen", "precision"}
+    assert {name for name, cls in TRAINING_PASSES.items() if not cls.exact} == {
+        "compress",
+        "frozen",
+        "precision",
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,7 +161,11 @@ def test_forms_have_the_bytes_and_the_seconds_of_their_copies() -> None:
             assert found["compress"].workspace > 0
     assert counted > 5
     assert not set(block.problem.forms) & set(block.problem.leaving)
-    masks = [n for n, s in block.values.items() if cut.maker.get(s) is not None and cut.maker[s].meta["val"].dtype == torch.bool]
+    masks = [
+        n
+        for n, s in block.values.items()
+        if cut.maker.get(s) is not None and cut.maker[s].meta["val"].dtype == torch.bool
+    ]
     assert masks
     assert all([f.name for f in block.problem.forms[n]] == ["offload"] for n in masks)
 
@@ -131,10 +173,15 @@ def test_forms_have_the_bytes_and_the_seconds_of_their_copies() -> None:
 def test_values_in_fewer_bits_are_forms_beside_those_in_8_on_the_device_and_on_the_host() -> None:
     cut = proposed(Levers(values=(Offload(share=0.0), Compress(share=0.0, bits=(2, 8, 4)))))
     block = cut.blocks[1]
-    several = {name: {f.name: f for f in forms} for name, forms in block.problem.forms.items() if len(forms) > 1}
+    several = {
+        name: {f.name: f for f in forms} for name, forms in block.problem.forms.items() if len(forms) > 1
+    }
     assert several
     for name, found in several.items():
-        assert list(found) == ["offload", *(f"compress{bits}{on}" for bits in ("", "4", "2") for on in ("", "+offload"))]
+        assert list(found) == [
+            "offload",
+            *(f"compress{bits}{on}" for bits in ("", "4", "2") for on in ("", "+offload")),
+        ]
         count = cut.maker[block.values[name]].meta["val"].numel()
         for bits in (8, 4, 2):
             form = found[f"compress{bits if bits < 8 else ''}"]
@@ -148,7 +195,9 @@ def test_masks_alone_are_held_as_bits_in_an_eighth_of_their_bytes() -> None:
     block, found = cut.blocks[1], 0
     for name, forms in block.problem.forms.items():
         value, ways = cut.maker[block.values[name]].meta["val"], {f.name: f for f in forms}
-        assert set(ways) == ({"offload", "bitmask", "bitmask+offload"} if value.dtype == torch.bool else {"offload"})
+        assert set(ways) == (
+            {"offload", "bitmask", "bitmask+offload"} if value.dtype == torch.bool else {"offload"}
+        )
         if form := ways.get("bitmask"):
             found += 1
             assert form.held == form.packed == ways["bitmask+offload"].host == -(-value.numel() // 8)
@@ -190,13 +239,17 @@ def test_subsets_leave_the_others_out() -> None:
     assert alone.names == ("offload",)
     cut = proposed(alone)
     assert not any(op.repeatable for block in cut.blocks for op in block.problem.forward)
-    assert all([f.name for f in forms] == ["offload"] for b in cut.blocks for forms in b.problem.forms.values())
+    assert all(
+        [f.name for f in forms] == ["offload"] for b in cut.blocks for forms in b.problem.forms.values()
+    )
     assert not any(block.problem.forms for block in proposed(EVERY.only(["recompute"])).blocks)
     with pytest.raises(UnknownNameError, match="Did you mean 'offload'"):
         EVERY.only(["ofload"])
 
 
-def test_options_say_what_they_move_and_become_schedules_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_say_what_they_move_and_become_schedules_with_their_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.1)
     cut, checkpoint = proposed(EVERY), Checkpoint()
     fronts = {block.stage.kind: checkpoint.front(block) for block in cut.blocks}

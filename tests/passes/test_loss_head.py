@@ -1,4 +1,6 @@
-"""The loss head in chunks, and tied gradients summed in place: found, refused with a reason, and equal to eager."""
+"""The loss head in chunks, and tied gradients summed in place: found, refused with a reason, and equal to
+eager.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from effcompile.capture.training import capture_training
 from effcompile.core.errors import UsageError
 from effcompile.core.torch_compat_memory import peak_of_memory_events
 from effcompile.ir.step import Step
-from effcompile.passes.training.loss_head import OPTIONS, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
+from effcompile.passes.training.loss_head import (
+    OPTIONS,
+    accumulate_embeddings,
+    declined_loss_heads,
+    find_loss_heads,
+    with_loss_head,
+)
 
 aten, ours = torch.ops.aten, torch.ops.effcompile
 IN_PLACE = (ours.embedding_backward_into.default, aten.addmm_.default, aten.add_.Tensor)
@@ -51,7 +59,12 @@ def test_equals_eager(name: str) -> None:
     before = len(step.graph.nodes)
     (head,) = find_loss_heads(step)
     assert not declined_loss_heads(step) and head.options == OPTIONS and head.chunk_counts == (2, 4)
-    assert (head.rows, head.classes, head.width, head.logits_bytes) == (134, VOCABULARY, 16, 134 * VOCABULARY * 4)
+    assert (head.rows, head.classes, head.width, head.logits_bytes) == (
+        134,
+        VOCABULARY,
+        16,
+        134 * VOCABULARY * 4,
+    )
     inputs = tiny(name, ignored=0.6)[1]  # the first chunk of two has no label at all
     expected = eager(model, inputs, 1.5)
     assert_equal(run(step, model, inputs, 1.5), expected, 1e-6)
@@ -98,14 +111,20 @@ def test_tied_gradients_are_summed_in_place(name: str, sums: int) -> None:
         copy = rewritten(step, option)
         assert targets(copy).count(ours.embedding_backward_into.default) == sums
         whole = list(copy.graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default))
-        assert [n.args[2] for n in whole if n.args[2] == VOCABULARY] == ([VOCABULARY] if name == "llama" else [])
+        assert [n.args[2] for n in whole if n.args[2] == VOCABULARY] == (
+            [VOCABULARY] if name == "llama" else []
+        )
         assert_equal(run(copy, model, inputs), eager(model, inputs), 1e-5)
 
 
 def test_shared_layers_multiply_into_one_gradient() -> None:
     model, step = captured("albert")
     copy = accumulate_embeddings(step)
-    assert targets(step).count(aten.mm.default) - targets(copy).count(aten.mm.default) == targets(copy).count(aten.addmm_.default) > 8
+    assert (
+        targets(step).count(aten.mm.default) - targets(copy).count(aten.mm.default)
+        == targets(copy).count(aten.addmm_.default)
+        > 8
+    )
     inputs = tiny("albert", ignored=0.2)[1]
     assert_equal(run(copy, model, inputs), eager(model, inputs), 1e-5)
 
@@ -121,9 +140,10 @@ def test_new_nodes_are_attributed_and_valued() -> None:
                 stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
                 assert stack or node.target in IN_PLACE, node
         heads = [n for n in copy.graph.nodes if str(n.target).startswith("effcompile.loss_head")]
-        assert [list((n.meta.get("nn_module_stack") or n.meta["fwd_nn_module_stack"]).values())[-1][0] for n in heads] == [
-            "model.cls.predictions.decoder"
-        ] * len(heads)
+        assert [
+            list((n.meta.get("nn_module_stack") or n.meta["fwd_nn_module_stack"]).values())[-1][0]
+            for n in heads
+        ] == ["model.cls.predictions.decoder"] * len(heads)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
@@ -149,14 +169,19 @@ def test_kept_outputs_keep_the_logits() -> None:
 
 
 class Head(nn.Module):
-    """Embedding, a layer, and a loss head that the test writes: `head(self, hidden (2, 35, 8), labels) -> loss`."""
+    """Embedding, a layer, and a loss head that the test writes: `head(self, hidden (2, 35, 8), labels) ->
+    loss`.
+    """
 
     def __init__(self, head: Callable[..., Any], *, tied: bool = False, vocabulary: int = 40) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.layer = nn.Embedding(vocabulary, 8), nn.Linear(8, 8)
         self.lm_head = nn.Linear(8, vocabulary, bias=False)
-        self.bias, self.matrix = nn.Parameter(torch.randn(vocabulary)), nn.Parameter(torch.randn(8, vocabulary))
+        self.bias, self.matrix = (
+            nn.Parameter(torch.randn(vocabulary)),
+            nn.Parameter(torch.randn(8, vocabulary)),
+        )
         if tied:
             self.lm_head.weight = self.embed.weight
         self.head = head
@@ -166,7 +191,9 @@ class Head(nn.Module):
 
 
 def ce(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
-    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), target.reshape(-1), **options)
+    return nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), target.reshape(-1), **options
+    )
 
 
 def small(head: Callable[..., Any], length: int = 35, **options: Any) -> tuple[Head, dict[str, Tensor], Step]:
@@ -185,7 +212,9 @@ ACCEPTED: dict[str, Callable[..., Any]] = {
     "shifted by slices": lambda m, h, y: ce(m.lm_head(h)[:, :-1].contiguous(), y[:, 1:]),
     "sliced twice": lambda m, h, y: ce(m.lm_head(h)[:, 1:][:, :-1:1], y[:, 1:-1]),
     "bias added apart": lambda m, h, y: ce(m.lm_head(h) + m.bias, y),
-    "biased, then scaled and capped": lambda m, h, y: ce(5 * torch.tanh((m.lm_head(h) + m.bias) * 0.3 / 2), y),
+    "biased, then scaled and capped": lambda m, h, y: ce(
+        5 * torch.tanh((m.lm_head(h) + m.bias) * 0.3 / 2), y
+    ),
     "weight as (D, V)": lambda m, h, y: ce(torch.addmm(m.bias, h.view(-1, 8), m.matrix), y),
     "sum over a number": lambda m, h, y: ce(m.lm_head(h), y, reduction="sum") / 7,
     "loss used twice": lambda m, h, y: (lambda loss: loss * loss + 3 * loss)(ce(m.lm_head(h), y)),
@@ -203,7 +232,11 @@ def test_heads_of_other_forms(kind: str) -> None:
     (head,) = find_loss_heads(step) or pytest.fail(str(declined_loss_heads(step)))
     expected = eager(model, batch, 1.5, loss=called)
     for option in ("chunked", "rechunked"):
-        copy = with_loss_head(step, head, option, 2) if 2 in head.chunk_counts else pytest.fail(f"{head.rows} rows")
+        copy = (
+            with_loss_head(step, head, option, 2)
+            if 2 in head.chunk_counts
+            else pytest.fail(f"{head.rows} rows")
+        )
         assert aten._log_softmax.default not in targets(copy)
         assert_equal(run(copy, model, batch, 1.5), expected, 1e-5)
 
@@ -214,18 +247,30 @@ def small_classifier(m: Head, h: Tensor, y: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "logits are shown": (lambda m, h, y: (lambda z: (ce(z, y), z))(m.lm_head(h)), "kept as an output"),
-    "logits are used again": (lambda m, h, y: (lambda z: ce(z, y) + z.square().mean())(m.lm_head(h)), "its logits are also read by"),
+    "logits are used again": (
+        lambda m, h, y: (lambda z: ce(z, y) + z.square().mean())(m.lm_head(h)),
+        "its logits are also read by",
+    ),
     "label smoothing": (lambda m, h, y: ce(m.lm_head(h), y, label_smoothing=0.1), "label smoothing"),
     "class weights": (lambda m, h, y: ce(m.lm_head(h), y, weight=torch.ones(40)), "weighted"),
     "losses per row": (lambda m, h, y: ce(m.lm_head(h), y, reduction="none").square().sum(), "kept per row"),
     "scaled by a tensor": (lambda m, h, y: ce(m.lm_head(h) * m.bias[0], y), "scaled by a tensor"),
     "an unknown step": (lambda m, h, y: ce(torch.relu(m.lm_head(h)), y), "aten.relu stands between"),
-    "vocabulary cut": (lambda m, h, y: ce(m.lm_head(h)[..., :30], y.clamp(max=29)), "the axis of its 30 classes is cut"),
-    "classes in the middle": (lambda m, h, y: nn.functional.cross_entropy(m.lm_head(h).transpose(1, 2), y), "last axis"),
+    "vocabulary cut": (
+        lambda m, h, y: ce(m.lm_head(h)[..., :30], y.clamp(max=29)),
+        "the axis of its 30 classes is cut",
+    ),
+    "classes in the middle": (
+        lambda m, h, y: nn.functional.cross_entropy(m.lm_head(h).transpose(1, 2), y),
+        "last axis",
+    ),
     "rounded logits": (lambda m, h, y: ce(m.lm_head(h).bfloat16(), y), "torch.bfloat16 before the softmax"),
     "no gradient": (lambda m, h, y: ce(m.lm_head(h).detach(), y) + h.mean(), "no gradient"),
     "few classes": (small_classifier, "nothing to gain"),
-    "no matrix product": (lambda m, h, y: ce(torch.cumsum(h.repeat(1, 1, 5), -1), y), "aten.cumsum stands between"),
+    "no matrix product": (
+        lambda m, h, y: ce(torch.cumsum(h.repeat(1, 1, 5), -1), y),
+        "aten.cumsum stands between",
+    ),
 }
 
 
@@ -251,7 +296,10 @@ def test_few_rows_and_fp16() -> None:
 def test_wrong_options_are_named() -> None:
     _, _, step = small(ACCEPTED["frozen trunk"])
     (head,) = find_loss_heads(step)
-    for option, chunks, words in (("chunkd", 2, "chunked, rechunked"), ("chunked", 3, "takes 2 chunks; given 3")):
+    for option, chunks, words in (
+        ("chunkd", 2, "chunked, rechunked"),
+        ("chunked", 3, "takes 2 chunks; given 3"),
+    ):
         with pytest.raises(UsageError, match=words):
             with_loss_head(step, head, option, chunks)
     with pytest.raises(UsageError, match="another step"):
@@ -286,7 +334,9 @@ def test_two_embeddings_and_a_product(padding: int | None) -> None:
 
 def test_a_gradient_with_another_reader_is_not_overwritten() -> None:
     """Sums whose terms are read again, or are no tensors of their own, stay."""
-    model, batch, step = small(lambda m, h, y: (m.bias.sum() * 3 + m.bias.exp().sum()) + (h @ m.matrix).mean(), tied=True)
+    model, batch, step = small(
+        lambda m, h, y: (m.bias.sum() * 3 + m.bias.exp().sum()) + (h @ m.matrix).mean(), tied=True
+    )
     copy = accumulate_embeddings(step)
     assert targets(copy).count(aten.add_.Tensor) == 1  # d exp is written to; d sum is one number, expanded
     assert_equal(run(copy, model, batch), eager(model, batch, loss=called), 1e-6)
@@ -307,7 +357,9 @@ def test_by_frequency_is_left_to_aten() -> None:
     model.embed.scale_grad_by_freq = True
     step = joint_step(model, batch, loss=called)
     copy = accumulate_embeddings(step)
-    assert ours.embedding_backward_into.default not in targets(copy) and aten.embedding_dense_backward.default in targets(copy)
+    assert ours.embedding_backward_into.default not in targets(
+        copy
+    ) and aten.embedding_dense_backward.default in targets(copy)
     assert_equal(run(copy, model, batch), eager(model, batch, loss=called), 1e-5)
 
 

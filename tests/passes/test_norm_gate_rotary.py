@@ -1,4 +1,6 @@
-"""RMSNorm, SwiGLU and rotary positions found in Hugging Face models as they write them, proven, priced and replaced; left elsewhere."""
+"""RMSNorm, SwiGLU and rotary positions found in Hugging Face models as they write them, proven, priced and
+replaced; left elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,32 @@ from effcompile.report.reasons import words
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.rows import RowSite, row_sites, unmatched
 
-SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}  # fmt: skip
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
 ONE = {"num_hidden_layers": 1}
 H100 = load_target("h100-sxm")
 #: Model → (how to make it, what is in it: Gemma gates by GELU and T5 has positions of its own).
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), {"rms_norm": 5, "swiglu": 2, "rotary": 4}),
-    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | ONE)), {"rms_norm": 5, "swiglu": 1, "rotary": 2}),
+    "qwen3": (
+        lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | ONE)),
+        {"rms_norm": 5, "swiglu": 1, "rotary": 2},
+    ),
     "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES | ONE)), {"rms_norm": 5, "rotary": 2}),
-    "t5": (lambda: T5EncoderModel(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)), {"rms_norm": 3}),
+    "t5": (
+        lambda: T5EncoderModel(
+            T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+        ),
+        {"rms_norm": 3},
+    ),
 }
 
 
@@ -74,19 +92,28 @@ def on(*, backend: str = "triton", goal: Goal | None = None, target: Any = H100)
 
 
 def fused(program: Program, only: tuple[str, ...] = ("rms_norm", "swiglu", "rotary")) -> Program:
-    return Rows().apply(program, plan_with({site.site: "fused" for site in row_sites(program) if site.form in only}))
+    return Rows().apply(
+        program, plan_with({site.site: "fused" for site in row_sites(program) if site.form in only})
+    )
 
 
 # ---------------------------------------------------------------- found
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in MODELS), ("llama", torch.bfloat16), ("t5", torch.float16)])
-def test_every_one_of_a_model_is_found_and_replaced_without_changing_it(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in MODELS), ("llama", torch.bfloat16), ("t5", torch.float16)],
+)
+def test_every_one_of_a_model_is_found_and_replaced_without_changing_it(
+    name: str, dtype: torch.dtype
+) -> None:
     program = program_of(name, dtype)
     sites = row_sites(program)
     assert Counter(site.form for site in sites) == MODELS[name][1] and not unmatched(program, sites)
     after = fused(program)
-    assert not row_sites(after) and not list(after.calls(torch.ops.aten.rsqrt.default, torch.ops.aten.silu.default))
+    assert not row_sites(after) and not list(
+        after.calls(torch.ops.aten.rsqrt.default, torch.ops.aten.silu.default)
+    )
     after.graph.lint()
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
     for found, wanted in zip(outputs(after), outputs(program), strict=True):
@@ -96,12 +123,18 @@ def test_every_one_of_a_model_is_found_and_replaced_without_changing_it(name: st
 
 def test_the_sum_before_a_norm_is_made_with_it_where_the_sum_is_read_later_too() -> None:
     sites = {site.site: site for site in row_sites(program_of("llama"))}
-    first, middle = sites["model.layers.0.input_layernorm:rms_norm"], sites["model.layers.0.post_attention_layernorm:rms_norm"]
+    first, middle = (
+        sites["model.layers.0.input_layernorm:rms_norm"],
+        sites["model.layers.0.post_attention_layernorm:rms_norm"],
+    )
     assert first.total is None and first.dims == (24, 32)
-    assert middle.total is not None and len(set(middle.total.users) - set(middle.nodes)) == 1  # the next residual
+    # the next residual
+    assert middle.total is not None and len(set(middle.total.users) - set(middle.nodes)) == 1
     after = fused(program_of("llama"), ("rms_norm",))
     (both,) = (
-        node for node in after.calls(torch.ops.effcompile.rms_norm.default) if "0.post_attention" in str(node.meta["nn_module_stack"])
+        node
+        for node in after.calls(torch.ops.effcompile.rms_norm.default)
+        if "0.post_attention" in str(node.meta["nn_module_stack"])
     )
     sums = [user for user in both.users if user.args[1] == 1]
     assert len(sums) == 1 and sums[0].users
@@ -164,9 +197,12 @@ def test_a_rotation_the_other_way_or_of_other_halves_is_left() -> None:
     cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
     shape = (2, 3, 5, 16)
     half = lambda x: torch.cat((-x[..., 8:], x[..., :8]), -1)  # noqa: E731
-    assert [s.form for s in sites_of(lambda x, w: x * angles.cos().unsqueeze(1) + half(x) * angles.sin().unsqueeze(1), *shape)] == [
-        "rotary"
-    ]
+    assert [
+        s.form
+        for s in sites_of(
+            lambda x, w: x * angles.cos().unsqueeze(1) + half(x) * angles.sin().unsqueeze(1), *shape
+        )
+    ] == ["rotary"]
     for chain in (
         lambda x, w: x * cos + turned(x, 1.0, False) * sin,
         lambda x, w: x * cos + turned(x, -1.0, True) * sin,
@@ -201,12 +237,26 @@ def test_it_is_priced_by_the_memory_that_it_moves() -> None:
     assert len(choices) == 11 and not declined
     option = choices["model.layers.0.post_attention_layernorm:rms_norm"].option("fused")
     price = H100.price("triton", KernelCall("rows/add_rms_norm", (24, 32)))
-    assert price is not None and option.cost.seconds == price[0] and words(option.note).endswith("the residual sum among them")
-    assert option.cost.seconds < choices["model.layers.0.post_attention_layernorm:rms_norm"].option("separate").cost.seconds
-    assert KernelCall("rows/add_rms_norm", (24, 32)).bytes == 2 * KernelCall("rows/rms_norm", (24, 32)).bytes == 4 * 4 * 24 * 32
+    assert (
+        price is not None
+        and option.cost.seconds == price[0]
+        and words(option.note).endswith("the residual sum among them")
+    )
+    assert (
+        option.cost.seconds
+        < choices["model.layers.0.post_attention_layernorm:rms_norm"].option("separate").cost.seconds
+    )
+    assert (
+        KernelCall("rows/add_rms_norm", (24, 32)).bytes
+        == 2 * KernelCall("rows/rms_norm", (24, 32)).bytes
+        == 4 * 4 * 24 * 32
+    )
 
 
-@pytest.mark.parametrize(("backend", "why"), [("torch-inductor", "Inductor fuses"), ("onnxruntime", "the triton backend has, on a GPU")])
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [("torch-inductor", "Inductor fuses"), ("onnxruntime", "the triton backend has, on a GPU")],
+)
 def test_elsewhere_it_is_declined_once(backend: str, why: str) -> None:
     choices, declined = split(Rows().propose(program_of("llama"), on(backend=backend)))
     assert not choices and len(declined) == 1 and why in words(declined[0].reason)
@@ -229,7 +279,9 @@ def test_no_gain_and_no_match_are_told() -> None:
         return w * (x * root(x)) + x * root(x + 1.0)
 
     program = capture(Written(chain).eval(), (torch.randn(2, 5, 16),), dynamic=False)
-    slow = context(lambda call: 1.0 if call.kernel.startswith("rows/") else 1e-6, goal=Goal(), backend="triton")
+    slow = context(
+        lambda call: 1.0 if call.kernel.startswith("rows/") else 1e-6, goal=Goal(), backend="triton"
+    )
     choices, declined = split(Rows().propose(program, slow))
     assert [o.name for c in choices.values() for o in c.options] == ["separate"]
     assert sorted(words(d.reason).partition(":")[0] for d in declined) == [
@@ -238,12 +290,21 @@ def test_no_gain_and_no_match_are_told() -> None:
 
 
 def test_a_whole_plan_for_a_gpu_that_is_not_here_takes_them() -> None:
-    plan = effcompile.plan(model("llama", torch.float32), {"input_ids": torch.arange(24).view(2, 12)}, target="h100-sxm", backend="triton")
+    plan = effcompile.plan(
+        model("llama", torch.float32),
+        {"input_ids": torch.arange(24).view(2, 12)},
+        target="h100-sxm",
+        backend="triton",
+    )
     rowed = [d for d in plan.decisions if d.kind == "rows"]
     assert Counter(d.option for d in rowed) == {"fused": 11} and plan.backend == "triton"
     assert all(d.cost.seconds < d.baseline_cost.seconds for d in rowed)
     separate = sum(d.baseline_cost.seconds for d in rowed)
-    assert plan.predicted.seconds is not None and plan.baseline.seconds is not None and separate < plan.baseline.seconds
+    assert (
+        plan.predicted.seconds is not None
+        and plan.baseline.seconds is not None
+        and separate < plan.baseline.seconds
+    )
 
 
 # ---------------------------------------------------------------- found again in what was built
@@ -257,4 +318,6 @@ def test_what_is_built_tells_which_are_fused() -> None:
         and lowered.applied["model.layers.1.self_attn:rotary#2"].word == "fused"
     )
     assert lowered.applied["model.norm:rms_norm"].word == "separate"
-    torch.testing.assert_close(lowered(*program.flat_inputs())[0], outputs(program_of("llama"))[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        lowered(*program.flat_inputs())[0], outputs(program_of("llama"))[0], rtol=1e-4, atol=1e-5
+    )

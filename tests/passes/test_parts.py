@@ -1,4 +1,6 @@
-"""Gradients of parts of one value are summed in place: the same step, in fewer bytes, and only where nobody else reads the sum."""
+"""Gradients of parts of one value are summed in place: the same step, in fewer bytes, and only where nobody
+else reads the sum.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ STEPS = 6
 
 
 class Scan(nn.Module):
-    """s_t = a_t s_{t−1} + b_t, read step by step, by `select` or by `slice`; `shown`: the whole is read once more."""
+    """s_t = a_t s_{t−1} + b_t, read step by step, by `select` or by `slice`; `shown`: the whole is read once
+    more.
+    """
 
     def __init__(self, *, slices: bool = False, shown: bool = False) -> None:
         super().__init__()
@@ -41,7 +45,10 @@ def made(model: nn.Module) -> tuple[Step, dict[str, Tensor]]:
 
 
 def padded(step: Step) -> int:
-    return sum(node.target in (aten.select_backward.default, aten.slice_backward.default) for node in step.graph.nodes)
+    return sum(
+        node.target in (aten.select_backward.default, aten.slice_backward.default)
+        for node in step.graph.nodes
+    )
 
 
 @pytest.mark.parametrize("slices", [False, True])
@@ -52,10 +59,13 @@ def test_the_step_is_the_same_and_no_part_but_the_first_is_padded(slices: bool, 
     step, batch = made(model)
     (form,), declined = forms_of(step, Parts())
     assert not declined and form.options == {KIND: IN_PLACE}
-    assert padded(step) == 2 * STEPS and padded(form.step) == 2 - shown  # what is read once more is there for the first one, too
+    # what is read once more is there for the first one, too
+    assert padded(step) == 2 * STEPS and padded(form.step) == 2 - shown
     loss, gradients = run(form.step, model, batch)
     wanted = run(step, model, batch)
-    assert torch.equal(loss, wanted[0]) and all(torch.equal(gradients[name], wanted[1][name]) for name in wanted[1])
+    assert torch.equal(loss, wanted[0]) and all(
+        torch.equal(gradients[name], wanted[1][name]) for name in wanted[1]
+    )
     assert_equal((loss, gradients), eager(model, batch, loss=loss_of), 1e-6)
 
 
@@ -73,7 +83,9 @@ def test_a_saved_plan_has_the_sums_that_it_was_made_with() -> None:
 
 
 class ReadTwice(nn.Module):
-    """The sums so far are read by others, too: every second gradient of a part goes on into another product."""
+    """The sums so far are read by others, too: every second gradient of a part goes on into
+    another product.
+    """
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         whole = torch.zeros_like(x)

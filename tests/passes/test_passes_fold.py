@@ -1,4 +1,6 @@
-"""Gains in the weights beside them: the same outputs to 1e-6, fewer operators, the model's own weights as they were."""
+"""Gains in the weights beside them: the same outputs to 1e-6, fewer operators, the model's own weights as
+they were.
+"""
 
 from __future__ import annotations
 

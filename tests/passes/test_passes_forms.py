@@ -29,7 +29,9 @@ def test_attention_offers_the_forms_that_exist_and_pay(bert: Program) -> None:
     choices, declined = split(Attention(int8=False).propose(bert, context(price, goal=Goal())))
     assert [s.site for s in attentions(bert)] == list(choices)
     assert all([o.name for o in c.options] == ["sdpa", "packed"] for c in choices.values())
-    assert {words(d.reason) for d in declined} == {f"onnxruntime has no attention/{form} kernel here" for form in ("tiled", "math")}
+    assert {words(d.reason) for d in declined} == {
+        f"onnxruntime has no attention/{form} kernel here" for form in ("tiled", "math")
+    }
     site = next(iter(choices))
     assert Attention().apply(bert, plan_with({site: "packed"})).tags == {site: form("packed")}
 
@@ -41,9 +43,13 @@ def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: P
     found = attentions(bert)
     exact, refused = split(Attention(int8=True).propose(bert, context(price, goal=Goal())))
     assert all([o.name for o in c.options] == ["sdpa"] for c in exact.values())
-    assert "goal allows no error (max_error = 0)" in {words(d.reason) for d in refused if d.option == "sdpa_int8"}
+    assert "goal allows no error (max_error = 0)" in {
+        words(d.reason) for d in refused if d.option == "sdpa_int8"
+    }
     _, refused = split(Attention(int8=True).propose(bert, context(price, sensitivity={})))
-    assert {words(d.reason) for d in refused if d.option == "sdpa_int8"} == {"its error at the output was not measured"}
+    assert {words(d.reason) for d in refused if d.option == "sdpa_int8"} == {
+        "its error at the output was not measured"
+    }
     errors = {(site.site, "sdpa_int8"): 1e-6 for site in found}
     choices, _ = split(Attention(int8=True).propose(bert, context(price, sensitivity=errors)))
     for site in found:
@@ -67,7 +73,9 @@ def with_turned_query(program: Program) -> Program:
 def test_int8_attention_is_not_offered_where_q_is_no_linears_result(bert: Program) -> None:
     edited = with_turned_query(bert)
     _, declined = split(Attention(int8=True).propose(edited, context(lambda call: 1e-3)))
-    assert "q or k is not a linear's result as it stands" in {words(d.reason) for d in declined if d.option == "sdpa_int8"}
+    assert "q or k is not a linear's result as it stands" in {
+        words(d.reason) for d in declined if d.option == "sdpa_int8"
+    }
 
 
 def test_attention_is_not_packed_where_heads_are_not_split_before_it(bert: Program) -> None:
@@ -97,9 +105,15 @@ def test_tanh_needs_a_goal_with_error_and_a_measured_one(bert: Program) -> None:
 
 def test_tanh_rewrites_the_graph_of_a_copy(bert: Program) -> None:
     first, second = [g.site for g in gelus(bert)]
-    after = Fuse().apply(bert, plan_with({first: "tanh", second: "erf", "encoder.layer.0.output.LayerNorm:add_norm": "fused"}))
+    after = Fuse().apply(
+        bert, plan_with({first: "tanh", second: "erf", "encoder.layer.0.output.LayerNorm:add_norm": "fused"})
+    )
     assert [g.site for g in gelus(after)] == [second] and len(gelus(bert)) == 2
-    assert names(after.tags) == {first: "tanh", second: "erf", "encoder.layer.0.output.LayerNorm:add_norm": "fused"}
+    assert names(after.tags) == {
+        first: "tanh",
+        second: "erf",
+        "encoder.layer.0.output.LayerNorm:add_norm": "fused",
+    }
     moved = (outputs(after)[0] - outputs(bert)[0]).norm() / outputs(bert)[0].norm()
     assert 0 < moved < 1e-3
 
@@ -114,7 +128,9 @@ def test_last_is_priced_by_the_rows_it_computes(gpt2: Program) -> None:
     option = choices["lm_head:rows"].option("last@int8_dynamic")
     m, k, n = next(s.dims for s in linears(gpt2) if s.site == "lm_head")
     spent = [by_work(KernelCall("linear/int8_dynamic", (rows, k, n))) for rows in (2, m)]
-    assert option.cost.seconds == pytest.approx(spent[0] - spent[1]) and option.requires == {"lm_head": ("int8_dynamic",)}
+    assert option.cost.seconds == pytest.approx(spent[0] - spent[1]) and option.requires == {
+        "lm_head": ("int8_dynamic",)
+    }
     exact, _ = split(Logits().propose(gpt2, context(goal=Goal(reads="last"))))
     assert [o.name for o in exact["lm_head:rows"].options] == ["all", "last"]
 

@@ -38,9 +38,15 @@ def test_a_merge_changes_nothing_but_the_graph(name: str, request: pytest.Fixtur
     there = {site.site for site in linears(after)}
     for site in found:
         assert site.merged_site in there
-        assert after.tags[site.merged_site] == form("int8_dynamic") and after.tags[site.site] == form("merged@int8_dynamic")
+        assert after.tags[site.merged_site] == form("int8_dynamic") and after.tags[site.site] == form(
+            "merged@int8_dynamic"
+        )
         assert not there & {m.site for m in site.members}
-        assert not any(key.startswith(m.site + ".") for m in site.members for key in dict(after.module.named_parameters()))
+        assert not any(
+            key.startswith(m.site + ".")
+            for m in site.members
+            for key in dict(after.module.named_parameters())
+        )
     assert sorted(dict(program.module.named_parameters())) == keys
     assert all(torch.equal(a, b) for a, b in zip(before, outputs(program), strict=True))
 
@@ -48,7 +54,10 @@ def test_a_merge_changes_nothing_but_the_graph(name: str, request: pytest.Fixtur
 def test_a_merged_program_exports_again_with_its_dynamic_axes(bert: Program) -> None:
     after = merged(bert)
     again = reexport(after).module()
-    other = {"input_ids": torch.randint(0, 100, (3, 11)), "attention_mask": torch.ones(3, 11, dtype=torch.long)}
+    other = {
+        "input_ids": torch.randint(0, 100, (3, 11)),
+        "attention_mask": torch.ones(3, 11, dtype=torch.long),
+    }
     other["attention_mask"][0, :4] = 0
     with torch.no_grad():
         got = torch.utils._pytree.tree_leaves(again(**other))
@@ -92,7 +101,11 @@ def test_each_precision_is_priced_and_required_of_all_members(block: Program) ->
     option = choice.option("merged@int8_dynamic")
     assert option.requires == {"q": ("int8_dynamic",), "k": ("int8_dynamic",), "v": ("int8_dynamic",)}
     members = [by_work(KernelCall("linear/int8_dynamic", m.dims)) for m in merges(block)[0].members]
-    expected = by_work(KernelCall("linear/int8_dynamic", (10, 32, 56))) + by_work(KernelCall("pointwise/fp32", (560,))) - sum(members)
+    expected = (
+        by_work(KernelCall("linear/int8_dynamic", (10, 32, 56)))
+        + by_work(KernelCall("pointwise/fp32", (560,)))
+        - sum(members)
+    )
     assert option.cost.seconds == pytest.approx(expected)
     assert option.cost.weight_bytes == 4 * 32  # zeros for the bias that k lacks
 
@@ -111,6 +124,8 @@ def test_a_split_costs_a_copy_where_it_is_no_view(block: Program, backend: str) 
 def test_an_exact_goal_merges_in_fp32_only_and_a_missing_kernel_is_declined(block: Program) -> None:
     exact, declined = split(Merge().propose(block, context(goal=Goal())))
     assert [o.name for o in exact[":merge"].options] == ["separate", "merged"] and not declined
-    choices, declined = split(Merge().propose(block, context(lambda call: None if "bf16" in call.kernel else 1e-3)))
+    choices, declined = split(
+        Merge().propose(block, context(lambda call: None if "bf16" in call.kernel else 1e-3))
+    )
     assert "merged@bf16" not in [o.name for o in choices[":merge"].options]
     assert [words(d.reason) for d in declined] == ["onnxruntime has no linear/bf16 kernel here"]

@@ -24,7 +24,9 @@ def test_an_exact_goal_gets_fp32_alone_and_one_refusal_per_option(bert: Program)
 
 
 def test_every_site_gets_every_option_that_the_backend_has(bert: Program) -> None:
-    choices, declined = split(Quantize().propose(bert, context(lambda c: None if "bf16" in c.kernel else 1e-3)))
+    choices, declined = split(
+        Quantize().propose(bert, context(lambda c: None if "bf16" in c.kernel else 1e-3))
+    )
     assert set(choices) == {s.site for s in linears(bert)} | {s.site for s in embeddings(bert)}
     for site in linears(bert):
         assert [o.name for o in choices[site.site].options] == [o for o in LINEAR_FORMATS if o != "bf16"]
@@ -46,7 +48,9 @@ def test_what_does_not_pay_fit_or_was_not_measured_says_so(gpt2: Program) -> Non
 
 def test_bytes_of_a_tied_table_are_those_that_will_be_stored(gpt2: Program) -> None:
     """All four combinations of the tied table's two readers, against what each stores."""
-    choices, _ = split(Quantize().propose(gpt2, context(lambda call: 1e-3 if "fp32" in call.kernel else 1e-4)))
+    choices, _ = split(
+        Quantize().propose(gpt2, context(lambda call: 1e-3 if "fp32" in call.kernel else 1e-4))
+    )
     wte, head = choices["transformer.wte"], choices["lm_head"]
     site = next(s for s in linears(gpt2) if s.site == "lm_head")
     table = 4 * site.n * site.k
@@ -64,10 +68,16 @@ def test_bytes_of_a_tied_table_are_those_that_will_be_stored(gpt2: Program) -> N
 
 
 def test_without_the_embedding_pass_the_tied_table_stays(gpt2: Program) -> None:
-    choices, _ = split(Quantize(embeddings=False).propose(gpt2, context(lambda call: 1e-3 if "fp32" in call.kernel else 1e-4)))
+    choices, _ = split(
+        Quantize(embeddings=False).propose(
+            gpt2, context(lambda call: 1e-3 if "fp32" in call.kernel else 1e-4)
+        )
+    )
     head, site = choices["lm_head"], next(s for s in linears(gpt2) if s.site == "lm_head")
     assert "transformer.wte" not in choices
-    assert head.option("int8_dynamic").cost.weight_bytes - head.option("fp32").cost.weight_bytes == stored_bytes(site, held("int8_dynamic"))
+    assert head.option("int8_dynamic").cost.weight_bytes - head.option(
+        "fp32"
+    ).cost.weight_bytes == stored_bytes(site, held("int8_dynamic"))
 
 
 def test_baseline_bytes_add_up_to_the_weights_read_at_sites(gpt2: Program, bert: Program) -> None:
@@ -89,13 +99,17 @@ def test_stored_bytes_are_what_onnxruntime_stores(bert: Program) -> None:
     packed = np.zeros((site.n, site.k // 32, 16), np.uint8)
     scales = np.zeros(site.n * site.k // 32, np.float32)
     zero = np.zeros((site.n, site.k // 64), np.uint8)
-    quantize_matmul_4bits(packed, np.ones((site.k, site.n), np.float32), scales, zero, 32, site.n, site.k, True)
+    quantize_matmul_4bits(
+        packed, np.ones((site.k, site.n), np.float32), scales, zero, 32, site.n, site.k, True
+    )
     assert stored_bytes(site, held("w4")) == packed.nbytes + scales.nbytes
 
 
 def test_apply_tags_what_is_there(bert: Program) -> None:
     sites = [s.site for s in linears(bert)]
-    after = Quantize().apply(bert, plan_with({sites[0]: "w4", "embeddings.word_embeddings": "int8", "not.there": "bf16"}))
+    after = Quantize().apply(
+        bert, plan_with({sites[0]: "w4", "embeddings.word_embeddings": "int8", "not.there": "bf16"})
+    )
     assert names(after.tags) == {sites[0]: "w4", "embeddings.word_embeddings": "int8"}
     assert not bert.tags
 

@@ -47,7 +47,9 @@ def test_selecting_excluding_and_setting() -> None:
     assert names("no-merge", "no-fuse") == ["shrink", "logits", "attention", "rows", "quantize", "sparsify"]
     assert names("merge", "fuse.norms=false") == ["merge", "fuse"]
     found = load_passes(["quantize.group_size=64", "quantize.embeddings=no", "quantize.options=w8, bf16"])
-    assert found[-2] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(found) == len(names())
+    assert found[-2] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(
+        found
+    ) == len(names())
 
 
 def test_an_optional_pass_takes_part_where_it_is_named_or_set_and_leaves_out_no_other() -> None:
@@ -83,7 +85,9 @@ def test_unknown_is_an_unknown_name() -> None:
 
 def test_installed_passes_come_last_and_bad_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def install(value: str, name: str = "theirs") -> None:
-        monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint(name=name, value=value, group=group)])
+        monkeypatch.setattr(
+            registry, "entry_points", lambda group: [EntryPoint(name=name, value=value, group=group)]
+        )
 
     install("effcompile.passes.quantize:Quantize")
     assert (
@@ -108,7 +112,9 @@ def test_proposals_name_only_what_is_offered(bert: Program) -> None:
         for choice in choices:
             assert choice.baseline in offered[choice.site]
             for option in choice.options:
-                assert all(allowed and set(allowed) <= offered[site] for site, allowed in option.requires.items())
+                assert all(
+                    allowed and set(allowed) <= offered[site] for site, allowed in option.requires.items()
+                )
         merges = [c for c in choices if c.kind == "merge"]
         kept = {o.name for c in merges for o in c.options}
         if spec:
@@ -135,7 +141,11 @@ def test_choices_of_one_site_are_joined_and_refusals_cascade(bert: Program) -> N
         return Option(form=Form(word=name), cost=Cost(), by="one", requires=requires)
 
     x = option("x")
-    passes = [One(options=(x, option("y"))), One(options=(x, option("z", b=("w",)))), One(site="b", options=(x, option("w", a=("gone",))))]
+    passes = [
+        One(options=(x, option("y"))),
+        One(options=(x, option("z", b=("w",)))),
+        One(site="b", options=(x, option("w", a=("gone",)))),
+    ]
     choices, declined = propose_all(passes, bert, replace(context(), goal=Goal()))
     assert {c.site: [o.name for o in c.options] for c in choices} == {"a": ["x", "y"], "b": ["x"]}
     assert [(d.site, d.option) for d in declined] == [("b", "w"), ("a", "z")]
@@ -143,6 +153,13 @@ def test_choices_of_one_site_are_joined_and_refusals_cascade(bert: Program) -> N
 
 def test_gradients_are_consumed_on_the_compilers_word_only_where_the_request_does_not_say() -> None:
     assert with_gradients_consumed(None) == ("states.in_backward=true",)
-    assert with_gradients_consumed(["checkpoint", "no-wide"]) == ("checkpoint", "no-wide", "states.in_backward=true")
-    assert with_gradients_consumed(["states.in_backward = false"]) is None and with_gradients_consumed(["states.in_backward=true"]) is None
+    assert with_gradients_consumed(["checkpoint", "no-wide"]) == (
+        "checkpoint",
+        "no-wide",
+        "states.in_backward=true",
+    )
+    assert (
+        with_gradients_consumed(["states.in_backward = false"]) is None
+        and with_gradients_consumed(["states.in_backward=true"]) is None
+    )
     assert load_training_passes(with_gradients_consumed(["no-wide"])).step[-1] == States(in_backward=True)

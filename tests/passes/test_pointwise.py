@@ -39,11 +39,27 @@ def model_of(name: str, dropout: float = 0.0) -> tuple[nn.Module, dict[str, torc
     import transformers as hf
 
     torch.manual_seed(0)
-    common: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                              "num_attention_heads": 2}  # fmt: skip
+    common: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    gpt2 = {"vocab_size": 97, "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 256, "resid_pdrop": dropout,
-            "embd_pdrop": dropout, "attn_pdrop": dropout, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+    gpt2 = {
+        "vocab_size": 97,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 64,
+        "n_positions": 256,
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     if name == "gpt2":
         model: nn.Module = hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2))
     elif name == "bert":
@@ -63,14 +79,19 @@ def crossing(step: Step) -> int:
     held = graph_storages(step.graph, lambda node: node.meta["val"])
     forward, backward = split(step)
     made = {s for node in forward for s in held.made[node]}
-    return sum(held.nbytes[s] for s in made & {s for node in backward for arg in node.all_input_nodes for s in held.of[arg]})
+    return sum(
+        held.nbytes[s]
+        for s in made & {s for node in backward for arg in node.all_input_nodes for s in held.of[arg]}
+    )
 
 
 def cut(step: Step) -> Blocks:
     return cut_into_blocks(step, graph_storages(step.graph, lambda node: node.meta["val"]), lambda node: 1.0)
 
 
-def trained(runner: StepRunner, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trained(
+    runner: StepRunner, model: nn.Module, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     loss = runner.loss((), batch)
@@ -111,7 +132,10 @@ def test_new_gelu_is_one_kernel_each_way_and_keeps_its_input_alone() -> None:
     assert [len(node.args) for node in later] == [2, 2]  # the gradient, and GELU's input
     width = 2 * 160 * 256 * 4
     assert crossing(step) - crossing(changed) >= 2 * 3 * width
-    assert all(aten.tanh.default is not node.target and aten.pow.Tensor_Scalar is not node.target for node in (*forward, *backward))
+    assert all(
+        aten.tanh.default is not node.target and aten.pow.Tensor_Scalar is not node.target
+        for node in (*forward, *backward)
+    )
     assert sum(len(f.members) for f in fusions) > 30
 
 
@@ -129,13 +153,18 @@ def test_every_value_has_the_layout_that_it_had() -> None:
     for old, new in zip(step.results, changed.results, strict=True):
         assert (old is None) == (new is None)
         if old is not None and new is not None:
-            assert old.meta["val"].stride() == new.meta["val"].stride() and old.meta["val"].shape == new.meta["val"].shape
+            assert (
+                old.meta["val"].stride() == new.meta["val"].stride()
+                and old.meta["val"].shape == new.meta["val"].shape
+            )
 
 
 def test_random_operators_stay_and_keep_their_order() -> None:
     step = capture_training(*_asked("gpt2", 0.1))
     changed = fuse(step)[0]
-    draws = [[n.name for n in s.graph.nodes if n.target is aten.native_dropout.default] for s in (step, changed)]
+    draws = [
+        [n.name for n in s.graph.nodes if n.target is aten.native_dropout.default] for s in (step, changed)
+    ]
     assert draws[0] == draws[1] and len(draws[0]) == 7
 
 
@@ -193,7 +222,14 @@ def test_what_is_not_faster_is_left_out() -> None:
     (form,) = forms([Pointwise()], Case(step=step), here).cases
     left = [str(node.target) for node in kernels(form.step)]
     assert left and not any("tanh" in name for name in left)
-    outcome = StepOutcome(case=form, cut=cut(form.step), seconds=1.0, unplanned_seconds=1.0, unplanned=Footprint, captured=Cost())
+    outcome = StepOutcome(
+        case=form,
+        cut=cut(form.step),
+        seconds=1.0,
+        unplanned_seconds=1.0,
+        unplanned=Footprint,
+        captured=Cost(),
+    )
     decisions = told(form.taken[0], outcome, Cost(), Cost(), None)
     assert [len(d.settings) > 0 for d in decisions if d.option.endswith("one by one")] == [True]
     again = reapplied([Pointwise()], Case(step=step), decisions)
@@ -224,12 +260,15 @@ def _step(graph: fx.Graph, given: fx.Node, calls: Sequence[fx.Node], value: torc
         node.meta["val"] = made
     return Step(
         name="step", module=fx.GraphModule(nn.Module(), graph), leaves=lambda args, kwargs: list(args),
-        rebuild=lambda loss, shown: loss, roles=Roles({given: Enters(Entering.INPUT, "x")}, (Leaves(Leaving.LOSS),)),
+        rebuild=lambda loss, shown: loss,
+        roles=Roles({given: Enters(Entering.INPUT, "x")}, (Leaves(Leaving.LOSS),)),
     )  # fmt: skip
 
 
 class Recurrence(nn.Module):
-    """A state carried along a sequence whose tokens are looked up one by one, as state-space models do without their own kernels."""
+    """A state carried along a sequence whose tokens are looked up one by one, as state-space models do
+    without their own kernels.
+    """
 
     def __init__(self) -> None:
         super().__init__()

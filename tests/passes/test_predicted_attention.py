@@ -1,4 +1,6 @@
-"""Predicted attention as an option: taken where attention is concentrated and it pays, declined with its figures where not."""
+"""Predicted attention as an option: taken where attention is concentrated and it pays, declined with its
+figures where not.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def tokens(length: int = LENGTH, batch: int = 1, seed: int = 0) -> Tensor:
     """Blocks of tokens of four kinds in turn: where scores are sharp, each sees its own kind only."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))[0][:4] * 4.0
-    return kinds[torch.arange(length) // BLOCK % 4] + 0.2 * torch.randn(batch, length, 32, generator=generator)
+    return kinds[torch.arange(length) // BLOCK % 4] + 0.2 * torch.randn(
+        batch, length, 32, generator=generator
+    )
 
 
 def captured(sharpness: float, *, dynamic: bool = False) -> Program:
@@ -79,13 +83,23 @@ def sharp() -> Program:
 
 
 @pytest.mark.parametrize("method", ALL)
-def test_concentrated_attention_is_offered_with_its_recall_and_measured_error(sharp: Program, method: str) -> None:
-    choices, declined = split(Predict(method=(method,), **FORM).propose(sharp, context(by_keys, goal=Goal(max_error=0.05))))
+def test_concentrated_attention_is_offered_with_its_recall_and_measured_error(
+    sharp: Program, method: str
+) -> None:
+    choices, declined = split(
+        Predict(method=(method,), **FORM).propose(sharp, context(by_keys, goal=Goal(max_error=0.05)))
+    )
     assert not declined
     ((site, choice),) = choices.items()
     option = choice.option(method)
-    assert choice.baseline == "causal" and [o.name for o in choice.options] == ["causal", method] and option.by == "predict"
-    recall, density = re.fullmatch(r"recall (\S+) of softmax mass at (\d+)% of tiles", words(option.note)).groups()
+    assert (
+        choice.baseline == "causal"
+        and [o.name for o in choice.options] == ["causal", method]
+        and option.by == "predict"
+    )
+    recall, density = re.fullmatch(
+        r"recall (\S+) of softmax mass at (\d+)% of tiles", words(option.note)
+    ).groups()
     assert float(recall) > 0.97 and int(density) < 70
     assert 0 < option.cost.error < 0.05
     assert option.cost.seconds < choice.option("causal").cost.seconds
@@ -93,7 +107,9 @@ def test_concentrated_attention_is_offered_with_its_recall_and_measured_error(sh
     edited = Predict(method=(method,), **FORM).apply(sharp, plan_with({site: option.form}))
     (want,), (found,) = (outputs(p) for p in (sharp, edited))
     moved = float((found - want).norm() / want.norm())
-    assert moved == pytest.approx(option.cost.error, rel=0.6), "the error of the example is about that of all calibration inputs"
+    assert moved == pytest.approx(option.cost.error, rel=0.6), (
+        "the error of the example is about that of all calibration inputs"
+    )
     assert (method == "vitcod") == (not list(edited.calls(OURS.predicted_tiles.default)))
     (node,) = edited.calls(OURS.attention.default)
     assert node.kwargs["block_q"] == BLOCK and len(node.args[9]) == 4
@@ -116,7 +132,11 @@ def test_spread_out_attention_is_declined_with_its_figures() -> None:
     choices, declined = split(Predict(method=("sanger", "a3"), **FORM).propose(program, context(by_keys)))
     assert not choices and {d.option for d in declined} == {"sanger", "a3"}
     assert all(
-        re.match(r"recall \S+ of softmax mass at \d+% of tiles; not faster: .* against .* \(causal\)", words(d.reason)) for d in declined
+        re.match(
+            r"recall \S+ of softmax mass at \d+% of tiles; not faster: .* against .* \(causal\)",
+            words(d.reason),
+        )
+        for d in declined
     )
 
 
@@ -125,7 +145,10 @@ def test_a_predictor_that_loses_what_matters_is_declined_for_its_error() -> None
     ask = context(by_keys, goal=Goal(max_error=1e-3))
     choices, (refused,) = split(Predict(mass=0.2, **FORM).propose(program, ask))
     assert not choices and refused.cost is not None
-    assert re.match(r"recall 0\.\d+ of softmax mass at \d+% of tiles; would bring the error to .*, above .*", words(refused.reason))
+    assert re.match(
+        r"recall 0\.\d+ of softmax mass at \d+% of tiles; would bring the error to .*, above .*",
+        words(refused.reason),
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +159,9 @@ def test_a_predictor_that_loses_what_matters_is_declined_for_its_error() -> None
         ({"seconds": 0.0}, Goal(max_error=0.1), "not measured within predict.seconds = 0"),
     ],
 )
-def test_it_says_why_it_does_not_take_part(sharp: Program, settings: dict[str, float], goal: Goal, reason: str) -> None:
+def test_it_says_why_it_does_not_take_part(
+    sharp: Program, settings: dict[str, float], goal: Goal, reason: str
+) -> None:
     choices, (refused,) = split(Predict(**{**FORM, **settings}).propose(sharp, context(by_keys, goal=goal)))
     assert not choices and reason in words(refused.reason)
 
@@ -151,7 +176,9 @@ def test_a_backend_without_the_kernels_is_told() -> None:
 
 def test_calibrated_tiles_are_for_one_length() -> None:
     program = captured(SHARP, dynamic=True)
-    choices, (refused,) = split(Predict(method=("vitcod", "sanger"), **FORM).propose(program, context(by_keys)))
+    choices, (refused,) = split(
+        Predict(method=("vitcod", "sanger"), **FORM).propose(program, context(by_keys))
+    )
     assert refused.option == "vitcod" and "its length is dynamic" in words(refused.reason)
     (site,) = choices
     edited = Predict(**FORM).apply(program, plan_with({site: choices[site].option("sanger").form}))
@@ -164,7 +191,9 @@ class Biased(Layer):
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x)[:, None]
         bias = torch.arange(x.shape[1])[None] * -0.1
-        return nn.functional.scaled_dot_product_attention(q, q, self.v(x)[:, None], attn_mask=bias.expand(x.shape[1], -1))
+        return nn.functional.scaled_dot_product_attention(
+            q, q, self.v(x)[:, None], attn_mask=bias.expand(x.shape[1], -1)
+        )
 
 
 def test_scores_that_a_predictor_cannot_know_are_left_exact() -> None:
@@ -209,16 +238,30 @@ def test_end_to_end_with_quantized_linears_verified_and_told() -> None:
     model = nn.Sequential(Layer(SHARP), Layer(SHARP)).eval()
 
     def price(call: KernelCall) -> float:
-        found = by_keys(call) if call.kernel.startswith(("attention/", "predict/")) else 1e-3 if "fp32" in call.kernel else 1e-4
+        found = (
+            by_keys(call)
+            if call.kernel.startswith(("attention/", "predict/"))
+            else 1e-3
+            if "fp32" in call.kernel
+            else 1e-4
+        )
         return 9.0 if found is None else found
 
-    passes = ["predict", "predict.method=sanger,elsa", *(f"predict.{name}={value}" for name, value in FORM.items())]
+    passes = [
+        "predict",
+        "predict.method=sanger,elsa",
+        *(f"predict.{name}={value}" for name, value in FORM.items()),
+    ]
     made = optimize(
-        model, (tokens(),), {}, goal=Goal(max_error=0.1), target=machine(price), backend="torch-eager", passes=passes,
-        calibration=[((tokens(seed=seed),), {}) for seed in (5, 6)],
+        model, (tokens(),), {}, goal=Goal(max_error=0.1), target=machine(price), backend="torch-eager",
+        passes=passes, calibration=[((tokens(seed=seed),), {}) for seed in (5, 6)],
     )  # fmt: skip
     taken = [d for d in made.plan.decisions if d.kind == "attention"]
-    assert len(taken) == 2 and {d.option for d in taken} <= {"sanger", "elsa"} and all(d.applied == d.option for d in taken)
+    assert (
+        len(taken) == 2
+        and {d.option for d in taken} <= {"sanger", "elsa"}
+        and all(d.applied == d.option for d in taken)
+    )
     assert all("of softmax mass at" in words(d.note) for d in taken)
     assert any(d.kind == "linear" and d.option != "fp32" for d in made.plan.decisions)
     assert made.plan.checks and all(check.passed for check in made.plan.checks)
@@ -226,7 +269,9 @@ def test_end_to_end_with_quantized_linears_verified_and_told() -> None:
     assert float((made(tokens(seed=9)) - want).norm() / want.norm()) < 0.1
     again = optimize(model, (tokens(),), {}, goal=made.plan.goal, plan=Plan.from_dict(made.plan.to_dict()))
     told = [d for d in again.plan.decisions if d.kind == "attention"]
-    assert [(d.form, d.applied) for d in told] == [(d.form, d.option) for d in taken], "the plan says how, no pass has to be set up again"
+    assert [(d.form, d.applied) for d in told] == [(d.form, d.option) for d in taken], (
+        "the plan says how, no pass has to be set up again"
+    )
 
 
 def test_other_decisions_are_left_to_the_attention_pass(sharp: Program) -> None:

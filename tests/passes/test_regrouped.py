@@ -18,10 +18,16 @@ Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def seen(by_expert: Grouped) -> list[str]:
-    """Of a function of (x (N, d), expert of each of the N·k pairs, weights) the sorts and counts that are none of the whole batch's."""
+    """Of a function of (x (N, d), expert of each of the N·k pairs, weights) the sorts and counts that are
+    none of the whole batch's.
+    """
     graphs = []
     for tokens in (2 * TOKENS, TOKENS):
-        given = torch.randn(tokens, WIDTH), torch.arange(tokens * EACH) % EXPERTS, torch.randn(EXPERTS, WIDTH, WIDTH)
+        given = (
+            torch.randn(tokens, WIDTH),
+            torch.arange(tokens * EACH) % EXPERTS,
+            torch.randn(EXPERTS, WIDTH, WIDTH),
+        )
         graphs.append(list(make_fx(torch.func.functionalize(by_expert))(*given).graph.nodes)[:-1])
     grown = {a: axes for a, b in zip(*graphs, strict=True) if (axes := axes_of(a, b))}
     return [node.target.name() for node in regrouped(graphs[0], grown)]
@@ -29,7 +35,10 @@ def seen(by_expert: Grouped) -> list[str]:
 
 def axes_of(a: fx.Node, b: fx.Node) -> set[int]:
     """Where the larger of two values is larger."""
-    first, second = (node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]] for node in (a, b))
+    first, second = (
+        node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+        for node in (a, b)
+    )
     pairs = zip(first, second, strict=True)
     return {i for x, y in pairs for i, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n}
 

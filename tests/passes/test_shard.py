@@ -1,4 +1,6 @@
-"""Where collectives stand in a step: what is gathered for whom, what is scattered when, and what is refused."""
+"""Where collectives stand in a step: what is gathered for whom, what is scattered when, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ from effcompile.passes.training.step_edit import Refusal
 
 
 class Model(nn.Module):
-    """Two blocks, a table that is tied to the head, a frozen scale without an axis; 7 rows do not divide by 2."""
+    """Two blocks, a table that is tied to the head, a frozen scale without an axis; 7 rows do not divide by
+    2.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)) for _ in range(2)
+        )
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -64,7 +70,12 @@ def test_a_tied_weight_is_gathered_for_each_of_its_readers(subject: tuple[Model,
     """Or its storage would be alive from the first to the last of them."""
     model, step = subject
     for form in (BY_BLOCK, BY_WEIGHT):
-        assert Counter(name for names in gathered(spread_over(step, model, 2, form)) for name in names)["table.weight"] == 2
+        assert (
+            Counter(name for names in gathered(spread_over(step, model, 2, form)) for name in names)[
+                "table.weight"
+            ]
+            == 2
+        )
 
 
 def test_one_by_one_is_a_launch_for_each(subject: tuple[Model, Step]) -> None:
@@ -100,9 +111,13 @@ def test_replicated_only_averages(subject: tuple[Model, Step]) -> None:
 
 def test_the_given_step_stays_as_it_is(subject: tuple[Model, Step]) -> None:
     model, step = subject
-    before = [(node.name, node.target, getattr(node.meta.get("val"), "shape", None)) for node in step.graph.nodes]
+    before = [
+        (node.name, node.target, getattr(node.meta.get("val"), "shape", None)) for node in step.graph.nodes
+    ]
     spread_over(step, model, 2, BY_BLOCK)
-    assert [(node.name, node.target, getattr(node.meta.get("val"), "shape", None)) for node in step.graph.nodes] == before
+    assert [
+        (node.name, node.target, getattr(node.meta.get("val"), "shape", None)) for node in step.graph.nodes
+    ] == before
     assert step.spread is None
 
 
@@ -112,7 +127,9 @@ def test_narrow_numbers_cross_the_link() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         step = capture_training(model, (ids,))
     made = spread_over(step, model, 2, BY_WEIGHT)
-    dtypes = {node.args[0][0].meta["val"].dtype for node in calls(made, collectives.GATHER) if node.args[1] == [6]}
+    dtypes = {
+        node.args[0][0].meta["val"].dtype for node in calls(made, collectives.GATHER) if node.args[1] == [6]
+    }
     assert dtypes == {torch.bfloat16}
     assert all(node.meta["val"].dtype == torch.float32 for node in made.gradients.values())
 
@@ -162,7 +179,7 @@ def test_a_scaled_loss_is_refused(subject: tuple[Model, Step]) -> None:
     ("spec", "said"),
     [
         ("shard.ranks=0", "shard.ranks = 0: give the number"),
-        ("shard.forms=half", "shard.forms = 'half' is not known. Choose among: replicated, block, weight"),
+        ("shard.forms=half", "'half' is not known. Choose among: replicated, states, block, weight"),
         ("shard.forms=", "shard.forms is empty"),
     ],
 )

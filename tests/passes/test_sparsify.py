@@ -1,4 +1,6 @@
-"""Sparse forms of linears: found in the zeros of a model, or pruned; priced, applied, lowered and run from disk."""
+"""Sparse forms of linears: found in the zeros of a model, or pruned; priced, applied, lowered and run from
+disk.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ def dense() -> Program:
 @pytest.fixture(scope="module")
 def masks() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return {UP: BlockPattern.random(64, 32, 8, 0.75, generator).mask(), DOWN: BlockPattern.random(32, 64, 4, 0.75, generator).mask()}
+    return {
+        UP: BlockPattern.random(64, 32, 8, 0.75, generator).mask(),
+        DOWN: BlockPattern.random(32, 64, 4, 0.75, generator).mask(),
+    }
 
 
 def by_flops(call: KernelCall) -> float:
@@ -90,9 +95,13 @@ def by_flops(call: KernelCall) -> float:
     return call.flops * (2.5e-11 if call.kernel == "linear/sparse" else 1e-11)
 
 
-def options(program: Program, made: Sparsify, ctx: Context) -> tuple[dict[str, dict[str, Option]], dict[tuple[str, str], str]]:
+def options(
+    program: Program, made: Sparsify, ctx: Context
+) -> tuple[dict[str, dict[str, Option]], dict[tuple[str, str], str]]:
     choices, declined = split(made.propose(program, ctx))
-    return {site: {o.name: o for o in c.options} for site, c in choices.items()}, {(d.site, d.option): words(d.reason) for d in declined}
+    return {site: {o.name: o for o in c.options} for site, c in choices.items()}, {
+        (d.site, d.option): words(d.reason) for d in declined
+    }
 
 
 # ---------------------------------------------------------------- found zeros
@@ -107,7 +116,8 @@ def test_zeros_are_offered_exactly_with_their_blocks_time_and_bytes(masks: dict[
     assert option.cost.weight_bytes == 8 * 64 * 4 + 4 * (9 + 5 + 3 * 8) == stored_bytes(8, 8, 64, 32)
     assert found[UP]["fp32"].cost.weight_bytes == 4 * 64 * 32
     assert "eps = time per sparse FLOP / time per dense FLOP = 2.5, break-even 4.0" in words(option.note)
-    assert "sparse4@0.75" in found[DOWN] and not {"unstructured@0.75"} & set(found[DOWN])  # the same entries in smaller pieces
+    # the same entries in smaller pieces
+    assert "sparse4@0.75" in found[DOWN] and not {"unstructured@0.75"} & set(found[DOWN])
 
 
 def test_a_dense_model_gets_nothing_unless_asked_for(dense: Program) -> None:
@@ -116,14 +126,20 @@ def test_a_dense_model_gets_nothing_unless_asked_for(dense: Program) -> None:
 
 def test_two_of_four_is_known_by_its_pattern() -> None:
     mask = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0]]).repeat(32, 8)
-    assert [form.format.name for form in given_forms(model({UP: mask}).get_parameter(f"{UP}.weight").detach())] == ["2:4"]
+    assert [
+        form.format.name for form in given_forms(model({UP: mask}).get_parameter(f"{UP}.weight").detach())
+    ] == ["2:4"]
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_given_form_keeps_every_entry_and_is_named_as_it_is_found(data: st.DataObject) -> None:
-    block, rows, cols = (data.draw(st.sampled_from(values)) for values in ((1, 4, 8, 16), (1, 2, 3), (1, 2, 5)))
-    grid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * cols * 16, max_size=rows * cols * 16))).view(4 * rows, 4 * cols)
+    block, rows, cols = (
+        data.draw(st.sampled_from(values)) for values in ((1, 4, 8, 16), (1, 2, 3), (1, 2, 5))
+    )
+    grid = torch.tensor(
+        data.draw(st.lists(st.booleans(), min_size=rows * cols * 16, max_size=rows * cols * 16))
+    ).view(4 * rows, 4 * cols)
     weight = torch.rand(4 * rows * block, 4 * cols * block) + 0.5
     weight *= grid.repeat_interleave(block, 0).repeat_interleave(block, 1)
     for each in given_forms(weight):
@@ -145,8 +161,12 @@ def test_names() -> None:
 
 def test_pruning_competes_in_the_choice_of_a_linear_inside_a_block(dense: Program) -> None:
     made = Sparsify(sparsity=(0.75,))
-    errors = dict.fromkeys(made.replaced_weights(dense), 1e-06) | {(s.site, "bf16"): 1e-6 for s in linears(dense)}
-    choices, declined = propose_all((Quantize(options=("bf16",)), made), dense, context(by_flops, sensitivity=errors))
+    errors = dict.fromkeys(made.replaced_weights(dense), 1e-06) | {
+        (s.site, "bf16"): 1e-6 for s in linears(dense)
+    }
+    choices, declined = propose_all(
+        (Quantize(options=("bf16",)), made), dense, context(by_flops, sensitivity=errors)
+    )
     names = {c.site: [o.name for o in c.options] for c in choices}
     sparse = [f"{head}@0.75" for head in ("unstructured", "sparse4", "sparse8", "sparse16")]
     assert names[UP][0] == "fp32" and set(sparse) < set(names[UP]) and names[HEAD] == ["fp32", "bf16"]
@@ -169,7 +189,10 @@ def test_what_is_slower_but_smaller_is_offered_where_memory_counts(masks: dict[s
 
 @pytest.mark.parametrize("saliency", ["magnitude", "wanda"])
 def test_measured_errors_are_those_of_the_pruned_model(dense: Program, saliency: str) -> None:
-    """Against running the model with the pruned weight. The head is linear, so that first order is all there is."""
+    """Against running the model with the pruned weight.
+
+    The head is linear, so that first order is all there is.
+    """
     made = Sparsify(sparsity=(0.5,), block=4, saliency=saliency, sites=(HEAD,))
     weights = made.replaced_weights(dense)
     measured = sensitivity.measure(dense, [(dense.args, {})], {}, weights=weights, probes=64)
@@ -177,7 +200,9 @@ def test_measured_errors_are_those_of_the_pruned_model(dense: Program, saliency:
     assert list(weights) == [(HEAD, "sparse4@0.50")]
     after = made.apply(dense, plan_with({HEAD: "sparse4@0.50"}))
     (found,) = outputs(after)
-    assert measured.errors[HEAD, "sparse4@0.50"] == pytest.approx(float(((found - reference).norm() / reference.norm()) ** 2), rel=0.3)
+    assert measured.errors[HEAD, "sparse4@0.50"] == pytest.approx(
+        float(((found - reference).norm() / reference.norm()) ** 2), rel=0.3
+    )
 
 
 def test_wanda_weighs_inputs() -> None:
@@ -190,13 +215,19 @@ def test_wanda_weighs_inputs() -> None:
     x[..., 16:] = 10.0
     program = capture(made, (x,))
     for saliency, kept in (("magnitude", slice(0, 16)), ("wanda", slice(16, 32))):
-        ((_, weight),) = Sparsify(sparsity=(0.5,), block=8, saliency=saliency, sites=(HEAD,)).replaced_weights(program).items()
+        ((_, weight),) = (
+            Sparsify(sparsity=(0.5,), block=8, saliency=saliency, sites=(HEAD,))
+            .replaced_weights(program)
+            .items()
+        )
         expected = torch.zeros(8, 32)
         expected[:, kept] = made.head.weight.detach()[:, kept]
         assert torch.equal(weight(), expected)
 
 
-def test_a_given_mask_prunes_what_it_leaves_out(dense: Program, masks: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_given_mask_prunes_what_it_leaves_out(
+    dense: Program, masks: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     torch.save(masks, tmp_path / "masks.pt")
     made = Sparsify(saliency="given", masks=str(tmp_path / "masks.pt"), block=4)
     weights = made.replaced_weights(dense)
@@ -205,7 +236,7 @@ def test_a_given_mask_prunes_what_it_leaves_out(dense: Program, masks: dict[str,
         assert torch.equal(weight(), dense.module.get_parameter(f"{site}.weight").detach() * masks[site])
 
 
-# ---------------------------------------------------------------- models without data, and with block-sparse layers of their own
+# ------------------------------------------- models without data, and with block-sparse layers of their own
 
 
 def test_a_model_without_data_has_no_zeros_but_can_be_pruned() -> None:
@@ -219,7 +250,10 @@ def test_a_block_sparse_layer_is_priced_by_its_blocks(masks: dict[str, torch.Ten
     made = model(masks)
     made.layers[0].up = BlockSparseLinear.from_linear(made.layers[0].up, BlockPattern.from_mask(masks[UP], 8))
     calls = [call for found in kernel_calls(program_of(made)).values() for call in found]
-    assert KernelCall("linear/sparse", (15, 32, 64, 8, 8)) in calls and KernelCall("linear/fp32", (15, 32, 64)) in calls
+    assert (
+        KernelCall("linear/sparse", (15, 32, 64, 8, 8)) in calls
+        and KernelCall("linear/fp32", (15, 32, 64)) in calls
+    )
 
 
 # ---------------------------------------------------------------- what is refused
@@ -257,36 +291,53 @@ def test_refusals_name_their_reason(dense: Program) -> None:
     _, declined = options(dense, half, context(by_flops, sensitivity={}))
     assert declined[UP, "sparse8@0.69"] == "its error at the output was not measured"
     modelled = Target(
-        name="t", description="", device="cpu", cores=1, memory_bytes=1, memory_bandwidth=1e10, link_bandwidth=1e10,
-        peak_flops={"fp32": 1e11},
+        name="t", description="", device="cpu", cores=1, memory_bytes=1, memory_bandwidth=1e10,
+        link_bandwidth=1e10, peak_flops={"fp32": 1e11},
     )  # fmt: skip
     _, declined = options(dense, half, Context(goal=LOOSE, target=modelled, backend="b", sensitivity={}))
     assert "not modelled" in declined[UP, "sparse8@0.69"]
 
 
-def test_without_kernels_it_says_what_is_lacking_or_who_has_them(dense: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_it_says_what_is_lacking_or_who_has_them(
+    dense: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half = Sparsify(sparsity=(0.5,), block=8)
     none = lambda call: None if call.kernel == "linear/sparse" else 1.0  # noqa: E731
     monkeypatch.setattr(sparsify, "fallback_reason", lambda x, block: None)
     _, declined = options(dense, half, context(none, backend="openvino"))
-    assert declined[UP, "sparse8@0.50"] == "openvino has no linear/sparse kernel here; torch and onnxruntime have"
+    assert (
+        declined[UP, "sparse8@0.50"]
+        == "openvino has no linear/sparse kernel here; torch and onnxruntime have"
+    )
     failing = context(none)
-    failing = replace(failing, target=replace(failing.target, failure=lambda backend, call: f"{backend} is too old for {call}"))
+    failing = replace(
+        failing,
+        target=replace(failing.target, failure=lambda backend, call: f"{backend} is too old for {call}"),
+    )
     _, declined = options(dense, half, failing)
     assert declined[UP, "sparse8@0.50"] == (
         "onnxruntime has no linear/sparse kernel here: onnxruntime is too old for linear/sparse 15×32×64×16×8"
     )
-    monkeypatch.setattr(sparsify, "fallback_reason", lambda x, block: "no C++ compiler: c++ is not on the PATH")
+    monkeypatch.setattr(
+        sparsify, "fallback_reason", lambda x, block: "no C++ compiler: c++ is not on the PATH"
+    )
     _, declined = options(dense, half, context(none, backend="torch-eager"))
-    assert declined[UP, "sparse8@0.50"] == "torch-eager has no linear/sparse kernel here: no C++ compiler: c++ is not on the PATH"
+    assert (
+        declined[UP, "sparse8@0.50"]
+        == "torch-eager has no linear/sparse kernel here: no C++ compiler: c++ is not on the PATH"
+    )
 
 
-def test_eps_is_told_over_this_backends_dense_product_and_over_the_plain_one(masks: dict[str, torch.Tensor]) -> None:
+def test_eps_is_told_over_this_backends_dense_product_and_over_the_plain_one(
+    masks: dict[str, torch.Tensor],
+) -> None:
     def price(backend: str, call: KernelCall) -> float:
         return by_flops(call) * (2 if backend == "torch" else 1)  # not packed, it takes twice as long
 
     target = replace(context().target, probe=price)
-    found, _ = options(program_of(model(masks)), Sparsify(), Context(goal=Goal(), target=target, backend="torch-eager"))
+    found, _ = options(
+        program_of(model(masks)), Sparsify(), Context(goal=Goal(), target=target, backend="torch-eager")
+    )
     assert "= 2.5 (1.2 over F.linear), break-even 4.0" in words(found[UP]["sparse8@0.75"].note)
 
 
@@ -294,7 +345,11 @@ def test_empty_rows_are_served(masks: dict[str, torch.Tensor]) -> None:
     mask = masks[UP].clone()
     mask[16:40] = 0
     made = model({UP: mask})
-    (option,) = (form.format.name for form in given_forms(made.get_parameter(f"{UP}.weight").detach()) if form.block == 8)
+    (option,) = (
+        form.format.name
+        for form in given_forms(made.get_parameter(f"{UP}.weight").detach())
+        if form.block == 8
+    )
     x = torch.randn(3, 5, 32)
     with torch.no_grad():
         torch.testing.assert_close(_lowered(made, {UP: option})(x)[0], made(x), rtol=1e-4, atol=1e-5)
@@ -306,7 +361,9 @@ def test_several_shares_compete_in_one_choice(dense: Program) -> None:
 
 
 def test_snip_scores_are_taken_for_blocks_too(dense: Program) -> None:
-    ((_, weight),) = Sparsify(sparsity=(0.5,), block=8, saliency="snip", sites=(HEAD,)).replaced_weights(dense).items()
+    ((_, weight),) = (
+        Sparsify(sparsity=(0.5,), block=8, saliency="snip", sites=(HEAD,)).replaced_weights(dense).items()
+    )
     head = next(site for site in linears(dense) if site.site == HEAD)
     scores = SaliencyScores(dense, "snip", [head]).of(head).view(1, 8, 4, 8).sum((1, 3)).flatten()
     kept = weight().view(8, 4, 8).abs().sum((0, 2)) > 0
@@ -334,7 +391,9 @@ def test_a_plan_for_other_weights_is_not_applied(dense: Program) -> None:
 def test_apply_changes_exactly_the_planned_weights(dense: Program) -> None:
     before = {name: value.clone() for name, value in dense.module.state_dict().items()}
     after = Sparsify(sparsity=(0.5,), block=8).apply(dense, plan_with({UP: "sparse8@0.50", DOWN: "fp32"}))
-    assert names(after.tags) == {UP: "sparse8@0.50"} and [s.site for s in linears(after)] == [s.site for s in linears(dense)]
+    assert names(after.tags) == {UP: "sparse8@0.50"} and [s.site for s in linears(after)] == [
+        s.site for s in linears(dense)
+    ]
     for old, new in zip(linears(dense), linears(after), strict=True):
         a, b = dense.tensor(old.weight), after.tensor(new.weight)
         assert a is not None and b is not None
@@ -347,12 +406,19 @@ def _lowered(made: nn.Module, tags: dict[str, str]) -> Lowered:
     return TorchEager().lower(Sparsify().apply(program_of(made), plan_with(tags)), plan_with(tags), [])
 
 
-def test_the_artifact_has_the_blocks_runs_and_runs_again_from_disk(masks: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_the_artifact_has_the_blocks_runs_and_runs_again_from_disk(
+    masks: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     made, tags = model(masks), {UP: "sparse8@0.75", DOWN: "sparse4@0.75"}
     lowered = _lowered(made, tags)
-    assert {site: lowered.applied[site] for site in tags} == forms(tags) and lowered.applied[HEAD] == form("fp32")
+    assert {site: lowered.applied[site] for site in tags} == forms(tags) and lowered.applied[HEAD] == form(
+        "fp32"
+    )
     dense_bytes = sum(p.nbytes for p in made.parameters())
-    saved = sum(4 * 64 * 32 - stored_bytes(kept, block, *shape) for kept, block, shape in ((8, 8, (64, 32)), (32, 4, (32, 64))))
+    saved = sum(
+        4 * 64 * 32 - stored_bytes(kept, block, *shape)
+        for kept, block, shape in ((8, 8, (64, 32)), (32, 4, (32, 64)))
+    )
     assert lowered.weight_bytes == dense_bytes - saved
     lowered.save(tmp_path)
     for rows in (5, 9):
@@ -398,7 +464,9 @@ def test_a_sparse_product_is_timed_where_there_are_kernels() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_keeps_the_blocks_and_its_artifact_opens(masks: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_inductor_keeps_the_blocks_and_its_artifact_opens(
+    masks: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     made, tags = model(masks), {UP: "sparse8@0.75", DOWN: "sparse4@0.75"}
     lowered = TorchInductor().lower(Sparsify().apply(program_of(made), plan_with(tags)), plan_with(tags), [])
     assert {site: lowered.applied[site] for site in tags} == forms(tags)

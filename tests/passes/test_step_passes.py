@@ -1,4 +1,6 @@
-"""The contract of a pass over a whole training step: every combination of its choices is a form, and a plan makes one again."""
+"""The contract of a pass over a whole training step: every combination of its choices is a form, and a plan
+makes one again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, RequestError, StepChoice, StepContext, StepOption, StepOutcome
+from effcompile.passes.training.base import (
+    Case,
+    RequestError,
+    StepChoice,
+    StepContext,
+    StepOption,
+    StepOutcome,
+)
 from effcompile.passes.training.forms import forms, reapplied, told
 from effcompile.passes.training.step_edit import Refusal, copied
 from effcompile.report.reasons import words
@@ -35,8 +44,13 @@ class Marks:
         for letter in self.letters:
             option = StepOption(name="on", settings={"letter": letter}, why=Because("why not"))
             if self.early:
-                option = replace(option, made=self.apply(case, StepChoice(site="", kind="", baseline="", options=()), option))
-            yield StepChoice(site=letter, kind=f"mark {letter}", baseline="off", options=(option, StepOption(name="off")))
+                option = replace(
+                    option,
+                    made=self.apply(case, StepChoice(site="", kind="", baseline="", options=()), option),
+                )
+            yield StepChoice(
+                site=letter, kind=f"mark {letter}", baseline="off", options=(option, StepOption(name="off"))
+            )
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
         step, _ = copied(case.step)
@@ -55,13 +69,28 @@ def step() -> Step:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_every_combination_of_two_passes_choices_is_a_form_the_step_as_it_is_first(step: Step, early: bool) -> None:
+def test_every_combination_of_two_passes_choices_is_a_form_the_step_as_it_is_first(
+    step: Step, early: bool
+) -> None:
     found, declined = forms_of(step, Marks(early=early), Marks(letters="c", early=early))
-    assert [marks(form.step) for form in found] == ["", "c", "b", "bc", "a", "ac", "ab", "abc"] and not declined
+    assert [marks(form.step) for form in found] == [
+        "",
+        "c",
+        "b",
+        "bc",
+        "a",
+        "ac",
+        "ab",
+        "abc",
+    ] and not declined
     for form in found:
         on = "".join(kind[-1] for kind, option in form.options.items() if option == "on")
         assert on == marks(form.step) and len(form.options) == 3
-    assert found[0].step is step and found[0].label == "as captured" and found[-1].label == "mark c on, mark b on, mark a on"
+    assert (
+        found[0].step is step
+        and found[0].label == "as captured"
+        and found[-1].label == "mark c on, mark b on, mark a on"
+    )
 
 
 def test_what_one_pass_has_decided_another_does_not_decide_again(step: Step) -> None:
@@ -81,14 +110,19 @@ def test_a_plans_decisions_make_the_form_again(step: Step) -> None:
         decisions = [d for chosen in form.taken for d in told(chosen, nothing, Cost(), Cost(), None)]
         assert [d.why for d in decisions if d.option == "on"] == [Because("why not")] * len(marks(form.step))
         again = reapplied([Marks()], Case(step=step), decisions)
-        assert marks(again.step) == marks(form.step) and {k: o for k, o in form.options.items() if o == "on"} == again.options
+        assert (
+            marks(again.step) == marks(form.step)
+            and {k: o for k, o in form.options.items() if o == "on"} == again.options
+        )
 
 
 def test_what_was_refuted_is_no_form_and_told(step: Step) -> None:
     made = forms([Marks()], Case(step=step), context(**{"mark a": "on"}))
     found, declined = made.cases, made.declined
     assert [marks(form.step) for form in found] == ["", "b"]
-    assert [(d.site, d.option, d.by, words(d.reason)) for d in declined] == [("a", "on", "marks", "it was run, and did not hold")]
+    assert [(d.site, d.option, d.by, words(d.reason)) for d in declined] == [
+        ("a", "on", "marks", "it was run, and did not hold")
+    ]
 
 
 def test_a_lone_option_is_taken_without_its_baseline_and_is_no_lever(step: Step) -> None:
@@ -145,7 +179,9 @@ def test_what_the_user_asked_wrongly_is_raised_and_any_other_error_declines_the_
     assert [words(d.reason) for d in made.declined] == ["it could not be asked: FormatError: no such mark"]
 
 
-def test_a_baseline_with_settings_is_made_and_one_step_stays_one_with_what_stands_beside_it(step: Step) -> None:
+def test_a_baseline_with_settings_is_made_and_one_step_stays_one_with_what_stands_beside_it(
+    step: Step,
+) -> None:
     class Beside(Marks):
         def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
             options = tuple(StepOption(name=size, settings={"letter": size}) for size in ("1", "20"))
@@ -153,12 +189,19 @@ def test_a_baseline_with_settings_is_made_and_one_step_stays_one_with_what_stand
 
         def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
             more = Footprint(resident={WORKING: int(option.setting("letter", str))})
-            return replace(case, beside=case.beside + more, seconds_beside=case.seconds_beside + 0.5, last=copied_alone)
+            return replace(
+                case, beside=case.beside + more, seconds_beside=case.seconds_beside + 0.5, last=copied_alone
+            )
 
     def copied_alone(step: Step) -> Step:
         return copied(step)[0]
 
     found = forms([Marks(letters="a"), Beside()], Case(step=step), context()).cases
-    assert [(marks(c.step), c.beside.resident_bytes) for c in found] == [("", 1), ("", 20), ("a", 1), ("a", 20)]
+    assert [(marks(c.step), c.beside.resident_bytes) for c in found] == [
+        ("", 1),
+        ("", 20),
+        ("a", 1),
+        ("a", 20),
+    ]
     assert found[0].step is found[1].step is not step and found[2].step is found[3].step
     assert all(case.seconds(2.0) == 2.5 and case.last is None for case in found)

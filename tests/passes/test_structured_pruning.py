@@ -1,4 +1,6 @@
-"""Whole neurons and heads: found in captured graphs, priced as smaller layers, cut, and equal to zeroing the columns that read them."""
+"""Whole neurons and heads: found in captured graphs, priced as smaller layers, cut, and equal to zeroing the
+columns that read them.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class Model(nn.Module):
 
 
 def program_of(made: nn.Module, *shape: int) -> Program:
-    return capture(made.eval(), (torch.randn(*(shape or (3, 5, 32)), generator=torch.Generator().manual_seed(1)),))
+    return capture(
+        made.eval(), (torch.randn(*(shape or (3, 5, 32)), generator=torch.Generator().manual_seed(1)),)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +96,17 @@ def by_name(program: Program) -> dict[str, Structure]:
 
 
 def members(structure: Structure) -> tuple[list[str], list[str]]:
-    return tuple([site.site.rpartition(".")[2] for site, _ in group] for group in (structure.makes, structure.reads))  # type: ignore[return-value]
+    return tuple(
+        [site.site.rpartition(".")[2] for site, _ in group] for group in (structure.makes, structure.reads)
+    )
 
 
 def plan_of(options: Mapping[str, str]) -> Plan:
     made = plan_with(options)
-    return replace(made, decisions=tuple(replace(d, kind=d.site.rpartition(":")[2].partition("#")[0]) for d in made.decisions))
+    return replace(
+        made,
+        decisions=tuple(replace(d, kind=d.site.rpartition(":")[2].partition("#")[0]) for d in made.decisions),
+    )
 
 
 def zeroed(program: Program, structure: Structure, keep: torch.Tensor) -> list[torch.Tensor]:
@@ -130,7 +139,10 @@ def test_a_gated_feed_forward_and_grouped_heads_are_found(program: Program) -> N
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_transformers_models_are_understood(name: str, request: pytest.FixtureRequest) -> None:
     found = structures(request.getfixturevalue(name))
-    assert [(s.kind, s.count, s.refused) for s in found] == [("heads", 4, None), ("neurons", 256 if name == "gpt2" else 128, None)] * 2
+    assert [(s.kind, s.count, s.refused) for s in found] == [
+        ("heads", 4, None),
+        ("neurons", 256 if name == "gpt2" else 128, None),
+    ] * 2
 
 
 def _variant(attention: nn.Module | None = None, **parts: Any) -> Program:
@@ -148,7 +160,12 @@ class Returning(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.a, self.b, self.shift = how, nn.Linear(32, 32), nn.Linear(32, 32), nn.Parameter(torch.randn(32))
+        self.how, self.a, self.b, self.shift = (
+            how,
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            nn.Parameter(torch.randn(32)),
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         h = torch.relu(self.a(x))
@@ -192,7 +209,10 @@ class Biased(Attention):
     """A bias per head, as ALiBi has."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.view(*x.shape[:2], 4, 8).transpose(1, 2) for part in (self.q(x), self.q(x + 1), self.q(x + 2)))
+        q, k, v = (
+            part.view(*x.shape[:2], 4, 8).transpose(1, 2)
+            for part in (self.q(x), self.q(x + 1), self.q(x + 2))
+        )
         bias = torch.arange(4.0)[:, None, None] * torch.ones(x.shape[1], x.shape[1])
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
 
@@ -205,7 +225,9 @@ def test_a_bias_by_head_and_narrow_weights_are_refused() -> None:
 
 
 def test_a_chain_gives_no_linear_to_two_structures() -> None:
-    program = program_of(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)), 4, 32)
+    program = program_of(
+        nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)), 4, 32
+    )
     first, second = structures(program)
     assert not first.refused and "already" in words(second.refused)
 
@@ -226,7 +248,9 @@ def test_components_are_those_of_a_search(edges: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["program", "bert", "gpt2"])
-def test_shrinking_equals_zeroing_what_reads_and_leaves_smaller_weights(name: str, request: pytest.FixtureRequest) -> None:
+def test_shrinking_equals_zeroing_what_reads_and_leaves_smaller_weights(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     program: Program = request.getfixturevalue(name)
     shrink = Shrink(neurons=(0.5,), heads=(0.5,))
     for structure in structures(program):
@@ -242,7 +266,8 @@ def test_shrinking_equals_zeroing_what_reads_and_leaves_smaller_weights(name: st
         for old, new in zip(linears(program), linears(after), strict=True):
             assert (new.n, new.k) == sizes.get(old.site, (old.n, old.k)) and shape_of(new.node)[-1] == new.n
         saved = sum(
-            4 * (a.n * a.k - b.n * b.k + (a.n - b.n) * (a.bias is not None)) for a, b in zip(linears(program), linears(after), strict=True)
+            4 * (a.n * a.k - b.n * b.k + (a.n - b.n) * (a.bias is not None))
+            for a, b in zip(linears(program), linears(after), strict=True)
         )
         constants = 4 * 32 if name == "program" and structure.kind == "neurons" else 0
         assert program.weight_bytes() - after.weight_bytes() == saved + constants
@@ -279,10 +304,15 @@ def test_what_nobody_reads_goes_exactly_and_unasked(program: Program) -> None:
 def test_given_masks_choose_the_units(program: Program, tmp_path: Path) -> None:
     masks = {NEURONS: torch.arange(64) % 2 == 0, HEADS: torch.tensor([False, True])}
     torch.save(masks, tmp_path / "masks.pt")
-    after = Shrink(saliency="given", masks=str(tmp_path / "masks.pt")).apply(program, plan_of({NEURONS: "-50%"}))
+    after = Shrink(saliency="given", masks=str(tmp_path / "masks.pt")).apply(
+        program, plan_of({NEURONS: "-50%"})
+    )
     expected = zeroed(program, by_name(program)[NEURONS], masks[NEURONS])
     torch.testing.assert_close(outputs(after), expected, rtol=1e-4, atol=1e-5)
-    for wrong, error in (({NEURONS: torch.ones(3)}, UsageError), ({"nowhere:heads": torch.ones(2)}, UnknownNameError)):
+    for wrong, error in (
+        ({NEURONS: torch.ones(3)}, UsageError),
+        ({"nowhere:heads": torch.ones(2)}, UnknownNameError),
+    ):
         torch.save(wrong, tmp_path / "wrong.pt")
         with pytest.raises(error, match=r"another model|nowhere"):
             list(Shrink(saliency="given", masks=str(tmp_path / "wrong.pt")).propose(program, context()))
@@ -297,12 +327,17 @@ def test_measured_errors_are_those_of_the_smaller_model(program: Program, how: s
     shrink = Shrink(neurons=(0.5,), saliency=how)
     (key,) = weights = shrink.replaced_weights(program)
     measured = sensitivity.measure(program, [(program.args, {})], {}, weights=weights, probes=64).errors[key]
-    (before,), (after,) = outputs(program), outputs(shrink.apply(program, plan_of({NEURONS: key[1].rpartition(" ")[2]})))
+    (before,), (after,) = (
+        outputs(program),
+        outputs(shrink.apply(program, plan_of({NEURONS: key[1].rpartition(" ")[2]}))),
+    )
     assert measured == pytest.approx(float(((after - before).norm() / before.norm()) ** 2), rel=0.5)
 
 
 def test_snip_is_the_first_order_change_of_the_outputs(program: Program) -> None:
-    """Against a single entry moved, on a model linear in it: the head's gradient is its input, over the output's norm."""
+    """Against a single entry moved, on a model linear in it: the head's gradient is its input, over the
+    output's norm.
+    """
     (head,) = [site for site in linears(program) if site.site == "head"]
     found = output_gradients(program, [head])["head"]
     assert found.shape == (8, 32) and bool((found > 0).all())
@@ -326,12 +361,25 @@ def test_wanda_and_snip_see_what_magnitude_does_not() -> None:
     program = program_of(made, 64, 32)
     (structure,) = structures(program)
     for how in ("wanda", "snip"):
-        assert worth(structure, SaliencyScores(program, how, structure.members)).topk(16).indices.min() >= 16, how
+        assert (
+            worth(structure, SaliencyScores(program, how, structure.members)).topk(16).indices.min() >= 16
+        ), how
 
 
 def test_the_price_is_that_of_smaller_layers_for_each_form_of_the_members(program: Program) -> None:
-    """Neurons under every precision that is offered, separate and merged; chosen together, the sum of all sites is the smaller model's."""
-    passes = load_passes(["shrink", "merge", "quantize.options=int8_dynamic", "quantize", "shrink.neurons=0.5", "shrink.heads=0.5"])
+    """Neurons under every precision that is offered, separate and merged; chosen together, the sum of all
+    sites is the smaller model's.
+    """
+    passes = load_passes(
+        [
+            "shrink",
+            "merge",
+            "quantize.options=int8_dynamic",
+            "quantize",
+            "shrink.neurons=0.5",
+            "shrink.heads=0.5",
+        ]
+    )
     choices, _ = propose_all(passes, program, context())
     found = {c.site: c for c in choices}
     assert [o.name for o in found[NEURONS].options] == [
@@ -339,7 +387,9 @@ def test_the_price_is_that_of_smaller_layers_for_each_form_of_the_members(progra
     ]  # fmt: skip
     merge = next(c for c in choices if c.kind == "merge" and "gate" in str(c.options[1].requires))
     option = found[NEURONS].option("-50% merged@int8_dynamic")
-    assert option.requires[merge.site] == ("merged@int8_dynamic",) and option.requires["layers.0.down"] == ("int8_dynamic",)
+    assert option.requires[merge.site] == ("merged@int8_dynamic",) and option.requires["layers.0.down"] == (
+        "int8_dynamic",
+    )
     m = 15
     dims = {"layers.0.gate": (m, 32, 64), "layers.0.up": (m, 32, 64), "layers.0.down": (m, 64, 32)}
     for name, precision, shapes in (
@@ -350,7 +400,10 @@ def test_the_price_is_that_of_smaller_layers_for_each_form_of_the_members(progra
         spent = sum(found[site].option(precision).cost.seconds for site in dims)
         assert spent + found[NEURONS].option(name).cost.seconds == pytest.approx(after)
     smaller = Shrink(neurons=(0.5,)).apply(program, plan_of({NEURONS: "-50%"}))
-    assert program.weight_bytes() - smaller.weight_bytes() - 4 * 32 == -found[NEURONS].option("-50%").cost.weight_bytes
+    assert (
+        program.weight_bytes() - smaller.weight_bytes() - 4 * 32
+        == -found[NEURONS].option("-50%").cost.weight_bytes
+    )
 
 
 def _call(precision: str, shape: tuple[int, int, int]) -> Any:
@@ -363,7 +416,8 @@ def test_it_is_offered_only_under_an_error_budget_and_where_it_was_asked_for(pro
     assert list(Shrink().propose(program, context())) == []
     found = list(Shrink(neurons=(0.5,), heads=(0.5,)).propose(program, context(goal=Goal())))
     assert {(d.kind, words(d.reason)) for d in found if isinstance(d, Declined)} == {
-        ("neurons", "goal allows no error (max_error = 0)"), ("heads", "goal allows no error (max_error = 0)"),
+        ("neurons", "goal allows no error (max_error = 0)"),
+        ("heads", "goal allows no error (max_error = 0)"),
     }  # fmt: skip
     _, declined = split(Shrink(neurons=(0.5,)).propose(program, context(sensitivity={})))
     assert [words(d.reason) for d in declined] == ["its error at the output was not measured"]
@@ -377,7 +431,9 @@ def test_several_shares_compete(program: Program) -> None:
     choices, _ = split(Shrink(neurons=(0.25, 0.5, 0.9)).propose(program, context()))
     assert {o.name.partition(" ")[0] for o in choices[NEURONS].options} == {"all", "-25%", "-50%", "-87.5%"}
     wide = program_of(nn.Sequential(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 8))), 4, 32)
-    (choice,) = (c for c in Shrink(neurons=(0.25, 0.52, 0.9)).propose(wide, context()) if isinstance(c, Choice))
+    (choice,) = (
+        c for c in Shrink(neurons=(0.25, 0.52, 0.9)).propose(wide, context()) if isinstance(c, Choice)
+    )
     assert {o.name.partition(" ")[0] for o in choice.options} == {"all", "-25%", "-50%", "-87.5%"}
 
 
@@ -388,10 +444,14 @@ def test_other_passes_act_on_what_is_left(bert: Program) -> None:
     choices, _ = propose_all(passes, bert, context())
     options: dict[str, str] = {}
     for choice in choices:
-        wanted = {"heads": "-50% merged", "neurons": "-50%", "merge": "merged"}.get(choice.kind, choice.baseline)
+        wanted = {"heads": "-50% merged", "neurons": "-50%", "merge": "merged"}.get(
+            choice.kind, choice.baseline
+        )
         options[choice.site] = wanted
     for choice in choices:
-        assert all(options[site] in allowed for site, allowed in choice.option(options[choice.site]).requires.items())
+        assert all(
+            options[site] in allowed for site, allowed in choice.option(options[choice.site]).requires.items()
+        )
     plan = plan_of(options)
     kinds = {c.site: c.kind for c in choices}
     plan = replace(plan, decisions=tuple(replace(d, kind=kinds[d.site]) for d in plan.decisions))
@@ -405,10 +465,14 @@ def test_other_passes_act_on_what_is_left(bert: Program) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (["shrink.neurons=1.0"], r"in \[0, 1\)"), (["shrink.heads=-0.5"], r"in \[0, 1\)"), (["shrink.neurons=half"], "list of numbers"),
-        (["shrink.saliency=wnda"], "Did you mean 'wanda'"), (["shrink.masks=x.pt"], "saliency=given"), (["shrink.saliency=given"], "masks"),
+        (["shrink.neurons=1.0"], r"in \[0, 1\)"),
+        (["shrink.heads=-0.5"], r"in \[0, 1\)"),
+        (["shrink.neurons=half"], "list of numbers"),
+        (["shrink.saliency=wnda"], "Did you mean 'wanda'"),
+        (["shrink.masks=x.pt"], "saliency=given"),
+        (["shrink.saliency=given"], "masks"),
     ],
-)  # fmt: skip
+)
 def test_bad_settings_say_what_is_allowed(spec: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_passes(spec)

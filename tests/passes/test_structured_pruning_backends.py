@@ -1,4 +1,6 @@
-"""A model with fewer neurons and heads on the backends that fuse and convert: planned, lowered, found and verified end to end."""
+"""A model with fewer neurons and heads on the backends that fuse and convert: planned, lowered, found and
+verified end to end.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,18 @@ from effcompile.machine.target import KernelCall
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch-inductor", "openvino"])
-def test_a_smaller_model_is_planned_lowered_and_verified(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_smaller_model_is_planned_lowered_and_verified(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     backend = load_backend(name)
     if (reason := backend.unavailable()) is not None:
         pytest.skip(str(reason))
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
-    by_flops = lambda self, call: 1e-11 * call.flops if call.kernel.startswith("linear/fp32") else _other(call)  # noqa: E731
-    monkeypatch.setattr(type(backend), "measure", by_flops)  # this machine's times of layers so small are noise
+    by_flops = lambda self, call: (  # noqa: E731
+        1e-11 * call.flops if call.kernel.startswith("linear/fp32") else _other(call)
+    )
+    # this machine's times of layers so small are noise
+    monkeypatch.setattr(type(backend), "measure", by_flops)
     torch.manual_seed(0)
     model = Model().eval()
     with torch.no_grad():  # half of the neurons and one of the two groups of heads hardly count
@@ -36,8 +43,11 @@ def test_a_smaller_model_is_planned_lowered_and_verified(name: str, monkeypatch:
     with torch.no_grad():
         wanted = model(x)
     assert 1e-6 < float((made(x) - wanted).norm() / wanted.norm()) < 0.1
-    neurons, heads = 32 * (3 * 32 + 2), 16 * (32 + 1) + 16 * 32 + 16 * 32  # rows, columns and biases that are gone
-    assert made.plan.measured.weight_bytes < sum(p.nbytes for p in model.parameters()) - 0.95 * 4 * (neurons + heads)
+    # rows, columns and biases that are gone
+    neurons, heads = 32 * (3 * 32 + 2), 16 * (32 + 1) + 16 * 32 + 16 * 32
+    assert made.plan.measured.weight_bytes < sum(p.nbytes for p in model.parameters()) - 0.95 * 4 * (
+        neurons + heads
+    )
 
 
 def _other(call: KernelCall) -> float | None:

@@ -1,6 +1,8 @@
-"""2:4 on sparse tensor cores: offered by a GPU target's law or a measurement, pruned truly 2:4, lowered to torch's semi-structured form.
+"""2:4 on sparse tensor cores: offered by a GPU target's law or a measurement, pruned truly 2:4, lowered to
+torch's semi-structured form.
 
-The form is real (torch's CUTLASS one is made and read back on a CPU); only the GPU's product itself is stood in for.
+The form is real (torch's CUTLASS one is made and read back on a CPU); only the GPU's product itself is stood
+in for.
 """
 
 from __future__ import annotations
@@ -62,9 +64,13 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def program_of(dtype: torch.dtype = torch.float32, width: int = 64, rows: int = 5, device: str = "cpu") -> Program:
+def program_of(
+    dtype: torch.dtype = torch.float32, width: int = 64, rows: int = 5, device: str = "cpu"
+) -> Program:
     torch.manual_seed(0)
-    return capture(Model(width).to(dtype).to(device).eval(), (torch.randn(3, rows, width, device=device).to(dtype),))
+    return capture(
+        Model(width).to(dtype).to(device).eval(), (torch.randn(3, rows, width, device=device).to(dtype),)
+    )
 
 
 @cache
@@ -73,13 +79,21 @@ def large(dtype: torch.dtype = torch.bfloat16) -> Program:
     return program_of(dtype, 4096, 1024, "meta")
 
 
-def on(target: Any, *, backend: str = "torch-inductor", goal: Goal | None = None, errors: Any = None) -> Context:
-    return replace(context(goal=goal or Goal(max_error=0.5), backend=backend, sensitivity=errors), target=target)
+def on(
+    target: Any, *, backend: str = "torch-inductor", goal: Goal | None = None, errors: Any = None
+) -> Context:
+    return replace(
+        context(goal=goal or Goal(max_error=0.5), backend=backend, sensitivity=errors), target=target
+    )
 
 
-def offered(program: Program, ctx: Context, **settings: Any) -> tuple[dict[str, dict[str, Option]], dict[tuple[str, str], str]]:
+def offered(
+    program: Program, ctx: Context, **settings: Any
+) -> tuple[dict[str, dict[str, Option]], dict[tuple[str, str], str]]:
     choices, declined = split(Sparsify(**{"sparsity": (0.5,), "block": 1, **settings}).propose(program, ctx))
-    return {site: {o.name: o for o in c.options} for site, c in choices.items()}, {(d.site, d.option): words(d.reason) for d in declined}
+    return {site: {o.name: o for o in c.options} for site, c in choices.items()}, {
+        (d.site, d.option): words(d.reason) for d in declined
+    }
 
 
 # ---------------------------------------------------------------- planned
@@ -89,12 +103,17 @@ def offered(program: Program, ctx: Context, **settings: Any) -> tuple[dict[str, 
 def test_the_law_of_a_target_with_sparse_tensor_cores_is_published_modest_and_sourced(name: str) -> None:
     target = load_target(name)
     sizes = (4096, 4096, 4096)
-    dense, sparse = (target.price("torch-eager", KernelCall(f"linear/{form}", sizes)) for form in ("bf16", "2:4"))
+    dense, sparse = (
+        target.price("torch-eager", KernelCall(f"linear/{form}", sizes)) for form in ("bf16", "2:4")
+    )
     assert dense is not None and sparse is not None and sparse[1] is Provenance.PUBLISHED
     assert 1.0 < dense[0] / sparse[0] <= target.gains["2:4"] <= 1.3
     assert "A100" in target.sources["gains"]
     few = (1, 4096, 4096)  # bytes bind: torch's kernels gain nothing there
-    assert target.price("t", KernelCall("linear/2:4", few))[0] == target.price("t", KernelCall("linear/bf16", few))[0]  # type: ignore[index]
+    assert (
+        target.price("t", KernelCall("linear/2:4", few))[0]
+        == target.price("t", KernelCall("linear/bf16", few))[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["v100-32gb", "mi300x", "ipu-mk2"])
@@ -107,27 +126,42 @@ def test_it_is_offered_for_16_bit_weights_with_its_bytes_error_and_eps(name: str
     found, _ = offered(large(), on(load_target(name), errors={(UP, "2:4"): 4e-4, (DOWN, "2:4"): 1e-4}))
     option = found[UP]["2:4"]
     assert option.cost.seconds < found[UP]["fp32"].cost.seconds
-    assert option.cost.weight_bytes == 4096 * 8192 * 2 * 9 // 16 and found[UP]["fp32"].cost.weight_bytes == 4096 * 8192 * 2
+    assert (
+        option.cost.weight_bytes == 4096 * 8192 * 2 * 9 // 16
+        and found[UP]["fp32"].cost.weight_bytes == 4096 * 8192 * 2
+    )
     assert option.cost.error_squared == 4e-4 and option.cost.provenance is Provenance.PUBLISHED
-    assert "break-even 2.0" in words(option.note) and "×1.24 where arithmetic binds: torchao" in words(option.note)
+    assert "break-even 2.0" in words(option.note) and "×1.24 where arithmetic binds: torchao" in words(
+        option.note
+    )
 
 
 def test_a_model_in_fp32_multiplies_in_bf16_and_bears_both_errors() -> None:
-    errors = {(site, option): error for site in (UP, DOWN) for option, error in (("2:4", 4e-4), ("bf16", 1e-6))}
+    errors = {
+        (site, option): error for site in (UP, DOWN) for option, error in (("2:4", 4e-4), ("bf16", 1e-6))
+    }
     found, _ = offered(large(torch.float32), on(A100, errors=errors))
     assert found[UP]["2:4"].cost.error_squared == pytest.approx(4e-4 + 1e-6)
     _, declined = offered(large(torch.float32), on(A100, errors={(UP, "2:4"): 4e-4}))
-    assert declined[UP, "2:4"] == "its error at the output was not measured, or that of bf16, in which it multiplies"
+    assert (
+        declined[UP, "2:4"]
+        == "its error at the output was not measured, or that of bf16, in which it multiplies"
+    )
 
 
 def test_declined_with_the_reason() -> None:
     reason = lambda program, ctx: offered(program, ctx)[1][UP, "2:4"]  # noqa: E731
     assert reason(program_of(torch.bfloat16), on(A100)).startswith("no gain here: eps")  # 15 rows: bytes bind
-    assert "N a multiple of 32 and K of 64; here N = 96, K = 48" in reason(program_of(torch.bfloat16, 48), on(A100))
-    assert reason(large(), on(load_target("v100-32gb"))).startswith("v100-32gb has no sparse tensor cores on record")
+    assert "N a multiple of 32 and K of 64; here N = 96, K = 48" in reason(
+        program_of(torch.bfloat16, 48), on(A100)
+    )
+    assert reason(large(), on(load_target("v100-32gb"))).startswith(
+        "v100-32gb has no sparse tensor cores on record"
+    )
     assert "torch-eager, torch-inductor and triton have" in reason(large(), on(A100, backend="onnxruntime"))
     double = program_of(torch.float64)
-    assert reason(double, on(A100)).startswith("no gain here")  # as bf16, like fp32; at 15 rows without a gain
+    # as bf16, like fp32; at 15 rows without a gain
+    assert reason(double, on(A100)).startswith("no gain here")
     assert "not measured" in reason(large(), on(A100, errors={}))
 
 
@@ -145,24 +179,33 @@ def test_an_exact_goal_allows_zeros_that_are_there_in_16_bits_alone() -> None:
 
 
 def test_a_whole_plan_takes_it_where_the_error_is_allowed_and_nowhere_else() -> None:
-    """Solved with all other choices, from measured errors, on a target that is not here; on a CPU no law offers it.
+    """Solved with all other choices, from measured errors, on a target that is not here; on a CPU no law
+    offers it.
 
-    The target's arithmetic is slow enough to bind in a small model (a processor without products in bf16 takes a minute for a large
-    one), and it has none in bytes, which would be faster still.
+    The target's arithmetic is slow enough to bind in a small model (a processor without products in bf16
+    takes a minute for a large one), and it has none in bytes, which would be faster still.
     """
     torch.manual_seed(0)
     made, x = Model().bfloat16().eval(), torch.randn(2, 16, 64).bfloat16()
     h100 = load_target("h100-sxm")
-    slow = replace(h100, peak_flops={dtype: h100.peak_flops[dtype] / 1e6 for dtype in ("fp32", "bf16", "fp16")})
+    slow = replace(
+        h100, peak_flops={dtype: h100.peak_flops[dtype] / 1e6 for dtype in ("fp32", "bf16", "fp16")}
+    )
     plan = lambda target, error: effcompile.plan(  # noqa: E731
-        made, (x,), target=target, max_error=error, passes=["sparsify.sparsity=0.5", "sparsify.block=1", "no-merge"]
+        made,
+        (x,),
+        target=target,
+        max_error=error,
+        passes=["sparsify.sparsity=0.5", "sparsify.block=1", "no-merge"],
     )
     chosen = {d.site: d for d in plan(slow, 0.6).decisions}
     assert {chosen[UP].option, chosen[DOWN].option} == {"2:4"} and chosen[HEAD].option != "2:4"
     assert chosen[UP].cost.error_squared > 0 and chosen[UP].by == "sparsify"
     strict = plan(slow, 1e-4)
     assert "2:4" not in {d.option for d in strict.decisions}
-    assert "above 1.0e-4" in next(words(d.reason) for d in strict.declined if d.site == UP and d.option == "2:4")
+    assert "above 1.0e-4" in next(
+        words(d.reason) for d in strict.declined if d.site == UP and d.option == "2:4"
+    )
     assert "2:4" not in {d.option for d in plan("cpu-generic", 0.6).decisions}
 
 
@@ -171,10 +214,14 @@ def test_where_the_weight_lies_on_a_gpu_a_measurement_decides(monkeypatch: pytes
 
     monkeypatch.setattr(sparsify, "on_cores", lambda context, weight: True)
     times = {"linear/bf16": 3e-4, "linear/2:4": 2e-4}
-    found, _ = offered(large(), context(lambda call: times.get(call.kernel), goal=Goal(max_error=0.5), backend="triton"))
+    found, _ = offered(
+        large(), context(lambda call: times.get(call.kernel), goal=Goal(max_error=0.5), backend="triton")
+    )
     assert found[UP]["2:4"].cost.provenance is Provenance.MEASURED and "×" not in words(found[UP]["2:4"].note)
     _, declined = offered(large(), context(lambda call: 3e-4, goal=Goal(max_error=0.5), backend="triton"))
-    assert declined[UP, "2:4"].startswith("no gain here: eps = time per sparse FLOP / time per dense FLOP in 16 bits = 2.0, break-even 2.0")
+    assert declined[UP, "2:4"].startswith(
+        "no gain here: eps = time per sparse FLOP / time per dense FLOP in 16 bits = 2.0, break-even 2.0"
+    )
     _, declined = offered(large(), context(lambda call: None, goal=Goal(max_error=0.5), backend="triton"))
     assert declined[UP, "2:4"] == "triton has no linear/2:4 kernel here"
 
@@ -200,7 +247,9 @@ def test_the_weight_that_is_kept_is_truly_two_of_four(saliency: str) -> None:
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This CPU as if it had sparse tensor cores: torch makes its CUTLASS form here too, past a check of the device."""
+    """This CPU as if it had sparse tensor cores: torch makes its CUTLASS form here too, past a check of the
+    device.
+    """
     form = torch.sparse.SparseSemiStructuredTensorCUTLASS
     monkeypatch.setattr(two_of_four, "no_cores", lambda device: None)
     monkeypatch.setattr(form, "_validate_device_dim_dtype_shape", classmethod(lambda cls, tensor: None))
@@ -218,7 +267,9 @@ def test_lowered_found_run_and_run_again_from_disk(cores: None, dtype: torch.dty
     made, pruned = lowered(program)
     assert {made.applied[UP].name, made.applied[DOWN].name} == {"2:4"} and made.applied[HEAD].name != "2:4"
     dense_bytes = sum(p.nbytes for p in program.module.parameters())
-    wide = sum(p.nbytes for name, p in program.module.named_parameters() if "layers" in name and "weight" in name)
+    wide = sum(
+        p.nbytes for name, p in program.module.named_parameters() if "layers" in name and "weight" in name
+    )
     assert made.weight_bytes == dense_bytes - wide + 2 * two_of_four.stored_bytes(128, 64)
     made.save(tmp_path)
     (wanted,) = outputs(pruned)
@@ -236,7 +287,9 @@ def test_without_sparse_tensor_cores_a_plan_with_it_runs_as_single_weights() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bf16_away_from_a_cpu_is_a_plain_product_and_nothing_in_a_model_of_16_bits(dtype: torch.dtype) -> None:
+def test_bf16_away_from_a_cpu_is_a_plain_product_and_nothing_in_a_model_of_16_bits(
+    dtype: torch.dtype,
+) -> None:
     """On the meta device in the place of a GPU: what is emitted there, and its dtypes."""
     program = program_of(dtype, device="meta").tagged({UP: form("bf16")}, "test")
     edited = edit(program, [])
@@ -250,7 +303,10 @@ def test_bf16_away_from_a_cpu_is_a_plain_product_and_nothing_in_a_model_of_16_bi
 
 
 def test_a_shape_that_is_not_taken_is_refused_by_name(cores: None) -> None:
-    with pytest.raises(LoweringError, match=r"layers\.0\.up as 2:4: 2:4 kernels need N a multiple of 32 and K of 64; here N = 96, K = 48"):
+    with pytest.raises(
+        LoweringError,
+        match=r"layers\.0\.up as 2:4: 2:4 kernels need N a multiple of 32 and K of 64; here N = 96, K = 48",
+    ):
         lowered(program_of(width=48))
 
 
@@ -260,7 +316,9 @@ def weight(n: int = 64, k: int = 128, dtype: torch.dtype = torch.bfloat16) -> to
 
 
 def test_torchs_own_class_reaches_the_gpus_product_with_what_we_hold(cores: None) -> None:
-    """`linear_on_cores` up to the very operator that only a GPU has, which is stood in for by the product that it documents."""
+    """`linear_on_cores` up to the very operator that only a GPU has, which is stood in for by the product
+    that it documents.
+    """
     packed, meta = compress(weight())
     assert meta is not None
     x, bias = torch.randn(5, 128).bfloat16(), torch.randn(64).bfloat16()
@@ -270,15 +328,28 @@ def test_torchs_own_class_reaches_the_gpus_product_with_what_we_hold(cores: None
         called.append("mm")
         assert dense.shape == (128, 8), "rows are padded to what the kernels take"
         form = torch.sparse.SparseSemiStructuredTensorCUTLASS
-        held = form(torch.Size((64, 128)), packed=kept, meta=places, packed_t=None, meta_t=None, compressed_swizzled_bitmask=None)
+        held = form(
+            torch.Size((64, 128)),
+            packed=kept,
+            meta=places,
+            packed_t=None,
+            meta_t=None,
+            compressed_swizzled_bitmask=None,
+        )
         return held.to_dense() @ dense
 
     library = torch.library.Library("aten", "IMPL", "CPU")
     try:
         library.impl("_sparse_semi_structured_mm", product)
-        library.impl("_sparse_semi_structured_addmm", lambda added, kept, places, dense, **_: product(kept, places, dense) + added[:, None])
+        library.impl(
+            "_sparse_semi_structured_addmm",
+            lambda added, kept, places, dense, **_: product(kept, places, dense) + added[:, None],
+        )
         with torch.no_grad():
-            found, plain = linear_on_cores(x, packed, meta, bias, 64), linear_on_cores(x, packed, meta, None, 64)
+            found, plain = (
+                linear_on_cores(x, packed, meta, bias, 64),
+                linear_on_cores(x, packed, meta, None, 64),
+            )
     finally:
         library._destroy()
     assert called == ["mm", "mm"]
@@ -307,7 +378,13 @@ def test_bad_weights_and_inputs_are_refused(cores: None) -> None:
         with pytest.raises(UsageError, match="half of the values"):
             two_of_four_linear(x, packed, meta, None, 64)
     with pytest.raises(UsageError, match="cuSPARSELt's form"):
-        two_of_four_linear(torch.randn(3, 128).bfloat16(), torch.cat([packed.flatten(), packed.flatten()[:512]]), None, None, 64)
+        two_of_four_linear(
+            torch.randn(3, 128).bfloat16(),
+            torch.cat([packed.flatten(), packed.flatten()[:512]]),
+            None,
+            None,
+            64,
+        )
 
 
 def test_no_cores_names_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +398,10 @@ def test_no_cores_names_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None
     assert two_of_four.no_cores(torch.device("cuda")) is None
 
 
-@pytest.mark.skipif(two_of_four.no_cores(torch.device("cuda")) is not None if torch.cuda.is_available() else True, reason="needs a GPU")
+@pytest.mark.skipif(
+    two_of_four.no_cores(torch.device("cuda")) is not None if torch.cuda.is_available() else True,
+    reason="needs a GPU",
+)
 def test_on_a_gpu() -> None:
     program = program_of(torch.bfloat16, device="cuda")
     made, pruned = lowered(program)

@@ -1,4 +1,6 @@
-"""Products of a 16-bit step in float32: proposed where they are faster, the same step, and its original is compared likewise."""
+"""Products of a 16-bit step in float32: proposed where they are faster, the same step, and its original is
+compared likewise.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +48,9 @@ def ratio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> fl
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("here", [True, False])
-def test_all_products_are_wide_where_narrow_ones_are_slow(ratio: float, dtype: torch.dtype, here: bool) -> None:
+def test_all_products_are_wide_where_narrow_ones_are_slow(
+    ratio: float, dtype: torch.dtype, here: bool
+) -> None:
     torch.manual_seed(0)
     model, batch = Net(dtype), {"x": torch.randn(7, 24, dtype=dtype)}
     step = joint_step(model, batch, loss_of)
@@ -57,13 +61,20 @@ def test_all_products_are_wide_where_narrow_ones_are_slow(ratio: float, dtype: t
     (choice,) = choices
     made = WideProducts().apply(Case(step=step), choice, choice.option(WIDE)).step
     targets = [node.target for node in made.graph.nodes]
-    assert choice.kind == KIND and torch.ops.aten.mm.default not in targets and torch.ops.aten.addmm.default not in targets
+    assert (
+        choice.kind == KIND
+        and torch.ops.aten.mm.default not in targets
+        and torch.ops.aten.addmm.default not in targets
+    )
     assert targets.count(ops.wide_mm.default) + targets.count(ops.wide_addmm.default) == 5
     assert_equal(run(made, model, batch), eager(model, batch, loss=loss_of), 1e-2)
     assert not list(WideProducts(enabled=False).propose(Case(step=step), context(here=True)))
     narrow = StepOption(name="bf16 autocast")
     taken = Chosen(
-        choice=StepChoice(site="step", kind="precision", baseline="fp32", options=(narrow,)), option=narrow, by="precision", exact=False
+        choice=StepChoice(site="step", kind="precision", baseline="fp32", options=(narrow,)),
+        option=narrow,
+        by="precision",
+        exact=False,
     )
     assert not list(WideProducts().propose(Case(step=step, taken=(taken,)), context(here=True)))
 
@@ -75,7 +86,9 @@ def test_a_slow_product_is_timed_on_some_of_its_rows(ratio: float, monkeypatch: 
     rows: list[int] = []
     real = torch.ops.aten.addmm.default
     node = next(n for n in step.graph.nodes if n.target is real)
-    args, times = operators._of_fewer_rows(real, (torch.zeros(40), torch.zeros(12, 24, dtype=torch.bfloat16), torch.zeros(24, 40)))
+    args, times = operators._of_fewer_rows(
+        real, (torch.zeros(40), torch.zeros(12, 24, dtype=torch.bfloat16), torch.zeros(24, 40))
+    )
     rows.append(len(args[1]))
     assert (rows, times) == (([3], 4) if ratio > 2 else ([12], 1))
     known: dict[str, operators.Measured] = {}

@@ -26,7 +26,9 @@ def optimum(problem: Problem) -> Fraction | None:
 
 @st.composite
 def problems(draw: st.DrawFn, max_sites: int = 5, ties: bool = True) -> Problem:
-    """Awkward floats, negative objectives and resources, ties between sites, limits that may be 0, tight or impossible."""
+    """Awkward floats, negative objectives and resources, ties between sites, limits that may be 0, tight or
+    impossible.
+    """
     number = st.one_of(st.integers(-4, 12).map(float), st.floats(-3, 10, allow_subnormal=False))
     error = st.one_of(st.just(0.0), st.floats(1e-9, 1e-3))
     names = [f"s{i}" for i in range(draw(st.integers(0, max_sites)))]
@@ -39,16 +41,30 @@ def problems(draw: st.DrawFn, max_sites: int = 5, ties: bool = True) -> Problem:
             if ties and len(names) > 1 and draw(st.integers(0, 3)) == 0:
                 other = draw(st.sampled_from([n for n in names if n != site]))
                 options = [f"o{j}" for j in range(counts[other])]
-                requires = {other: tuple(draw(st.lists(st.sampled_from(options), min_size=1, max_size=2, unique=True)))}
+                requires = {
+                    other: tuple(
+                        draw(st.lists(st.sampled_from(options), min_size=1, max_size=2, unique=True))
+                    )
+                }
             resources = {"error_squared": draw(error), "memory": draw(number) * 1e9}
-            alternatives.append(Alternative(name=f"o{i}", objective=draw(number), resources=resources, requires=requires))
+            alternatives.append(
+                Alternative(name=f"o{i}", objective=draw(number), resources=resources, requires=requires)
+            )
         sites[site] = tuple(alternatives)
-    limits = {r: draw(v) for r, v in zip(LIMITS, (st.floats(0, 3e-3), st.floats(-5e9, 4e10)), strict=True) if draw(st.booleans())}
-    return Problem(sites=sites, limits=limits, base={"memory": draw(number) * 1e8}, base_objective=draw(number))
+    limits = {
+        r: draw(v)
+        for r, v in zip(LIMITS, (st.floats(0, 3e-3), st.floats(-5e9, 4e10)), strict=True)
+        if draw(st.booleans())
+    }
+    return Problem(
+        sites=sites, limits=limits, base={"memory": draw(number) * 1e8}, base_objective=draw(number)
+    )
 
 
 def realistic(count: int, seed: int = 0) -> Problem:
-    """Linears × 7 precisions under an error and a weight limit, with merges and attentions that require others."""
+    """Linears × 7 precisions under an error and a weight limit, with merges and attentions that require
+    others.
+    """
     chance = random.Random(seed)
     options = [
         ("fp32", 1.0, 0.0, 4.0),
@@ -66,14 +82,30 @@ def realistic(count: int, seed: int = 0) -> Problem:
             Alternative(
                 name=name,
                 objective=f * size * 1e-9 * chance.uniform(0.85, 1.15),
-                resources={"error_squared": e * sensitivity * chance.uniform(0.6, 1.5), "weight_bytes": int(b * size)},
+                resources={
+                    "error_squared": e * sensitivity * chance.uniform(0.6, 1.5),
+                    "weight_bytes": int(b * size),
+                },
             )
             for name, f, e, b in options
         )
     for i in range(0, count - 3, 6):
         inputs = {f"linear{i + j}": ("fp32", "int8_dynamic", "int8_channel") for j in range(3)}
-        sites[f"merge{i}"] = (Alternative(name="separate", objective=0.0), Alternative(name="merged", objective=-2e-4, requires=inputs))
+        sites[f"merge{i}"] = (
+            Alternative(name="separate", objective=0.0),
+            Alternative(name="merged", objective=-2e-4, requires=inputs),
+        )
         packed = Alternative(name="packed", objective=2e-4, requires={f"merge{i}": ("merged",)})
-        sites[f"attention{i}"] = (Alternative(name="sdpa", objective=3e-4), packed, Alternative(name="math", objective=3.2e-4))
-    most = {r: sum(max(a.resources.get(r, 0.0) for a in s) for s in sites.values()) for r in ("error_squared", "weight_bytes")}
-    return Problem(sites=sites, limits={"error_squared": 0.12 * most["error_squared"], "weight_bytes": 0.45 * most["weight_bytes"]})
+        sites[f"attention{i}"] = (
+            Alternative(name="sdpa", objective=3e-4),
+            packed,
+            Alternative(name="math", objective=3.2e-4),
+        )
+    most = {
+        r: sum(max(a.resources.get(r, 0.0) for a in s) for s in sites.values())
+        for r in ("error_squared", "weight_bytes")
+    }
+    return Problem(
+        sites=sites,
+        limits={"error_squared": 0.12 * most["error_squared"], "weight_bytes": 0.45 * most["weight_bytes"]},
+    )

@@ -7,16 +7,25 @@ from itertools import chain, combinations, product
 
 from hypothesis import strategies as st
 
-from effcompile.planner.remat import BackwardStep, BlockOption, BlockProblem, BlockStage, ChainProblem, Group, Op
+from effcompile.planner.remat import (
+    BackwardStep,
+    BlockOption,
+    BlockProblem,
+    BlockStage,
+    ChainProblem,
+    Group,
+    Op,
+)
 
 Point = tuple[int, int, float]
 
 
 def replay(problem: BlockProblem, kept: frozenset[str]) -> tuple[int, int, int, float] | None:
-    """The four figures by running the block on a set of live values, recomputing by demand; None when it cannot be run.
+    """The four figures by running the block on a set of live values, recomputing by demand; None when it
+    cannot be run.
 
-    Written apart from the package's simulator: the schedule is a list that grows by insertion, and each value's death is
-    found by looking ahead in it.
+    Written apart from the package's simulator: the schedule is a list that grows by insertion, and each
+    value's death is found by looking ahead in it.
     """
     if not problem.forced <= kept:
         return None
@@ -29,7 +38,8 @@ def replay(problem: BlockProblem, kept: frozenset[str]) -> tuple[int, int, int, 
         if not op.repeatable:
             return None
         t = schedule[at][0]
-        at = next(i for i, (s, _) in enumerate(schedule) if s == t)  # within a step, forward order: before those placed already
+        # within a step, forward order: before those placed already
+        at = next(i for i, (s, _) in enumerate(schedule) if s == t)
         schedule.insert(at, (t, op))
     again = [what for _, what in schedule if isinstance(what, Op)]
     remade = {v for op in again for v in op.makes}
@@ -52,7 +62,8 @@ def replay(problem: BlockProblem, kept: frozenset[str]) -> tuple[int, int, int, 
         alive = {v: b for v, b in alive.items() if v in later or (v in kept and v not in ever)}
     forward, alive, drawn = [], {v: problem.nbytes[v] for v in problem.entering}, 0
     for u, op in enumerate(problem.forward):
-        if op.state and op in again:  # taken before the operator runs: an instant of its own, after which what nothing reads is gone
+        if op.state and op in again:
+            # taken before the operator runs: an instant of its own, after which what nothing reads is gone
             drawn += op.state
             forward.append(sum(alive.values()) + drawn)
             soon = {v for other in problem.forward[u:] for v in other.reads} | kept | set(problem.leaving)
@@ -76,12 +87,18 @@ def ways(problem: BlockProblem) -> list[tuple[frozenset[str], tuple[int, int, in
 def front(points: list[Point]) -> set[Point]:
     """Those that no other equals or beats in everything."""
     distinct = set(points)
-    return {p for p in distinct if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in distinct)}
+    return {
+        p
+        for p in distinct
+        if not any(q != p and all(a <= b for a, b in zip(q, p, strict=True)) for q in distinct)
+    }
 
 
 @st.composite
 def blocks(draw: st.DrawFn, values: int = 10) -> BlockProblem:
-    """Operators with several results, free ones, workspaces, forced and entering values, steps that free more than they make."""
+    """Operators with several results, free ones, workspaces, forced and entering values, steps that free more
+    than they make.
+    """
     entering = [f"e{i}" for i in range(draw(st.integers(0, 2)))]
     names, ops = list(entering), []
     while len(names) < values and (not ops or draw(st.integers(0, 9)) > 0):
@@ -123,7 +140,9 @@ MB = 1_000_000
 
 
 def transformer_block(width: int = 768, tokens: int = 1024, heads: int = 12, seed: int = 0) -> BlockProblem:
-    """A GPT-2 block as it stands in the joint graph: two layer norms with their statistics, attention, a five-step gelu."""
+    """A GPT-2 block as it stands in the joint graph: two layer norms with their statistics, attention, a
+    five-step gelu.
+    """
     chance = random.Random(seed)
     x = tokens * width * 4
     nbytes: dict[str, int] = {"x": x}
@@ -136,7 +155,14 @@ def transformer_block(width: int = 768, tokens: int = 1024, heads: int = 12, see
         seconds = gflop / 60 + moved / 8e9
         workspace = x // 4 if gflop and chance.random() < 0.3 else 0
         ops.append(
-            Op(name=name, reads=tuple(reads.split()), makes=tuple(makes), seconds=seconds, workspace=workspace, repeatable=repeatable)
+            Op(
+                name=name,
+                reads=tuple(reads.split()),
+                makes=tuple(makes),
+                seconds=seconds,
+                workspace=workspace,
+                repeatable=repeatable,
+            )
         )
 
     g = 2 * tokens * width * width / 1e9
@@ -161,13 +187,21 @@ def transformer_block(width: int = 768, tokens: int = 1024, heads: int = 12, see
     op("add2", "x2 d2", {"y": x})
     live = 0
     plan = (  # what each backward step reads; "-", or a name that is no value of the block, for nothing
-        "mask2 ge - fw - h t t - - f - - - n2 fwg - x2 m2,r2 - - mask1 am pw - q,k,v,a,lse - - n1 qw - - x,m1,r1 - -"
+        "mask2 ge - fw - h t t - - f - - - n2 fwg - x2 m2,r2 - - mask1 am pw - q,k,v,a,lse - - n1 qw - - "
+        "x,m1,r1 - -"
     )
     for i, reads in enumerate(plan.split()):
         known = tuple(v for v in reads.split(",") if v in nbytes)
         live = max(0, live + chance.choice([x, x, 4 * x, -x, -4 * x, -x]))
         steps.append(BackwardStep(name=f"b{i}", reads=known, live=live + x))
-    return BlockProblem(nbytes=nbytes, entering=("x",), leaving=("y",), forced=frozenset(), forward=tuple(ops), backward=tuple(steps))
+    return BlockProblem(
+        nbytes=nbytes,
+        entering=("x",),
+        leaving=("y",),
+        forced=frozenset(),
+        forward=tuple(ops),
+        backward=tuple(steps),
+    )
 
 
 @st.composite
@@ -234,8 +268,12 @@ def groupings(problem: ChainProblem) -> list[tuple[Group, ...]]:
     return list(dict.fromkeys(cuts))
 
 
-def instants(problem: ChainProblem, choice: tuple[int, ...], groups: tuple[Group, ...]) -> dict[str, int] | None:
-    """Bytes at every instant of a step, played stage by stage; None when the groups do not allow the choice."""
+def instants(
+    problem: ChainProblem, choice: tuple[int, ...], groups: tuple[Group, ...]
+) -> dict[str, int] | None:
+    """Bytes at every instant of a step, played stage by stage; None when the groups do not allow
+    the choice.
+    """
     taken = [problem.options[s.kind][c] for s, c in zip(problem.stages, choice, strict=True)]
     inside = {j: g for g in groups for j in range(g.first, g.last + 1)}
     held = []
@@ -249,7 +287,9 @@ def instants(problem: ChainProblem, choice: tuple[int, ...], groups: tuple[Group
     loads = {}
     for i, (stage, option) in enumerate(zip(problem.stages, taken, strict=True)):
         before = problem.base + sum(held[:i])
-        loads[f"forward {stage.name}"] = before + stage.forward_base + option.forward_peak + problem.forward_slack.get(stage.name, 0)
+        loads[f"forward {stage.name}"] = (
+            before + stage.forward_base + option.forward_peak + problem.forward_slack.get(stage.name, 0)
+        )
         there = before + stage.backward_base + problem.backward_slack.get(stage.name, 0)
         group = inside.get(i)
         remade = sum(problem.stages[j].entering_bytes for j in range(group.first + 1, i)) if group else 0
@@ -257,7 +297,9 @@ def instants(problem: ChainProblem, choice: tuple[int, ...], groups: tuple[Group
         if group and i == group.last:
             for j in range(group.first, i):
                 so_far = sum(problem.stages[m].entering_bytes for m in range(group.first + 1, j + 1))
-                loads[f"re-run {problem.stages[j].name}"] = there + held[i] + so_far + problem.stages[j].rerun_peak
+                loads[f"re-run {problem.stages[j].name}"] = (
+                    there + held[i] + so_far + problem.stages[j].rerun_peak
+                )
     return loads
 
 
@@ -273,16 +315,32 @@ def chain_optimum(problem: ChainProblem) -> tuple[float, float]:
             peak = max(loads.values())
             smallest = min(smallest, peak)
             if problem.budget is None or peak <= problem.budget:
-                best = min(best, rerun + sum(problem.options[s.kind][c].seconds for s, c in zip(problem.stages, choice, strict=True)))
+                best = min(
+                    best,
+                    rerun
+                    + sum(
+                        problem.options[s.kind][c].seconds
+                        for s, c in zip(problem.stages, choice, strict=True)
+                    ),
+                )
     return best, smallest
 
 
-def realistic_chain(count: int, kinds: int, *, options: int, groupable: bool = True, seed: int = 0) -> ChainProblem:
-    """Layers with a convex trade of bytes for seconds, gradients that pile up towards the first, and a loss head at the end."""
+def realistic_chain(
+    count: int, kinds: int, *, options: int, groupable: bool = True, seed: int = 0
+) -> ChainProblem:
+    """Layers with a convex trade of bytes for seconds, gradients that pile up towards the first, and a loss
+    head at the end.
+    """
     chance = random.Random(seed)
 
     def way(kept: float, peak: float, seconds: float, entering: int = 0) -> BlockOption:
-        sizes = {"kept_bytes": int(kept), "forward_peak": int(kept + 9 * MB), "backward_peak": int(peak), "entering_kept": entering}
+        sizes = {
+            "kept_bytes": int(kept),
+            "forward_peak": int(kept + 9 * MB),
+            "backward_peak": int(peak),
+            "entering_kept": entering,
+        }
         return BlockOption(kept=frozenset(), recomputed=(), seconds=seconds, **sizes)
 
     table = {"head": (way(206 * MB, 618 * MB, 0.0), way(4 * MB, 206 * MB, 0.3))}

@@ -15,10 +15,11 @@ Figures = tuple[int, int, int, float, int]  # kept bytes, forward peak, backward
 
 
 def played(problem: BlockProblem, kept: frozenset[str], names: Mapping[str, str]) -> Figures | None:
-    """The figures by running the block on sets of live bytes; None when it cannot be run, or holds what nothing reads.
+    """The figures by running the block on sets of live bytes; None when it cannot be run, or holds what
+    nothing reads.
 
-    Written apart from the package's simulator: the schedule is a list that grows by insertion, deaths are found by
-    looking ahead in it, and the link is a queue that is played event by event.
+    Written apart from the package's simulator: the schedule is a list that grows by insertion, deaths are
+    found by looking ahead in it, and the link is a queue that is played event by event.
     """
     forms = {v: next(f for f in problem.forms[v] if f.name == name) for v, name in names.items()}
     held = kept | set(forms)
@@ -42,7 +43,9 @@ def played(problem: BlockProblem, kept: frozenset[str], names: Mapping[str, str]
     drawn = {what.name for _, kind, what in schedule if kind == "again"}
     states = sum(op.state for op in problem.forward if op.name in drawn)
     size = sum(problem.nbytes[v] for v in kept) + sum(f.held for f in forms.values()) + states
-    again = sum(what.seconds for _, kind, what in schedule if kind == "again") + sum(f.seconds for f in forms.values())
+    again = sum(what.seconds for _, kind, what in schedule if kind == "again") + sum(
+        f.seconds for f in forms.values()
+    )
     return (
         size,
         _forward(problem, kept, forms, drawn),
@@ -52,7 +55,9 @@ def played(problem: BlockProblem, kept: frozenset[str], names: Mapping[str, str]
     )
 
 
-def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Residency], drawn: set[str]) -> int:
+def _forward(
+    problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Residency], drawn: set[str]
+) -> int:
     """`drawn`: operators that run again, the generator's state before which is kept where they draw."""
     loads, values, packed, states = [], set(problem.entering), 0, 0
 
@@ -73,7 +78,8 @@ def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Re
         put(v)
         values = buried(0, set(first[i + 1 :]))
     for u, op in enumerate(problem.forward):
-        if op.state and op.name in drawn:  # it is taken before the operator runs: an instant of its own, after which unread values are gone
+        if op.state and op.name in drawn:
+            # it is taken before the operator runs: an instant of its own, after which unread values are gone
             states += op.state
             loads.append(there())
             values = buried(u, set())
@@ -88,14 +94,19 @@ def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Re
 
 
 def _backward(
-    problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Residency], schedule: list, need: Mapping[str, int]
+    problem: BlockProblem,
+    kept: frozenset[str],
+    forms: Mapping[str, Residency],
+    schedule: list,
+    need: Mapping[str, int],
 ) -> list[int]:
     loads = []
     alive = {v: problem.nbytes[v] for v in kept}
     packed = {v: f.packed for v, f in forms.items() if f.packed and f.staged}
     alive.update({v: problem.nbytes[v] for v, f in forms.items() if f.staged and not f.packed})
     done: set[int] = set()
-    waiting = sum(what.state for _, kind, what in schedule if kind == "again")  # generators' states, until their draws are repeated
+    # generators' states, until their draws are repeated
+    waiting = sum(what.state for _, kind, what in schedule if kind == "again")
     for i, (t, kind, what) in enumerate(schedule):
         between = min(problem.backward[t - 1].live if t else 0, problem.backward[t].live)
         if t not in done:
@@ -103,14 +114,25 @@ def _backward(
             coming = [v for v in forms if need[v] == t]
             alive.update({v: problem.nbytes[v] for v in coming})
             packed.update({v: forms[v].packed for v in coming})
-            loads += [sum(alive.values()) + sum(packed.values()) + between + forms[v].workspace + waiting for v in coming]
+            loads += [
+                sum(alive.values()) + sum(packed.values()) + between + forms[v].workspace + waiting
+                for v in coming
+            ]
             for v in coming:
                 del packed[v]
         if kind == "again":
             own = set(kept) | set(forms)
             double = sum(problem.nbytes[v] for v in what.makes if v in own)
             alive.update({v: problem.nbytes[v] for v in what.makes if v not in own})
-            loads.append(sum(alive.values()) + sum(packed.values()) + between + what.workspace + double + waiting + what.state)
+            loads.append(
+                sum(alive.values())
+                + sum(packed.values())
+                + between
+                + what.workspace
+                + double
+                + waiting
+                + what.state
+            )
             waiting -= what.state
         else:
             loads.append(sum(alive.values()) + sum(packed.values()) + what.live + waiting)
@@ -179,10 +201,16 @@ def forms_of(draw: st.DrawFn, size: int, overlap: bool) -> tuple[Residency, ...]
 
 @st.composite
 def blocks_with_forms(draw: st.DrawFn, values: int) -> BlockProblem:
-    """`blocks`, some of whose values have further forms; copies synchronous or overlapped; host bytes scarce or not."""
+    """`blocks`, some of whose values have further forms; copies synchronous or overlapped; host bytes scarce
+    or not.
+    """
     problem = draw(blocks(values))
     overlap = draw(st.booleans())
-    free = [v for v in problem.nbytes if v not in problem.leaving and v not in problem.forced and problem.nbytes[v]]
+    free = [
+        v
+        for v in problem.nbytes
+        if v not in problem.leaving and v not in problem.forced and problem.nbytes[v]
+    ]
     chosen = draw(st.lists(st.sampled_from(free), max_size=3, unique=True)) if free else []
     return replace(
         problem,

@@ -15,7 +15,9 @@ from effcompile.planner.batch import WORTH, BatchSearch, BatchTrial, sizes, want
 
 @dataclass(frozen=True)
 class Machine:
-    """Operators (bytes that are read once, seconds an example, seconds a byte) and what each example holds."""
+    """Operators (bytes that are read once, seconds an example, seconds a byte) and what each
+    example holds.
+    """
 
     operators: tuple[tuple[float, float], ...]
     fixed_bytes: int
@@ -30,17 +32,25 @@ class Machine:
     def seconds(self, b: int) -> float | None:
         """Each example either keeps its values, or remakes them, which takes longer."""
         room = self.memory - self.fixed_bytes
-        kept = min(b, (room - b * self.remade) // (self.kept - self.remade)) if room >= b * self.remade else -1
+        kept = (
+            min(b, (room - b * self.remade) // (self.kept - self.remade)) if room >= b * self.remade else -1
+        )
         return None if kept < 0 else self.unlimited(b) + (b - kept) * self.again
 
     def attempt(self, b: int) -> BatchTrial[None]:
-        return BatchTrial(batch=b, unlimited=self.unlimited(b), bytes=self.fixed_bytes + b * self.kept, seconds=self.seconds(b))
+        return BatchTrial(
+            batch=b,
+            unlimited=self.unlimited(b),
+            bytes=self.fixed_bytes + b * self.kept,
+            seconds=self.seconds(b),
+        )
 
 
 positive = st.floats(1e-6, 1e-2)
 machines = st.builds(
-    Machine, operators=st.lists(st.tuples(positive, positive), min_size=1, max_size=5).map(tuple), fixed_bytes=st.integers(0, 1000),
-    kept=st.integers(50, 400), remade=st.integers(1, 49), again=positive, memory=st.integers(100, 200_000),
+    Machine, operators=st.lists(st.tuples(positive, positive), min_size=1, max_size=5).map(tuple),
+    fixed_bytes=st.integers(0, 1000), kept=st.integers(50, 400), remade=st.integers(1, 49), again=positive,
+    memory=st.integers(100, 200_000),
 )  # fmt: skip
 
 
@@ -57,7 +67,9 @@ def test_the_batch_is_that_of_trying_every_size(machine: Machine, start: int, le
 
 
 def test_few_sizes_are_tried() -> None:
-    machine = Machine(operators=((1e-3, 1e-5),), fixed_bytes=0, kept=1 << 20, remade=1 << 16, again=3e-6, memory=1 << 30)
+    machine = Machine(
+        operators=((1e-3, 1e-5),), fixed_bytes=0, kept=1 << 20, remade=1 << 16, again=3e-6, memory=1 << 30
+    )
     search = BatchSearch(sizes=sizes(), memory=machine.memory, attempt=machine.attempt)
     best = search.best(2)
     assert best is not None and len(search.tried) <= 8 < len(search.sizes)
@@ -77,13 +89,17 @@ def test_sizes_are_powers_of_two_and_the_halves_between_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"), [(8, [8]), ("8", [8]), ("30..33", [30, 31, 32, 33]), ([16, 4, 16], [4, 16]), ("auto", sizes())]
+    ("asked", "found"),
+    [(8, [8]), ("8", [8]), ("30..33", [30, 31, 32, 33]), ([16, 4, 16], [4, 16]), ("auto", sizes())],
 )
 def test_what_a_user_may_ask_for(asked: object, found: list[int]) -> None:
     assert wanted_sizes(asked) == found  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("asked", [0, -3, "8..4", "many", "1..", "0..4", [], [2.5], [True], True, 1 << 20, "1..1e9", math.inf, {"a": 1}])
+@pytest.mark.parametrize(
+    "asked",
+    [0, -3, "8..4", "many", "1..", "0..4", [], [2.5], [True], True, 1 << 20, "1..1e9", math.inf, {"a": 1}],
+)
 def test_what_no_batch_is(asked: object) -> None:
     with pytest.raises(UsageError, match=r"is no batch\. Give 'auto', a range"):
         wanted_sizes(asked)  # type: ignore[arg-type]

@@ -16,7 +16,10 @@ FEW = settings(max_examples=60, deadline=None)
 #: Each of the two limits can be met, not both: small is inaccurate.
 SMALL = Alternative(name="w4", objective=1.0, resources={"memory": 1.0, "error_squared": 4.0})
 EXACT = Alternative(name="fp32", objective=2.0, resources={"memory": 4.0, "error_squared": 0.0})
-JOINT = Problem(sites={"a": (EXACT, SMALL), "b": (EXACT, SMALL)}, limits={"memory": 3.0, "error_squared": 1.0, "spare": 9.0})
+JOINT = Problem(
+    sites={"a": (EXACT, SMALL), "b": (EXACT, SMALL)},
+    limits={"memory": 3.0, "error_squared": 1.0, "spare": 9.0},
+)
 
 
 @FEW
@@ -36,7 +39,9 @@ def test_the_explanation_is_right(problem: Problem) -> None:
         if mends:
             least = caught.value.nearest[resource]
             assert feasible_choices(replace(problem, limits={**others, resource: least}))
-            assert not feasible_choices(replace(problem, limits={**others, resource: math.nextafter(least, -math.inf)}))
+            assert not feasible_choices(
+                replace(problem, limits={**others, resource: math.nextafter(least, -math.inf)})
+            )
 
 
 def test_limits_that_clash_are_said_to_clash() -> None:
@@ -53,7 +58,9 @@ def test_limits_that_clash_are_said_to_clash() -> None:
 
 def test_one_impossible_limit_is_named_alone() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"^No plan is within peak memory 1 B\. The smallest feasible value is peak memory 2 B, the other"
+        InfeasibleError,
+        match=r"^No plan is within peak memory 1 B\. The smallest feasible value is peak memory 2 B, the "
+        r"other",
     ) as caught:
         solve(replace(JOINT, limits={"memory": 1.0, "error_squared": 100.0}))
     assert caught.value.binding == ("memory",)

@@ -10,7 +10,13 @@ from remat_brute import MB, chain_optimum, chains, instants, realistic_chain
 
 from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
 from effcompile.planner import OPTIMAL, SINGLE, UNPROVEN
-from effcompile.planner.remat import ChainProblem, chain_frontier, frontier_budgets, smallest_budget, solve_chain
+from effcompile.planner.remat import (
+    ChainProblem,
+    chain_frontier,
+    frontier_budgets,
+    smallest_budget,
+    solve_chain,
+)
 from effcompile.planner.remat import chain as chain_module
 from effcompile.planner.remat.count import _System
 from effcompile.planner.remat.links import variants
@@ -79,7 +85,9 @@ def test_within_the_gap_of_an_exact_walk(kinds: int, share: float) -> None:
 def test_many_identical_stages_are_proven_by_z3(count: int) -> None:
     problem = realistic_chain(count, 1, options=20)
     low, high = frontier_budgets(problem, 2)
-    solution = solve_chain(replace(problem, budget=low + (high - low) // 3), reference_seconds=0.6 * count, timeout=LONG)
+    solution = solve_chain(
+        replace(problem, budget=low + (high - low) // 3), reference_seconds=0.6 * count, timeout=LONG
+    )
     assert solution.status == OPTIMAL
     assert solution.gap <= 0.01
     assert solution.solver.startswith("z3")
@@ -110,7 +118,9 @@ def test_out_of_time_says_so_with_the_true_gap() -> None:
 def test_infeasible_names_the_instant_and_what_would_do() -> None:
     problem = realistic_chain(4, 1, options=8, groupable=False)
     least = smallest_budget(problem)
-    with pytest.raises(InfeasibleError, match=r"No plan is within .* The smallest feasible budget is") as caught:
+    with pytest.raises(
+        InfeasibleError, match=r"No plan is within .* The smallest feasible budget is"
+    ) as caught:
         solve_chain(replace(problem, budget=least - 1), reference_seconds=8.0)
     error = caught.value
     assert error.nearest == {"memory": float(least)}
@@ -153,10 +163,15 @@ def test_a_chain_that_contradicts_itself_is_refused(change: dict[str, object], w
 
 def test_a_slack_for_no_stage_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="forward_slack"):
-        solve_chain(replace(realistic_chain(2, 1, options=4), forward_slack={"h9": MB}), reference_seconds=1.0)
+        solve_chain(
+            replace(realistic_chain(2, 1, options=4), forward_slack={"h9": MB}), reference_seconds=1.0
+        )
 
 
-@pytest.mark.parametrize("arguments", [{"gap": -1.0}, {"timeout": 0.0}, {"reference_seconds": 0.0}, {"reference_seconds": float("nan")}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"gap": -1.0}, {"timeout": 0.0}, {"reference_seconds": 0.0}, {"reference_seconds": float("nan")}],
+)
 def test_bad_arguments_are_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="reference_seconds"):
         solve_chain(realistic_chain(2, 1, options=4), **{"reference_seconds": 1.0, **arguments})
@@ -164,7 +179,9 @@ def test_bad_arguments_are_refused(arguments: dict[str, float]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(problem=chains(), above=st.integers(1, 4), tenths=st.integers(0, 10))
-def test_ways_that_a_certificate_leaves_out_are_in_no_cheaper_choice(problem: ChainProblem, above: int, tenths: int) -> None:
+def test_ways_that_a_certificate_leaves_out_are_in_no_cheaper_choice(
+    problem: ChainProblem, above: int, tenths: int
+) -> None:
     """Every choice within the budget and below the target, of all there are, keeps its ways."""
     links = variants(problem)[0]
     choices = list(product(*(range(len(link.ways)) for link in links.links)))
@@ -172,7 +189,12 @@ def test_ways_that_a_certificate_leaves_out_are_in_no_cheaper_choice(problem: Ch
     budget, target = peaks[(len(peaks) - 1) * tenths // 10], costs[min(above, len(costs) - 1)]
     system = _System(links, budget, {(i, phase) for i in range(len(links.links)) for phase in (0, 1)})
     hopeless = any(surrogate.left < 0 for surrogate in system._reduce(target - links.ticks))
-    left = {(i, w) for members, ways in zip(system.classes, system.ways, strict=True) for i in members for w, _ in ways}
+    left = {
+        (i, w)
+        for members, ways in zip(system.classes, system.ways, strict=True)
+        for i in members
+        for w, _ in ways
+    }
     wanted = [c for c in choices if links.fits(c, budget) and links.cost(c) < target]
     assert not (hopeless and wanted)
     assert all((i, w) in left for choice in wanted for i, w in enumerate(choice))

@@ -8,13 +8,19 @@ from hypothesis.extra import numpy as arrays
 from effcompile.planner.remat import dominance
 
 ROWS = arrays.arrays(
-    np.int64, st.tuples(st.integers(1, 60), st.integers(1, 12)), elements=st.integers(0, 4) | st.sampled_from([-(1 << 45), 1 << 45])
+    np.int64,
+    st.tuples(st.integers(1, 60), st.integers(1, 12)),
+    elements=st.integers(0, 4) | st.sampled_from([-(1 << 45), 1 << 45]),
 )
 
 
 def by_pairs(rows: np.ndarray) -> list[list[int]]:
     distinct = {tuple(row) for row in rows.tolist()}
-    return sorted(list(r) for r in distinct if not any(all(a <= b for a, b in zip(o, r, strict=True)) for o in distinct if o != r))
+    return sorted(
+        list(r)
+        for r in distinct
+        if not any(all(a <= b for a, b in zip(o, r, strict=True)) for o in distinct if o != r)
+    )
 
 
 @given(rows=ROWS, together=st.integers(1, 9))

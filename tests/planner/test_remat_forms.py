@@ -1,4 +1,6 @@
-"""Values held in other forms (offloaded, compressed): figures and fronts against brute force, each lever against all."""
+"""Values held in other forms (offloaded, compressed): figures and fronts against brute force, each lever
+against all.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,17 @@ def measures(problem: BlockProblem, figures: tuple[int, int, int, float, int]) -
 
 
 def chain_of_two(**changes: object) -> BlockProblem:
-    """x → a → b; the backward reads b, then a. a (200 bytes) may be offloaded in 2 s out and 3 s back, or compressed to 50."""
-    ops = tuple(Op(name=f"make_{v}", reads=(r,), makes=(v,), seconds=s, workspace=5) for r, v, s in (("x", "a", 4.0), ("a", "b", 1.0)))
-    steps = (BackwardStep(name="grad_b", reads=("b",), live=10), BackwardStep(name="grad_a", reads=("a",), live=30))
+    """x → a → b; the backward reads b, then a. a (200 bytes) may be offloaded in 2 s out and 3 s back, or
+    compressed to 50.
+    """
+    ops = tuple(
+        Op(name=f"make_{v}", reads=(r,), makes=(v,), seconds=s, workspace=5)
+        for r, v, s in (("x", "a", 4.0), ("a", "b", 1.0))
+    )
+    steps = (
+        BackwardStep(name="grad_b", reads=("b",), live=10),
+        BackwardStep(name="grad_a", reads=("a",), live=30),
+    )
     forms = {
         "a": (
             Residency(name="offload", host=200, out=2.0, back=3.0),
@@ -49,7 +59,15 @@ def chain_of_two(**changes: object) -> BlockProblem:
         )
     }
     whole = {"x": 100, "a": 200, "b": 300}
-    problem = BlockProblem(nbytes=whole, entering=("x",), leaving=(), forced=frozenset(), forward=ops, backward=steps, forms=forms)
+    problem = BlockProblem(
+        nbytes=whole,
+        entering=("x",),
+        leaving=(),
+        forced=frozenset(),
+        forward=ops,
+        backward=steps,
+        forms=forms,
+    )
     return replace(problem, **changes)
 
 
@@ -66,7 +84,8 @@ def test_forms_played_by_hand() -> None:
 def test_copies_beside_the_compute_cost_what_they_lag_behind() -> None:
     away = Residency(name="offload", staged=200, host=200, out=2.0, back=3.0)
     problem = chain_of_two(hidden=(2.5, 1.0), forms={"a": (away,)})
-    # out: made after 4 s of the forward's 5, copied at 6: 1 s late; back: asked for at 0, needed at 2.5, there at 3: 0.5 s late
+    # out: made after 4 s of the forward's 5, copied at 6: 1 s late; back: asked for at 0, needed at 2.5,
+    # there at 3: 0.5 s late
     assert simulate_block(problem, {"b"}, (), {"a": "offload"}) == (300, 505, 510, 1.5)
 
 
@@ -87,10 +106,15 @@ def test_the_front_equals_brute_force(problem: BlockProblem) -> None:
     result = block_front(problem, timeout=600, points=10_000)
     assert result.complete
     assert result.proven
-    found = {(o.kept_bytes, o.backward_peak, o.seconds, o.host_bytes if problem.scarce else 0) for o in result.options}
+    found = {
+        (o.kept_bytes, o.backward_peak, o.seconds, o.host_bytes if problem.scarce else 0)
+        for o in result.options
+    }
     assert found == front([measures(problem, f) for *_, f in held_ways(problem)])
     for o in result.options:
-        assert o.host_bytes == sum(f.host for v, name in o.forms.items() for f in problem.forms[v] if f.name == name)
+        assert o.host_bytes == sum(
+            f.host for v, name in o.forms.items() for f in problem.forms[v] if f.name == name
+        )
 
 
 @settings(max_examples=30, deadline=None)
@@ -125,9 +149,17 @@ def test_all_levers_are_never_worse_than_some(problem: BlockProblem) -> None:
 def test_a_joint_front_covers_its_parts_even_when_thinned(problem: BlockProblem) -> None:
     assume(problem.forms)  # without any, there are no parts to unite
     few = joint_front(problem, timeout=60, points=3).options
-    for part in (replace(problem, forms={}, hidden=None, scarce=False), replace(problem, forward=_still(problem))):
+    for part in (
+        replace(problem, forms={}, hidden=None, scarce=False),
+        replace(problem, forward=_still(problem)),
+    ):
         for o in block_front(part, timeout=60, points=3).options:
-            assert any(j.kept_bytes <= o.kept_bytes and j.backward_peak <= o.backward_peak and j.seconds <= o.seconds + 1e-9 for j in few)
+            assert any(
+                j.kept_bytes <= o.kept_bytes
+                and j.backward_peak <= o.backward_peak
+                and j.seconds <= o.seconds + 1e-9
+                for j in few
+            )
 
 
 def _still(problem: BlockProblem) -> tuple[Op, ...]:
@@ -146,12 +178,16 @@ def hosted_chains(draw: st.DrawFn) -> ChainProblem:
         host = draw(st.integers(0, 6)) if i else 0
         return replace(o, host_bytes=host, forms={"a": "offload"} if host else {})
 
-    table = {kind: tuple(hosted(i, o) for i, o in enumerate(options)) for kind, options in problem.options.items()}
+    table = {
+        kind: tuple(hosted(i, o) for i, o in enumerate(options)) for kind, options in problem.options.items()
+    }
     return replace(problem, options=table, host=draw(st.one_of(st.none(), st.integers(0, 12))))
 
 
 def best_of_all(problem: ChainProblem) -> tuple[float, float, float]:
-    """(least seconds within the limits, least peak within the host's, least host bytes within the budget); infinity: none."""
+    """(least seconds within the limits, least peak within the host's, least host bytes within the budget);
+    infinity: none.
+    """
     best = smallest = hosted = float("inf")
     for groups in groupings(problem):
         inside = {i for g in groups for i in range(g.first, g.last + 1)}
@@ -186,7 +222,9 @@ def test_a_chain_within_its_host_memory_equals_brute_force(problem: ChainProblem
     found = solve_chain(problem, reference_seconds=1.0, gap=0.0, timeout=60)
     assert found.seconds == found.bound == best
     assert problem.host is None or found.host <= problem.host
-    assert found.host == sum(problem.options[s.kind][c].host_bytes for s, c in zip(problem.stages, found.choice, strict=True))
+    assert found.host == sum(
+        problem.options[s.kind][c].host_bytes for s, c in zip(problem.stages, found.choice, strict=True)
+    )
 
 
 def test_many_equal_stages_share_the_host() -> None:
@@ -197,8 +235,12 @@ def test_many_equal_stages_share_the_host() -> None:
         sizes = {"kept_bytes": kept, "forward_peak": kept + 5, "backward_peak": kept + 9, "host_bytes": host}
         return BlockOption(kept=frozenset(), recomputed=(), seconds=seconds, forms=forms, **sizes)
 
-    table = {"k": (way(100, 0.0), way(60, 0.05, 40), way(40, 0.3), way(20, 0.25, 70), way(5, 0.9), way(5, 0.4, 95))}
-    stages = tuple(BlockStage(name=f"h{i}", kind="k", forward_base=0, backward_base=3 * (48 - i)) for i in range(48))
+    table = {
+        "k": (way(100, 0.0), way(60, 0.05, 40), way(40, 0.3), way(20, 0.25, 70), way(5, 0.9), way(5, 0.4, 95))
+    }
+    stages = tuple(
+        BlockStage(name=f"h{i}", kind="k", forward_base=0, backward_base=3 * (48 - i)) for i in range(48)
+    )
     problem = ChainProblem(base=1000, budget=3400, options=table, stages=stages, host=48 * 95 // 3)
     found = solve_chain(problem, reference_seconds=48.0, timeout=30)
     assert found.status == OPTIMAL
@@ -228,7 +270,11 @@ def test_forms_that_contradict_the_block_are_refused(change: dict[str, object], 
 
 @pytest.mark.parametrize(
     ("kept", "forms", "words"),
-    [({"b"}, {"a": "zip"}, "no form 'zip'"), ({"a", "b"}, {"a": "offload"}, "one of both"), ({"b"}, {"x": "offload"}, "no form")],
+    [
+        ({"b"}, {"a": "zip"}, "no form 'zip'"),
+        ({"a", "b"}, {"a": "offload"}, "one of both"),
+        ({"b"}, {"x": "offload"}, "no form"),
+    ],
 )
 def test_an_impossible_way_is_refused(kept: set[str], forms: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):

@@ -1,4 +1,6 @@
-"""Fronts kept on disk: another process finds them, with figures computed anew; a file that is not ours is as none."""
+"""Fronts kept on disk: another process finds them, with figures computed anew; a file that is not ours is as
+none.
+"""
 
 import copy
 import json
@@ -64,7 +66,9 @@ def test_more_time_and_another_block_are_searched_for(monkeypatch: pytest.Monkey
     asked = searched(monkeypatch)
     problem = transformer_block()
     block_front(problem, timeout=0.2, points=5)
-    dearer = replace(problem, forward=tuple(replace(op, seconds=2 * op.seconds + 1e-6) for op in problem.forward))
+    dearer = replace(
+        problem, forward=tuple(replace(op, seconds=2 * op.seconds + 1e-6) for op in problem.forward)
+    )
     block_front(dearer, timeout=0.2)
     block_front(problem, timeout=0.3)
     assert asked[:2] == [problem, dearer]
@@ -72,10 +76,18 @@ def test_more_time_and_another_block_are_searched_for(monkeypatch: pytest.Monkey
 
 
 def test_the_key_is_the_same_in_every_process() -> None:
-    told = "from remat_brute import transformer_block as t; from effcompile.planner.remat import kept; print(kept.hashed(t(), 3))"
+    told = (
+        "from remat_brute import transformer_block as t; from effcompile.planner.remat import kept; "
+        "print(kept.hashed(t(), 3))"
+    )
     folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     seeds = [{**os.environ, "PYTHONPATH": folders, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
-    keys = {subprocess.run([sys.executable, "-c", told], env=env, capture_output=True, text=True, check=True).stdout for env in seeds}
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", told], env=env, capture_output=True, text=True, check=True
+        ).stdout
+        for env in seeds
+    }
     assert keys == {kept.hashed(transformer_block(), 3) + "\n"}
 
 
@@ -120,7 +132,11 @@ ODD = [None, True, -1, 0, 3, 10**30, 1e300, -1e300, 1e-320, "x", [], {}, [[0]], 
 
 def spoiled(value: Any, dice: random.Random) -> Any:
     """The same with one place of it lost, repeated, or something else."""
-    inner = list(value if isinstance(value, dict) else range(len(value))) if isinstance(value, dict | list) else []
+    inner = (
+        list(value if isinstance(value, dict) else range(len(value)))
+        if isinstance(value, dict | list)
+        else []
+    )
     if not inner or dice.random() < 0.2:
         return dice.choice(ODD)
     key, made = dice.choice(inner), copy.copy(value)
@@ -136,7 +152,9 @@ def spoiled(value: Any, dice: random.Random) -> Any:
 
 
 def test_what_is_read_of_a_spoiled_file_is_options_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the figures that this process computes, in the order that a search gives, none of them covered by another."""
+    """With the figures that this process computes, in the order that a search gives, none of them covered by
+    another.
+    """
     monkeypatch.setattr(block, "_WORTH_KEEPING", 0.0)
     problem, dice, read = transformer_block(), random.Random(5), 0
     first()
@@ -153,5 +171,8 @@ def test_what_is_read_of_a_spoiled_file_is_options_of_the_block(monkeypatch: pyt
         assert [o.seconds for o in front.options] == sorted(o.seconds for o in front.options)
         for at, option in enumerate(front.options):
             assert problem.forced <= option.kept and option.kept.isdisjoint(option.forms)
-            assert not any(o.kept_bytes <= option.kept_bytes and o.backward_peak <= option.backward_peak for o in front.options[:at])
+            assert not any(
+                o.kept_bytes <= option.kept_bytes and o.backward_peak <= option.backward_peak
+                for o in front.options[:at]
+            )
     assert read > 10

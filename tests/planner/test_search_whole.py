@@ -1,4 +1,6 @@
-"""The search over whole choices against a look at every case, and the reasons of its record against what each case says."""
+"""The search over whole choices against a look at every case, and the reasons of its record against what each
+case says.
+"""
 
 from dataclasses import dataclass
 
@@ -90,7 +92,12 @@ def test_reasons_are_true(cases: list[Plain]) -> None:
 
 
 def test_what_cannot_be_is_said_beside_what_was_taken() -> None:
-    record = searched([Plain({"states": "kept", "batch": "1"}, 1.0, 0.0, 80), Plain({"states": "consumed", "batch": "1"}, 2.0, 0.0, 90)])
+    record = searched(
+        [
+            Plain({"states": "kept", "batch": "1"}, 1.0, 0.0, 80),
+            Plain({"states": "consumed", "batch": "1"}, 2.0, 0.0, 90),
+        ]
+    )
     record.refuse({"states": "consumed", "batch": "2"}, Unsupported("summed"))
     record.search([Plain({"states": "kept", "batch": "2"}, 3.0, 0.0, 20)])
     assert dict(record.declined("states")) == {"consumed": Unsupported("summed")}
@@ -108,4 +115,7 @@ def test_a_case_that_cannot_be_faster_is_not_solved() -> None:
     record: Record[Plain, Plain] = Record(solve=noted)
     record.search([Plain({"head": str(n)}, float(n), 0.5, 10) for n in (3, 1, 2)])
     assert solved == [1.0]
-    assert dict(record.declined("head")) == {"2": Slower(seconds=0.5, at_least=True), "3": Slower(seconds=1.5, at_least=True)}
+    assert dict(record.declined("head")) == {
+        "2": Slower(seconds=0.5, at_least=True),
+        "3": Slower(seconds=1.5, at_least=True),
+    }

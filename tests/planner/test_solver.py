@@ -11,7 +11,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
-from effcompile.planner import OPTIMAL, SINGLE, UNPROVEN, Alternative, Problem, certify, frontier, optimise, reduce, solve
+from effcompile.planner import (
+    OPTIMAL,
+    SINGLE,
+    UNPROVEN,
+    Alternative,
+    Problem,
+    certify,
+    frontier,
+    optimise,
+    reduce,
+    solve,
+)
 
 FEW = settings(max_examples=60, deadline=None)
 
@@ -19,7 +30,9 @@ FEW = settings(max_examples=60, deadline=None)
 def two_options(**fields: object) -> Problem:
     fast = Alternative(name="int8", objective=1.0, resources={"error_squared": 1e-4})
     slow = Alternative(name="fp32", objective=2.0)
-    return Problem(**{"sites": {"a": (slow, fast), "b": (slow, fast)}, "limits": {"error_squared": 1e-4}, **fields})
+    return Problem(
+        **{"sites": {"a": (slow, fast), "b": (slow, fast)}, "limits": {"error_squared": 1e-4}, **fields}
+    )
 
 
 @FEW
@@ -62,7 +75,10 @@ def test_200_linears_are_proven_within_one_percent(seed: int) -> None:
 
 
 def test_many_identical_sites_are_proven() -> None:
-    options = tuple(Alternative(name=f"o{i}", objective=10.0 - i**0.5, resources={"memory": float(i * i)}) for i in range(8))
+    options = tuple(
+        Alternative(name=f"o{i}", objective=10.0 - i**0.5, resources={"memory": float(i * i)})
+        for i in range(8)
+    )
     problem = Problem(sites={f"layer{i}": options for i in range(100)}, limits={"memory": 1717.0})
     assert solve(problem, gap=1e-3).status == OPTIMAL
 
@@ -85,7 +101,13 @@ def test_a_long_chain_of_ties_is_solved() -> None:
 
 def test_no_sites() -> None:
     solution = solve(Problem(sites={}, limits={"memory": 5.0}, base={"memory": 5.0}, base_objective=2.0))
-    assert (solution.choice, solution.objective, solution.bound, solution.gap, solution.status) == ({}, 2.0, 2.0, 0.0, SINGLE)
+    assert (solution.choice, solution.objective, solution.bound, solution.gap, solution.status) == (
+        {},
+        2.0,
+        2.0,
+        0.0,
+        SINGLE,
+    )
     with pytest.raises(InfeasibleError) as caught:
         solve(Problem(sites={}, limits={"memory": 4.0}, base={"memory": 5.0}))
     assert caught.value.nearest == {"memory": 5.0}
@@ -93,7 +115,8 @@ def test_no_sites() -> None:
 
 def test_the_deadline_leaves_a_feasible_choice_and_a_true_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = realistic(30)
-    monkeypatch.setattr(optimise, "refute", lambda *_: certify.Verdict("unknown"))  # what z3 answers at its timeout
+    # what z3 answers at its timeout
+    monkeypatch.setattr(optimise, "refute", lambda *_: certify.Verdict("unknown"))
     solution = solve(problem, gap=0.0)
     monkeypatch.undo()
     assert solution.status == UNPROVEN

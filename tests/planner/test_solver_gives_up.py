@@ -1,4 +1,6 @@
-"""z3 may stop for its time, its limit of work, or memory: what was found is returned with a true bound, or the words say what happened."""
+"""z3 may stop for its time, its limit of work, or memory: what was found is returned with a true bound, or
+the words say what happened.
+"""
 
 import os
 import random
@@ -21,12 +23,17 @@ def hard(sites: int = 30) -> Problem:
 
     def options() -> tuple[Alternative, ...]:
         return tuple(
-            Alternative(name=f"o{i}", objective=dice.random(), resources={r: dice.random() for r in ("memory", "error", "link")})
+            Alternative(
+                name=f"o{i}",
+                objective=dice.random(),
+                resources={r: dice.random() for r in ("memory", "error", "link")},
+            )
             for i in range(8)
         )
 
     return Problem(
-        sites={f"s{i}": options() for i in range(sites)}, limits={"memory": 0.3 * sites, "error": 0.32 * sites, "link": 0.31 * sites}
+        sites={f"s{i}": options() for i in range(sites)},
+        limits={"memory": 0.3 * sites, "error": 0.32 * sites, "link": 0.31 * sites},
     )
 
 
@@ -42,7 +49,9 @@ def choice_or_words(timeout: float) -> str:
     return "found"
 
 
-ENDS = re.compile("found|The solver stopped before .*|No choice within the limits was found .* Raise the timeout .*")
+ENDS = re.compile(
+    "found|The solver stopped before .*|No choice within the limits was found .* Raise the timeout .*"
+)
 
 
 @pytest.mark.parametrize("work", [1, 10, 100, 1000, 10_000])
@@ -116,7 +125,11 @@ def test_where_little_memory_is_left_z3_answers_from_a_child(monkeypatch: pytest
     solver.add(z3.Not(flag), whole == -3, real * 3 == -2)
     answer, model = ask(solver)
     assert answer == z3.sat and model is not None
-    assert z3.is_false(model.eval(flag)) and model.eval(whole).as_long() == -3 and model.eval(real).as_fraction() == Fraction(-2, 3)
+    assert (
+        z3.is_false(model.eval(flag))
+        and model.eval(whole).as_long() == -3
+        and model.eval(real).as_fraction() == Fraction(-2, 3)
+    )
     solver.add(whole > 0)
     assert ask(solver) == (z3.unsat, None)
     assert choice_or_words(5.0) == "found"

@@ -14,7 +14,9 @@ def test_pieces_sum_up_to_the_whole(shape: tuple[int, ...], dtype: torch.dtype) 
     x, y = a.double(), b.double()
     found = verify.GradientSums.of(a, b)
     wanted = [((x - y) ** 2).sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()]
-    assert [found.apart, found.ours, found.theirs, found.dot] == pytest.approx([float(each) for each in wanted], rel=1e-12)
+    assert [found.apart, found.ours, found.theirs, found.dot] == pytest.approx(
+        [float(each) for each in wanted], rel=1e-12
+    )
     alone = verify.GradientSums.of(None, b)
     assert (alone.apart, alone.ours, alone.dot) == (pytest.approx(found.theirs), 0.0, 0.0)
 

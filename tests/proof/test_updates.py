@@ -1,4 +1,6 @@
-"""The updates that are measured: the first one has the gradients of the step that was verified, and is no forward and backward more."""
+"""The updates that are measured: the first one has the gradients of the step that was verified, and is no
+forward and backward more.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +19,11 @@ from effcompile.proof.training.verify import run as run_step
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.frozen = nn.Linear(5, 7), nn.Linear(7, 3), nn.Parameter(torch.ones(3), requires_grad=False)
+        self.first, self.second, self.frozen = (
+            nn.Linear(5, 7),
+            nn.Linear(7, 3),
+            nn.Parameter(torch.ones(3), requires_grad=False),
+        )
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +55,9 @@ def test_the_states_are_those_after_two_steps(known: bool) -> None:
 
 @pytest.mark.parametrize("sample", [8, 1 << 16])
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_the_first_elements_of_a_large_parameter_stand_for_all(sample: int, wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_elements_of_a_large_parameter_stand_for_all(
+    sample: int, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An update by another learning rate is seen on them, too."""
     monkeypatch.setattr(updates, "_SAMPLE", sample)
     torch.manual_seed(0)
@@ -67,4 +75,8 @@ def test_the_first_elements_of_a_large_parameter_stand_for_all(sample: int, wron
     monkeypatch.setattr(updates, "_updated", watched)
     found = updates.check(StatesOption(form=StatesForm()), given, model, gradients)
     assert isinstance(found, Check) and found.passed is not bool(wrong)
-    assert (max(sizes) <= 8 and found.note is not None) if sample == 8 else (max(sizes) == 35 and found.note is None)
+    assert (
+        (max(sizes) <= 8 and found.note is not None)
+        if sample == 8
+        else (max(sizes) == 35 and found.note is None)
+    )

@@ -20,7 +20,9 @@ from effcompile.proof.verify import references, verify
 
 
 class Alike(nn.Module):
-    """Rows that are all the same, so that one of them broadcasts to them all; beside what is chosen of them."""
+    """Rows that are all the same, so that one of them broadcasts to them all; beside what is
+    chosen of them.
+    """
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         h = (x * 0 + 2.5) * attention_mask.unsqueeze(-1)
@@ -33,8 +35,8 @@ def inputs() -> dict[str, Tensor]:
 
 #: What an artifact may do to its first result without changing a value.
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "float64": Tensor.double, "bfloat16": Tensor.bfloat16, "int": Tensor.int, "one row": lambda t: t[:1], "one token": lambda t: t[:, :1],
-    "an axis more": lambda t: t.unsqueeze(0),
+    "float64": Tensor.double, "bfloat16": Tensor.bfloat16, "int": Tensor.int, "one row": lambda t: t[:1],
+    "one token": lambda t: t[:, :1], "an axis more": lambda t: t.unsqueeze(0),
 }  # fmt: skip
 
 
@@ -70,7 +72,9 @@ def test_optimize_refuses_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     def other(self: TorchEager, program: Program, *rest: Any) -> Any:
         lowered = lower(self, program, *rest)
-        return replace(lowered, run=lambda *tensors: [KINDS[kind](lowered.run(*tensors)[0]), *lowered.run(*tensors)[1:]])
+        return replace(
+            lowered, run=lambda *tensors: [KINDS[kind](lowered.run(*tensors)[0]), *lowered.run(*tensors)[1:]]
+        )
 
     monkeypatch.setattr(TorchEager, "lower", other)
     with pytest.raises(VerificationError, match=r"output 0 is .* instead of float32"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -51,18 +52,26 @@ def test_a_model_that_loses_digits_allows_others_to_lose_them_too() -> None:
 
 @pytest.mark.parametrize(("digits", "error"), [(0, 1.5e-5), (3, 1e-3), (5, 2e-3)])
 def test_errors_beyond_the_models_own_rounding_fail(digits: int, error: float) -> None:
-    """A model that keeps its digits; an error that rounding does not explain; rounding so large that it explains anything."""
+    """A model that keeps its digits; an error that rounding does not explain; rounding so large that it
+    explains anything.
+    """
     torch.manual_seed(0)
     found = checks(Cancels(digits).eval(), error, Goal())
     assert not any(check.passed for check in found)
     assert all(check.limit == EXACT_TOLERANCE for check in found)
 
 
-@pytest.mark.parametrize(("dtype", "small", "large"), [(torch.bfloat16, 2e-3, 2e-2), (torch.float16, 3e-4, 3e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "small", "large"), [(torch.bfloat16, 2e-3, 2e-2), (torch.float16, 3e-4, 3e-3)]
+)
 def test_weights_in_16_bits_round_more(dtype: torch.dtype, small: float, large: float) -> None:
     """Another order of sums is no error; ten times that is."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval().to(dtype)
+    model = (
+        nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        .eval()
+        .to(dtype)
+    )
     program = capture(model, (torch.randn(4, 8, dtype=dtype),), {})
     cases = references(program, model, Goal())
     for case in cases:
@@ -72,6 +81,39 @@ def test_weights_in_16_bits_round_more(dtype: torch.dtype, small: float, large: 
 def test_a_declared_error_is_taken_as_it_is() -> None:
     torch.manual_seed(0)
     assert {check.limit for check in checks(Cancels(3).eval(), 5e-5, Goal(max_error=2e-5))} == {2e-5}
+
+
+class Centred(nn.Module):
+    """What is normalised, and its mean, which is zero but for rounding; of `shift`, a mean that is not."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.linear, self.shift = nn.Linear(8, 16), shift
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.layer_norm(self.linear(x), (16,)) + self.shift
+        return h, h.mean()
+
+
+@pytest.mark.parametrize(
+    ("shift", "off", "passes"),
+    [(0.0, 1e-7, True), (0.0, 1e-3, False), (0.05, 1e-5, False), (1e-6, 1e-7, True), (0.0, math.nan, False)],
+)
+@pytest.mark.parametrize("goal", [Goal(), Goal(max_error=3e-5)], ids=["exact", "declared"])
+def test_a_sum_that_only_rounding_keeps_from_zero(shift: float, off: float, passes: bool, goal: Goal) -> None:
+    """It is compared with the size of what it is the sum of; one that has digits is compared by itself."""
+    torch.manual_seed(0)
+    model = Centred(shift).eval()
+    program = capture(model, (torch.randn(4, 8),), {})
+
+    def lowered(x: Tensor) -> tuple[Tensor, Tensor]:
+        h, mean = program.module(x)
+        return h, mean + off
+
+    found = verify(lowered, program, references(program, model, goal), goal)
+    assert {check.passed for check in found} == {passes}
+    said = "output 1 is zero but for rounding: its error is a share of the outputs' usual size"
+    assert not passes or all(str(check.note) == said for check in found)
 
 
 class Attends(nn.Module):
@@ -105,7 +147,10 @@ def test_attention_that_does_not_verify_is_left_as_written(monkeypatch: pytest.M
     model, inputs = Attends().eval(), {"x": torch.randn(2, 6, 8)}
     executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager", passes=["no-merge"])
     assert all(check.passed for check in executable.plan.checks)
-    assert any(str(note).startswith("attention is left as written: The torch-eager result is not") for note in executable.plan.notes)
+    assert any(
+        str(note).startswith("attention is left as written: The torch-eager result is not")
+        for note in executable.plan.notes
+    )
     assert any(d.kind == "attention" and d.option == "fused" for d in executable.plan.declined)
     again = effcompile.optimize(model, inputs=inputs, plan=executable.plan)
     torch.testing.assert_close(again(**inputs), model(**inputs))
@@ -118,7 +163,9 @@ def test_what_fails_as_written_too_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Silent(nn.Module):
-    """Shows nothing of what a linear makes of the first token, so that inputs of one token are no calibration."""
+    """Shows nothing of what a linear makes of the first token, so that inputs of one token are no
+    calibration.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +179,9 @@ def test_what_calibration_did_not_show_is_corrected_by_what_verification_measure
     torch.manual_seed(0)
     model, inputs = Silent().eval(), {"x": torch.randn(2, 1, 16)}
     target = load_target("cpu-generic")  # where int8 is worth its while at any size
-    executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager", target=target, max_error=1e-3, calibration=[inputs])
+    executable = effcompile.optimize(
+        model, inputs=inputs, backend="torch-eager", target=target, max_error=1e-3, calibration=[inputs]
+    )
     assert any("solved again" in str(note) for note in executable.plan.notes)
     longer = torch.randn(2, 5, 16)
     torch.testing.assert_close(executable(x=longer), model(x=longer))

@@ -1,7 +1,9 @@
-"""Tiny models planned in the session, once each: what the golden reports print is what the product says of them.
+"""Tiny models planned in the session, once each: what the golden reports print is what the product says of
+them.
 
-Targets are files, so nothing is timed to decide; the clock that solvers and measurements read is ours. `settled` fixes what else
-depends on the machine or on versions: what was measured, who proved it and how long that took, how many guards there are.
+Targets are files, so nothing is timed to decide; the clock that solvers and measurements read is ours.
+`settled` fixes what else depends on the machine or on versions: what was measured, who proved it and how long
+that took, how many guards there are.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ class TinyGPT(nn.Module):
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) if self.training else logits
+        return (
+            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            if self.training
+            else logits
+        )
 
 
 class Nothing(nn.Module):
@@ -82,7 +88,9 @@ class Ticking:
 
 @contextmanager
 def ticking() -> Iterator[None]:
-    """No solver gives up because this machine is slow, and kernels need no more for themselves because it has more cores."""
+    """No solver gives up because this machine is slow, and kernels need no more for themselves because it has
+    more cores.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -97,20 +105,29 @@ def settled(plan: Plan) -> Plan:
     """The plan with everything fixed that another machine or another version would change."""
     predicted, baseline = plan.predicted, plan.baseline
     measured = None if plan.measured is None else Totals(
-        seconds=1.04 * (predicted.seconds or 0.0), weight_bytes=predicted.weight_bytes, peak_bytes=predicted.peak_bytes,
-        error=predicted.error,
+        seconds=1.04 * (predicted.seconds or 0.0), weight_bytes=predicted.weight_bytes,
+        peak_bytes=predicted.peak_bytes, error=predicted.error,
     )  # fmt: skip
-    before = None if plan.measured_baseline is None else replace(baseline, seconds=1.1 * (baseline.seconds or 0.0))
+    before = (
+        None if plan.measured_baseline is None else replace(baseline, seconds=1.1 * (baseline.seconds or 0.0))
+    )
     return replace(
-        plan, certificate=replace(plan.certificate, seconds=0.1, solver="z3"), versions={}, settings=dict.fromkeys(plan.settings, 2),
-        measured=measured, measured_baseline=before,
-        guards=tuple(guard for guard in plan.guards if guard.kind == "input"), checks=tuple(map(_passed, plan.checks)),
+        plan,
+        certificate=replace(plan.certificate, seconds=0.1, solver="z3"),
+        versions={},
+        settings=dict.fromkeys(plan.settings, 2),
+        measured=measured,
+        measured_baseline=before,
+        guards=tuple(guard for guard in plan.guards if guard.kind == "input"),
+        checks=tuple(map(_passed, plan.checks)),
         stress=tuple(map(_passed, plan.stress)),
         candidates=tuple(
-            c if c.measured_seconds is None else replace(c, measured_seconds=1.04 * (c.predicted_seconds or 0.0), error=predicted.error)
+            c
+            if c.measured_seconds is None
+            else replace(c, measured_seconds=1.04 * (c.predicted_seconds or 0.0), error=predicted.error)
             for c in plan.candidates
         ),
-    )  # fmt: skip
+    )
 
 
 def _passed(check: Check) -> Check:
@@ -152,17 +169,26 @@ def smallest() -> Plan:
 @cache
 def front() -> tuple[Plan, ...]:
     with ticking():
-        found = effcompile.frontier(network(), ids(), points=4, target="cpu-generic", backend="onnxruntime", max_error=0.1)
+        found = effcompile.frontier(
+            network(), ids(), points=4, target="cpu-generic", backend="onnxruntime", max_error=0.1
+        )
     return tuple(map(settled, found))
 
 
 @cache
 def run() -> Plan:
-    """Lowered, run and verified here, in formats that have the same error on every processor: products of int8 saturate on some."""
+    """Lowered, run and verified here, in formats that have the same error on every processor: products of
+    int8 saturate on some.
+    """
     passes = ["quantize.options=bf16,w8_channel"]
     with ticking():
         made = effcompile.optimize(
-            network(), inputs=ids(), target=load_target("cpu-generic"), backend="torch-eager", max_error=0.05, passes=passes
+            network(),
+            inputs=ids(),
+            target=load_target("cpu-generic"),
+            backend="torch-eager",
+            max_error=0.05,
+            passes=passes,
         )
     return settled(made.plan)
 
@@ -170,7 +196,9 @@ def run() -> Plan:
 @cache
 def nothing() -> Plan:
     with ticking():
-        return settled(effcompile.plan(Nothing(), torch.ones(2, 8), target="cpu-generic", backend="onnxruntime"))
+        return settled(
+            effcompile.plan(Nothing(), torch.ones(2, 8), target="cpu-generic", backend="onnxruntime")
+        )
 
 
 @cache
@@ -181,12 +209,15 @@ def too_small() -> InfeasibleError:
 # ------------------------------------------------------------------ training
 
 
-def train(*, optimizer: bool = False, target: str = "cpu-generic", passes: tuple[str, ...] = (), **goal: Any) -> Plan:
+def train(
+    *, optimizer: bool = False, target: str = "cpu-generic", passes: tuple[str, ...] = (), **goal: Any
+) -> Plan:
     model = TinyGPT().train()
     states = torch.optim.AdamW(model.parameters()) if optimizer else None
     with ticking():
         plan = effcompile.plan(
-            model, {"ids": ids(4, 128)}, mode="training", target=target, optimizer=states, passes=["no-pointwise", *passes], **goal
+            model, {"ids": ids(4, 128)}, mode="training", target=target, optimizer=states,
+            passes=["no-pointwise", *passes], **goal
         )  # fmt: skip
     return settled(plan)
 
@@ -226,7 +257,9 @@ def states_too_large() -> InfeasibleError:
 def step_front() -> tuple[Plan, ...]:
     with ticking():
         model, passes = TinyGPT().train(), ["no-pointwise"]
-        found = effcompile.frontier(model, {"ids": ids(4, 128)}, points=5, mode="training", target="cpu-generic", passes=passes)
+        found = effcompile.frontier(
+            model, {"ids": ids(4, 128)}, points=5, mode="training", target="cpu-generic", passes=passes
+        )
     return tuple(map(settled, found))
 
 

@@ -1,4 +1,6 @@
-"""Tiny sparse models as their controllers tell of them: layers, patterns and FLOPs are real, and the clock goes by the FLOPs done."""
+"""Tiny sparse models as their controllers tell of them: layers, patterns and FLOPs are real, and the clock
+goes by the FLOPs done.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def measured() -> SparsityFigures:
 @cache
 def no_gain() -> SparsityFigures:
     """Under masks, whose products are dense ones."""
-    sparsity, loss = trained(sparsity=0.75, updates=0, execution="masked", initial="magnitude", distribution="global")
+    sparsity, loss = trained(
+        sparsity=0.75, updates=0, execution="masked", initial="magnitude", distribution="global"
+    )
     with working():
         return sparsity.measure(loss, rounds=1)
 

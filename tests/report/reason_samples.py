@@ -31,7 +31,9 @@ def written(kind: type[Reason], texts: st.SearchStrategy[str]) -> st.SearchStrat
     """A text as it stands, or one with holes and their figures."""
 
     def filled(pairs: list[tuple[str, str, int]], name: str) -> Reason:
-        text = "".join(before.replace("{", "{{").replace("}", "}}") + f"{{{hole}}}" for before, hole, _ in pairs)
+        text = "".join(
+            before.replace("{", "{{").replace("}", "}}") + f"{{{hole}}}" for before, hole, _ in pairs
+        )
         return kind(text, tuple(name if hole in ("site", "name") else figure for _, hole, figure in pairs))  # type: ignore[call-arg]
 
     pair = st.tuples(texts, st.sampled_from(HOLES), st.integers(0, 2**40))
@@ -44,8 +46,8 @@ def masks(texts: st.SearchStrategy[str]) -> st.SearchStrategy[MaskForm]:
     names = st.none() | st.lists(texts, max_size=2).map(tuple)
     guards = st.lists(st.builds(Because, texts), max_size=2).map(tuple)
     return st.builds(
-        MaskForm, lo=edges, hi=edges, chunk=st.integers(0, 9), q_ids=names, k_ids=names, valid=names, mask=names,
-        ahead=st.integers(0, 9), flags=st.booleans(), guards=guards,
+        MaskForm, lo=edges, hi=edges, chunk=st.integers(0, 9), q_ids=names, k_ids=names, valid=names,
+        mask=names, ahead=st.integers(0, 9), flags=st.booleans(), guards=guards,
     )  # fmt: skip
 
 

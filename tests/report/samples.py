@@ -1,4 +1,7 @@
-"""Plans as the compiler makes them for a BERT-like model, with invented figures. Import it, or run it to look at every report."""
+"""Plans as the compiler makes them for a BERT-like model, with invented figures.
+
+Import it, or run it to look at every report.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,9 @@ def decisions() -> tuple[Decision, ...]:
         root = f"encoder.layer.{layer}"
         for name in LINEARS:
             option = "int8_channel" if layer in (0, 11) and name == "output.dense" else "int8_dynamic"
-            found.append(linear(layer, name, "fp32" if (layer, name) == (11, "intermediate.dense") else option))
+            found.append(
+                linear(layer, name, "fp32" if (layer, name) == (11, "intermediate.dense") else option)
+            )
         found.append(
             Decision(
                 site=f"{root}.attention.self:attention",
@@ -130,9 +135,23 @@ def declined() -> tuple[Declined, ...]:
     for layer in range(LAYERS):
         root = f"encoder.layer.{layer}"
         for name, (elements, seconds) in LINEARS.items():
-            bf16 = Cost(seconds=1.9 * seconds, weight_bytes=2 * elements, error_squared=1.1e-7, provenance=Provenance.MODELLED)
+            bf16 = Cost(
+                seconds=1.9 * seconds,
+                weight_bytes=2 * elements,
+                error_squared=1.1e-7,
+                provenance=Provenance.MODELLED,
+            )
             slower = NotFaster(seconds=1.9 * seconds, against=seconds, than="fp32")
-            found.append(Declined(site=f"{root}.{name}", kind="linear", option="bf16", by="quantize", reason=slower, cost=bf16))
+            found.append(
+                Declined(
+                    site=f"{root}.{name}",
+                    kind="linear",
+                    option="bf16",
+                    by="quantize",
+                    reason=slower,
+                    cost=bf16,
+                )
+            )
             if layer not in (0, 11) or name != "output.dense":
                 channel = Cost(seconds=0.31 * seconds, weight_bytes=elements + 3072, error_squared=1.6e-6)
                 found.append(
@@ -142,7 +161,9 @@ def declined() -> tuple[Declined, ...]:
                         option="int8_channel",
                         by="quantize",
                         cost=channel,
-                        reason=Unsupported(f"{0.04 * seconds * 1e6:.0f} µs slower; the error it would save is not needed"),
+                        reason=Unsupported(
+                            f"{0.04 * seconds * 1e6:.0f} µs slower; the error it would save is not needed"
+                        ),
                     )
                 )
         if layer == 11:
@@ -167,7 +188,11 @@ def declined() -> tuple[Declined, ...]:
             )
             for norm in ("attention.output.LayerNorm", "output.LayerNorm")
         )
-    found.append(Declined(site="", kind="sparsity", option="2:4", by="sparsify", reason=Unsupported("no kernel on this CPU")))
+    found.append(
+        Declined(
+            site="", kind="sparsity", option="2:4", by="sparsify", reason=Unsupported("no kernel on this CPU")
+        )
+    )
     return tuple(found)
 
 
@@ -201,10 +226,23 @@ def bert(**changes: Any) -> Plan:
         measured_baseline=Totals(seconds=175.2e-3, weight_bytes=438 * MIB, peak_bytes=471 * MIB, error=0.0),
         candidates=(
             Candidate(
-                backend="torch", predicted_seconds=47.9e-3, measured_seconds=51.3e-3, error=2.2e-2, note=Because("Inductor, x86 int8")
+                backend="torch",
+                predicted_seconds=47.9e-3,
+                measured_seconds=51.3e-3,
+                error=2.2e-2,
+                note=Because("Inductor, x86 int8"),
             ),
-            Candidate(backend="onnxruntime", predicted_seconds=44.1e-3, measured_seconds=45.8e-3, error=2.1e-2, note=Because("opset 23")),
-            Candidate(backend="openvino", note=Because("not tried: not installed (pip install effcompile[openvino])")),
+            Candidate(
+                backend="onnxruntime",
+                predicted_seconds=44.1e-3,
+                measured_seconds=45.8e-3,
+                error=2.1e-2,
+                note=Because("opset 23"),
+            ),
+            Candidate(
+                backend="openvino",
+                note=Because("not tried: not installed (pip install effcompile[openvino])"),
+            ),
         ),
         checks=(
             Check(name="same inputs", error=2.1e-2, limit=3.1e-2),
@@ -216,7 +254,9 @@ def bert(**changes: Any) -> Plan:
         settings={"threads": 2, "arena": True, "io_binding": True},
         notes=(
             Because("mend: use_cache=False, as a prefill reads no cache"),
-            Because("correction: measured error 3.4e-2 was over the limit; errors scaled by 1.31 and solved again"),
+            Because(
+                "correction: measured error 3.4e-2 was over the limit; errors scaled by 1.31 and solved again"
+            ),
         ),
         versions={"effcompile": "0.1.0", "torch": "2.13.0", "onnxruntime": "1.31.0", "z3": "4.15.3"},
     )
@@ -224,14 +264,18 @@ def bert(**changes: Any) -> Plan:
 
 
 def planned_only() -> Plan:
-    """Predicted for a machine that is not here: nothing lowered, nothing measured, memory limited, bound not proven."""
+    """Predicted for a machine that is not here: nothing lowered, nothing measured, memory limited, bound not
+    proven.
+    """
     plan = bert()
     return replace(
         plan,
         goal=Goal(max_error=3.1e-2, memory=200 * MIB),
         target="h100-sxm",
         target_line="NVIDIA H100 SXM 80 GB (not calibrated: modelled from its data sheet)",
-        certificate=replace(plan.certificate, status="feasible, bound not proven", bound=41.0e-3, rounds=1, error_scale=1.0),
+        certificate=replace(
+            plan.certificate, status="feasible, bound not proven", bound=41.0e-3, rounds=1, error_scale=1.0
+        ),
         measured=None,
         measured_baseline=None,
         candidates=(),
@@ -243,7 +287,9 @@ def planned_only() -> Plan:
 
 
 def exact_failed() -> Plan:
-    """An exact goal, long names, a decision that costs time, one not applied, a failed check, a limit exceeded."""
+    """An exact goal, long names, a decision that costs time, one not applied, a failed check, a limit
+    exceeded.
+    """
     deep = "model.language_model.transformer.decoder_stack.residual_branches.layers"
     made = [
         Decision(
@@ -265,10 +311,22 @@ def exact_failed() -> Plan:
         decisions=tuple(made),
         declined=(),
         checks=(
-            Check(name="same inputs", error=2.1e-2, limit=1e-5, note=Because("differs from the first layer on [bold]not markup[/bold]")),
+            Check(
+                name="same inputs",
+                error=2.1e-2,
+                limit=1e-5,
+                note=Because("differs from the first layer on [bold]not markup[/bold]"),
+            ),
         ),
         certificate=Certificate(
-            status="optimal within gap", objective=1.0, bound=1.0, gap=0.0, sites=12, alternatives=24, seconds=0.004, solver="z3 4.15.3"
+            status="optimal within gap",
+            objective=1.0,
+            bound=1.0,
+            gap=0.0,
+            sites=12,
+            alternatives=24,
+            seconds=0.004,
+            solver="z3 4.15.3",
         ),
         notes=(Because("<script>alert(1)</script> & \x1b[31mescape codes\x1b[0m stay text"),),
     )
@@ -277,7 +335,14 @@ def exact_failed() -> Plan:
 def nothing_to_decide() -> Plan:
     """A model without a single site."""
     certificate = Certificate(
-        status="only one alternative", objective=1e-3, bound=1e-3, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="z3 4.15.3"
+        status="only one alternative",
+        objective=1e-3,
+        bound=1e-3,
+        gap=0.0,
+        sites=0,
+        alternatives=0,
+        seconds=0.0,
+        solver="z3 4.15.3",
     )
     return bert(
         model="Tiny",
@@ -300,14 +365,19 @@ def nothing_to_decide() -> Plan:
 
 def exact() -> Plan:
     """The same model under an exact goal: only the exact decisions change anything."""
-    kept = tuple(linear(int(d.site.split(".")[2]), d.site.split(".", 3)[3], "fp32") if d.kind == "linear" else d for d in decisions())
+    kept = tuple(
+        linear(int(d.site.split(".")[2]), d.site.split(".", 3)[3], "fp32") if d.kind == "linear" else d
+        for d in decisions()
+    )
     return bert(
         goal=Goal(),
         decisions=kept[:-1],
         predicted=Totals(seconds=128e-3, weight_bytes=438 * MIB, peak_bytes=460 * MIB, error=0.0),
         measured=Totals(seconds=131e-3, weight_bytes=438 * MIB, peak_bytes=461 * MIB, error=4.1e-7),
         checks=(Check(name="same inputs", error=4.1e-7, limit=1e-5),),
-        candidates=(Candidate(backend="onnxruntime", predicted_seconds=128e-3, measured_seconds=131e-3, error=4.1e-7),),
+        candidates=(
+            Candidate(backend="onnxruntime", predicted_seconds=128e-3, measured_seconds=131e-3, error=4.1e-7),
+        ),
         certificate=replace(bert().certificate, objective=128e-3, bound=127e-3, rounds=1, error_scale=1.0),
         notes=(),
     )
@@ -333,8 +403,18 @@ def targets() -> list[Target]:
         memory_bytes=80 * 2**30,
         memory_bandwidth=3.35e12,
         link_bandwidth=64e9,
-        peak_flops={"fp32": 66.9e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12, "int8": 1978.9e12},
-        sources={"memory_bandwidth": "NVIDIA H100 Tensor Core GPU data sheet, p. 2", "peak_flops": "the same, dense, without sparsity"},
+        peak_flops={
+            "fp32": 66.9e12,
+            "tf32": 494.7e12,
+            "bf16": 989.4e12,
+            "fp16": 989.4e12,
+            "fp8": 1978.9e12,
+            "int8": 1978.9e12,
+        },
+        sources={
+            "memory_bandwidth": "NVIDIA H100 Tensor Core GPU data sheet, p. 2",
+            "peak_flops": "the same, dense, without sparsity",
+        },
     )
     cpu = Target(
         name="auto",

@@ -1,4 +1,5 @@
-"""What is printed of real tiny plans, at one width as golden texts, and at every other width: nothing too wide, nothing lost.
+"""What is printed of real tiny plans, at one width as golden texts, and at every other width: nothing too
+wide, nothing lost.
 
 Update the texts with UPDATE_GOLDEN=1 and read the diff.
 """
@@ -35,11 +36,15 @@ PAGES: dict[str, Callable[[Console], None]] = {
     "inference_smallest": lambda c: print_plan(real.smallest(), c),
     "inference_run": lambda c: print_plan(real.run(), c, directory="out"),
     "inference_nothing": lambda c: print_plan(real.nothing(), c),
-    "inference_infeasible": lambda c: print_infeasible(real.too_small(), Goal(max_error=1e-4, memory="100KiB"), c),
+    "inference_infeasible": lambda c: print_infeasible(
+        real.too_small(), Goal(max_error=1e-4, memory="100KiB"), c
+    ),
     "inference_frontier": lambda c: print_frontier(real.front(), c),
     "inference_sites": lambda c: explain(real.quantised(), None, c),
     "inference_linear": lambda c: explain(real.quantised(), "h.1.up", c),
-    "inference_attention": lambda c: explain(real.quantised(), real.site_of(real.quantised(), "attention"), c),
+    "inference_attention": lambda c: explain(
+        real.quantised(), real.site_of(real.quantised(), "attention"), c
+    ),
     "inference_diff": lambda c: diff(real.quantised(), real.exact(), c),
     "training": lambda c: print_plan(real.step(), c, directory="out"),
     "training_verbose": lambda c: print_plan(real.step(), c, verbose=True),
@@ -53,8 +58,12 @@ PAGES: dict[str, Callable[[Console], None]] = {
     "training_infeasible": lambda c: print_infeasible(
         real.step_too_large(), Goal(mode="training", memory="2MiB"), c, arguments=[*TYPED, "2MiB"]
     ),
-    "training_no_room": lambda c: print_infeasible(real.states_too_large(), Goal(mode="training", memory=real.LITTLE), c),
-    "targets": lambda c: targets_table([load_target("h100-sxm"), load_target("cpu-generic")], c, verbose=True),
+    "training_no_room": lambda c: print_infeasible(
+        real.states_too_large(), Goal(mode="training", memory=real.LITTLE), c
+    ),
+    "targets": lambda c: targets_table(
+        [load_target("h100-sxm"), load_target("cpu-generic")], c, verbose=True
+    ),
 }
 #: Lines that are copied as they are, however narrow the page is.
 COMMANDS = ("effcompile ", "InferenceSession(", "plan.save(", "effcompile.optimize(")
@@ -82,7 +91,9 @@ def widest(name: str) -> str:
 @settings(max_examples=8, deadline=None)
 def test_every_width_holds_all_that_the_widest_says(name: str, width: int) -> None:
     lines = render(PAGES[name], width).splitlines()
-    assert [line for line in lines if cell_len(line) > width and not any(command in line for command in COMMANDS)] == []
+    assert [
+        line for line in lines if cell_len(line) > width and not any(command in line for command in COMMANDS)
+    ] == []
     assert all(line == line.rstrip() for line in lines)
     assert _said(widest(name)) <= _said("\n".join(lines)) or "…" in "\n".join(lines)
 
@@ -91,17 +102,23 @@ def test_every_width_holds_all_that_the_widest_says(name: str, width: int) -> No
 def test_ascii_where_the_encoding_has_nothing_else(name: str) -> None:
     text = render(PAGES[name], 80, encoding="ascii")
     assert text.isascii()
-    assert "?" not in text.replace("? predicted", "").replace("? not verified", ""), "a glyph of ours has no ASCII form"
+    assert "?" not in text.replace("? predicted", "").replace("? not verified", ""), (
+        "a glyph of ours has no ASCII form"
+    )
 
 
-@pytest.mark.parametrize("plan", [real.quantised, real.step, real.step_with_states], ids=["inference", "training", "states"])
+@pytest.mark.parametrize(
+    "plan", [real.quantised, real.step, real.step_with_states], ids=["inference", "training", "states"]
+)
 @given(width=st.integers(60, 200))
 @settings(max_examples=5, deadline=None)
 def test_every_reason_of_a_site_is_told_whole_at_every_width(plan: Callable[[], Plan], width: int) -> None:
     for declined in plan().declined[:40:4]:
         if declined.site:
             text = render(lambda c, site=declined.site: explain(plan(), site, c), width)  # type: ignore[misc]
-            assert _squeezed(words(declined.reason)) in _squeezed(text) or "…" in text, "only a word as wide as the column is cut"
+            assert _squeezed(words(declined.reason)) in _squeezed(text) or "…" in text, (
+                "only a word as wide as the column is cut"
+            )
 
 
 def _said(text: str) -> set[str]:

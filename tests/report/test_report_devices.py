@@ -33,7 +33,8 @@ def made(name: str) -> Plan:
     many = ManyDevices.of(devices, strategy=asked, global_batch=batch)
     request = Request(goal=Goal(mode="training"), target="h100-sxm", devices=many)
     work = StrategySearch(
-        request=request, many=many, model=model(layers), target=target, links=target.cluster, limit=target.memory_bytes, batch=1
+        request=request, many=many, model=model(layers), target=target, links=target.cluster,
+        limit=target.memory_bytes, batch=1
     )  # fmt: skip
     plan = work.plan()
     assert plan.distributed is not None
@@ -66,7 +67,10 @@ def test_json_says_what_is_agreed() -> None:
     assert data["verdict"] == "fits"
     assert data["low_bytes"] <= data["peak_bytes"] <= data["high_bytes"] <= data["limit_bytes"]
     assert len(data["ranks"]) == 16
-    assert data["strategy"]["dp"] * data["strategy"]["tp"] * data["strategy"]["pp"] * data["strategy"]["cp"] == 16
+    assert (
+        data["strategy"]["dp"] * data["strategy"]["tp"] * data["strategy"]["pp"] * data["strategy"]["cp"]
+        == 16
+    )
     assert made("devices_no").to_dict()["distributed"]["verdict"] == "no"
 
 

@@ -13,7 +13,10 @@ from effcompile.ir.plan import Plan
 from effcompile.report import html_report
 
 VOID = {"meta", "line", "rect", "br"}
-PLANS = {name: getattr(samples, name)() for name in ("bert", "planned_only", "exact", "exact_failed", "nothing_to_decide")}
+PLANS = {
+    name: getattr(samples, name)()
+    for name in ("bert", "planned_only", "exact", "exact_failed", "nothing_to_decide")
+}
 
 
 class Checker(HTMLParser):
@@ -57,7 +60,13 @@ def test_nests_and_needs_no_network(name: str) -> None:
 
 def test_texts_of_the_plan_are_escaped() -> None:
     hostile = "<img src=x onerror=alert(1)>\"'&"
-    plan = samples.bert(model=hostile, target_line=hostile, notes=(Because(hostile),), inputs=(hostile,), settings={hostile: hostile})
+    plan = samples.bert(
+        model=hostile,
+        target_line=hostile,
+        notes=(Because(hostile),),
+        inputs=(hostile,),
+        settings={hostile: hostile},
+    )
     checker = parse(plan)
     assert "img" not in checker.tags
     assert checker.text.count(hostile) >= 3
@@ -84,7 +93,10 @@ def test_time_bars_are_as_long_as_the_totals() -> None:
     """Widths of one bar's segments sum to its total on the scale that the other bar gives."""
     figure = html_report(PLANS["bert"]).split("<figure>")[1]
     before, after = figure.split('text-anchor="end">after')
-    lengths = [sum(float(w) + 1.5 for w in re.findall(r'<rect[^>]* width="([\d.]+)"', part) if w != "0.5") for part in (before, after)]
+    lengths = [
+        sum(float(w) + 1.5 for w in re.findall(r'<rect[^>]* width="([\d.]+)"', part) if w != "0.5")
+        for part in (before, after)
+    ]
     assert lengths[1] / lengths[0] == pytest.approx(44.1 / 168, rel=0.02)
 
 

@@ -35,8 +35,14 @@ def _alternatives(part: str) -> list[str]:
 @pytest.mark.parametrize(
     ("sites", "texts"),
     [
-        ([f"{layer}.attention.self.query" for layer in LAYERS], ["encoder.layer.{0–11}.attention.self.query"]),
-        ([f"{layer}.{x}" for layer in LAYERS for x in ("query", "key")], ["encoder.layer.{0–11}.{query,key}"]),
+        (
+            [f"{layer}.attention.self.query" for layer in LAYERS],
+            ["encoder.layer.{0–11}.attention.self.query"],
+        ),
+        (
+            [f"{layer}.{x}" for layer in LAYERS for x in ("query", "key")],
+            ["encoder.layer.{0–11}.{query,key}"],
+        ),
         (["h.0.mlp", "h.2.mlp", "h.3.mlp"], ["h.{0,2–3}.mlp"]),
         (["h.3.mlp"], ["h.3.mlp"]),
         (["wte"], ["wte"]),
@@ -52,7 +58,11 @@ def test_collapse(sites: list[str], texts: list[str]) -> None:
     assert [t.text for t in collapse(sites)] == texts
 
 
-names = st.lists(st.one_of(st.sampled_from(["h", "attn", "mlp", "fc1", "w_2", "01"]), st.integers(0, 12).map(str)), min_size=1, max_size=4)
+names = st.lists(
+    st.one_of(st.sampled_from(["h", "attn", "mlp", "fc1", "w_2", "01"]), st.integers(0, 12).map(str)),
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(st.lists(names.map(".".join), max_size=40))

@@ -20,7 +20,11 @@ def test_silent_when_not_enabled(capfd: pytest.CaptureFixture[str]) -> None:
     out, stream = console(terminal=True)
     with ProgressSteps(out, enabled=False) as steps, steps.step("capture"):
         steps.update("kernels", 1, 2)
-    with pytest.raises(ValueError, match="broken"), ProgressSteps(out, enabled=False) as steps, steps.step("capture"):
+    with (
+        pytest.raises(ValueError, match="broken"),
+        ProgressSteps(out, enabled=False) as steps,
+        steps.step("capture"),
+    ):
         raise ValueError("broken")
     assert stream.getvalue() == ""
     assert capfd.readouterr() == ("", "")
@@ -75,7 +79,11 @@ def test_a_profile_says_what_each_step_took_and_what_lies_between(monkeypatch: p
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(progress, "_processors", lambda: 0.0)
     out, stream = console()
-    with ProgressSteps(out, enabled=False, profile=True) as steps, steps.step("calibrate"), steps.step("kernels"):
+    with (
+        ProgressSteps(out, enabled=False, profile=True) as steps,
+        steps.step("calibrate"),
+        steps.step("kernels"),
+    ):
         pass
     assert [line.split() for line in stream.getvalue().splitlines()[2:]] == [
         ["calibrate", "6.0", "0.0", "75%"],
@@ -85,7 +93,9 @@ def test_a_profile_says_what_each_step_took_and_what_lies_between(monkeypatch: p
     ]
 
 
-def test_a_call_shows_its_steps_and_can_be_copied(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_shows_its_steps_and_can_be_copied(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "_WORTH_TELLING", 0.0)
     shown = Shown()
     with shown.step("solve"):

@@ -1,4 +1,6 @@
-"""Questions about a saved plan: the figures are those of its decisions, and an exchange is what brute force over its options finds."""
+"""Questions about a saved plan: the figures are those of its decisions, and an exchange is what brute force
+over its options finds.
+"""
 
 import json
 from dataclasses import replace
@@ -33,7 +35,9 @@ def plan_of(sites: dict[str, dict[str, tuple[float, int]]]) -> Plan:
 
     taken = {site: next(iter(options.items())) for site, options in sites.items()}
     decisions = [
-        Decision(site=s, kind="linear", option=o, baseline=o, by="quantize", cost=cost(c), baseline_cost=cost(c))
+        Decision(
+            site=s, kind="linear", option=o, baseline=o, by="quantize", cost=cost(c), baseline_cost=cost(c)
+        )
         for s, (o, c) in taken.items()
     ]
     declined = [
@@ -41,9 +45,17 @@ def plan_of(sites: dict[str, dict[str, tuple[float, int]]]) -> Plan:
         for s, options in sites.items()
         for o, c in list(options.items())[1:]
     ]
-    totals = Totals(seconds=sum(c[0] for _, c in taken.values()), peak_bytes=sum(c[1] for _, c in taken.values()), error=0.0)
+    totals = Totals(
+        seconds=sum(c[0] for _, c in taken.values()),
+        peak_bytes=sum(c[1] for _, c in taken.values()),
+        error=0.0,
+    )
     return samples.bert(
-        decisions=tuple(decisions), declined=tuple(declined), predicted=totals, goal=Goal(memory=totals.peak_bytes), memory_timeline=None
+        decisions=tuple(decisions),
+        declined=tuple(declined),
+        predicted=totals,
+        goal=Goal(memory=totals.peak_bytes),
+        memory_timeline=None,
     )
 
 
@@ -62,7 +74,8 @@ def test_more_is_at_most_one_exchange_from_the_best(room: int) -> None:
     assert sum(e.used for e in found) <= room
     largest = max(s for options in SITES.values() for s, _ in options.values())
     assert brute(room) <= seconds < brute(room) + largest
-    assert seconds == brute(room) or room in (10, 15, 35)  # where the knapsack has a gap that greed does not fill
+    # where the knapsack has a gap that greed does not fill
+    assert seconds == brute(room) or room in (10, 15, 35)
 
 
 @pytest.mark.parametrize("needed", [1, 15])
@@ -79,7 +92,9 @@ def test_less_gives_back_what_is_needed_at_the_least_price(needed: int) -> None:
 def test_rows_are_the_decisions_one_by_one() -> None:
     plan = samples.bert()
     by_error = report.ranked(plan, "error")
-    assert [item.amount for item in by_error] == sorted((d.cost.error for d in plan.decisions if d.cost.error_squared), reverse=True)
+    assert [item.amount for item in by_error] == sorted(
+        (d.cost.error for d in plan.decisions if d.cost.error_squared), reverse=True
+    )
     assert sum(item.amount for item in report.ranked(plan, "time")) == pytest.approx(
         max(plan.predicted.seconds, sum(d.cost.seconds for d in plan.decisions))
     )
@@ -94,7 +109,11 @@ def test_memory_of_a_training_step_begins_with_what_lives_at_the_peak() -> None:
     assert [item.amount for item in report.ranked(plan, "memory")][: len(parts)] == parts
 
 
-@pytest.mark.parametrize("plan", [samples.bert(), training_samples.gpt2(), plan_of(SITES)], ids=["inference", "training", "limited"])
+@pytest.mark.parametrize(
+    "plan",
+    [samples.bert(), training_samples.gpt2(), plan_of(SITES)],
+    ids=["inference", "training", "limited"],
+)
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_everything_prints_within_the_page(plan: Plan, width: int) -> None:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -132,7 +151,9 @@ def test_the_goals_own_name_of_a_limit_asks_too() -> None:
 def test_parts_of_what_takes_time_away_are_negative_so_that_all_add_up() -> None:
     plan = samples.bert()
     merged = next(d for d in plan.decisions if d.kind == "linear")
-    saving = replace(merged, site="merged", kind="merge", cost=replace(merged.cost, seconds=-plan.predicted.seconds / 4))
+    saving = replace(
+        merged, site="merged", kind="merge", cost=replace(merged.cost, seconds=-plan.predicted.seconds / 4)
+    )
     told = report.ranked(plan.with_changes(decisions=(*plan.decisions, saving)), "time")
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     report.print_ranked(plan.with_changes(decisions=(*plan.decisions, saving)), "time", 500, console)
@@ -140,7 +161,9 @@ def test_parts_of_what_takes_time_away_are_negative_so_that_all_add_up() -> None
     assert any("merged" in line and "−25 %" in line for line in console.export_text().splitlines())
 
 
-@pytest.mark.parametrize("question", ["memory", "memory=", "time=+10%", "memory=lots", "memory=-100%", "memory=+nan%", "error=x"])
+@pytest.mark.parametrize(
+    "question", ["memory", "memory=", "time=+10%", "memory=lots", "memory=-100%", "memory=+nan%", "error=x"]
+)
 def test_questions_that_are_none(question: str) -> None:
     with pytest.raises(UsageError):
         report.what_if(samples.bert(), question)

@@ -1,4 +1,6 @@
-"""Every reason has words; those that differ in figures and names of sites only are one phrase; all of them go through a plan.json."""
+"""Every reason has words; those that differ in figures and names of sites only are one phrase; all of them go
+through a plan.json.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from reason_samples import some
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.mask import Edge, MaskForm, Sees
 from effcompile.core.reason_kinds import KINDS
-from effcompile.core.reasons import Because, Frees, NotFaster, OverBudget, Reason, Recall, Requires, Slower, Unsupported
+from effcompile.core.reasons import (
+    Because,
+    Frees,
+    NotFaster,
+    OverBudget,
+    Reason,
+    Recall,
+    Requires,
+    Slower,
+    Unsupported,
+)
 from effcompile.ir.plan import Declined, Plan
 from effcompile.report.groups import refusals
 from effcompile.report.reasons import alike, words
@@ -31,36 +43,59 @@ def declined(reason: Reason, site: str = "a") -> Declined:
 def test_a_kind_is_the_default_of_its_class_and_every_class_has_one() -> None:
     for name, kind in KINDS.items():
         assert {f.name: f.default for f in fields(kind)}["kind"] == name  # type: ignore[arg-type]
-    assert {kind.__name__ for kind in Reason.__subclasses__() if not kind.__name__.startswith("_")} <= {k.__name__ for k in KINDS.values()}
+    assert {kind.__name__ for kind in Reason.__subclasses__() if not kind.__name__.startswith("_")} <= {
+        k.__name__ for k in KINDS.values()
+    }
 
 
 @given(ANY)
 @settings(deadline=None)
 def test_every_reason_has_words_and_survives_a_plan(reason: Reason) -> None:
     assert words(reason) == words(reason).strip(" ") or not words(reason)
-    plan = samples.bert(declined=(declined(reason),), decisions=tuple(replace(d, why=reason, note=reason) for d in samples.decisions()[:1]))
+    plan = samples.bert(
+        declined=(declined(reason),),
+        decisions=tuple(replace(d, why=reason, note=reason) for d in samples.decisions()[:1]),
+    )
     read = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
-    assert words(read.declined[0].reason) == words(reason) == words(read.decisions[0].why) == words(read.decisions[0].note)
+    assert (
+        words(read.declined[0].reason)
+        == words(reason)
+        == words(read.decisions[0].why)
+        == words(read.decisions[0].note)
+    )
     assert type(read.declined[0].reason) is type(reason)
 
 
 @pytest.mark.parametrize(
     ("reasons", "said"),
     [
-        ([Slower(seconds=1.2e-3), Slower(seconds=3.4e-3)], "the fastest plan with it takes 1.20–3.40 ms more a step"),
-        ([Slower(seconds=8e-4), Slower(seconds=3.4e-3)], "the fastest plan with it takes 800 µs–3.40 ms more a step"),
+        (
+            [Slower(seconds=1.2e-3), Slower(seconds=3.4e-3)],
+            "the fastest plan with it takes 1.20–3.40 ms more a step",
+        ),
+        (
+            [Slower(seconds=8e-4), Slower(seconds=3.4e-3)],
+            "the fastest plan with it takes 800 µs–3.40 ms more a step",
+        ),
         ([Sees(form=CAUSAL, share=0.12), Sees(form=CAUSAL, share=0.5)], "sees causal, 12–50% of the scores"),
-        ([OverBudget(needed=3 << 20, budget=1 << 20)] * 2, "would bring the peak memory to 3.0 MiB, above 1.0 MiB"),
+        (
+            [OverBudget(needed=3 << 20, budget=1 << 20)] * 2,
+            "would bring the peak memory to 3.0 MiB, above 1.0 MiB",
+        ),
         (
             [Requires(site=f"h.{i}.q", options=("w8", "w4"), offered=True) for i in range(12)],
             "needs h.{0–11}.q to be w8 or w4, which costs more than it gains",
         ),
         (
-            [Unsupported("K = {} is no multiple of {}", (k, 32)) for k in (72, 40, 72)], "K = 40–72 is no multiple of 32",
+            [Unsupported("K = {} is no multiple of {}", (k, 32)) for k in (72, 40, 72)],
+            "K = 40–72 is no multiple of 32",
         ),
-        ([Frees(bytes=1 << n, seconds=0.0) for n in (20, 21)], "frees 1.0–2.0 MiB between forward and backward for no more time"),
+        (
+            [Frees(bytes=1 << n, seconds=0.0) for n in (20, 21)],
+            "frees 1.0–2.0 MiB between forward and backward for no more time",
+        ),
     ],
-)  # fmt: skip
+)
 def test_reasons_that_differ_in_figures_are_one_row_with_ranges(reasons: list[Reason], said: str) -> None:
     (row,) = refusals(declined(reason, f"h.{i}") for i, reason in enumerate(reasons))
     assert row.reason == said and len(row.sites) == len(reasons)
@@ -87,7 +122,9 @@ def test_a_text_whose_figures_are_not_its_holes_is_refused(text: str, figures: t
 
 
 def test_a_sentence_is_refused_where_a_reason_is_wanted() -> None:
-    with pytest.raises(UsageError, match=r"'too slow', a str\. Give one of effcompile\.core\.reasons.*Unsupported\(text\)"):
+    with pytest.raises(
+        UsageError, match=r"'too slow', a str\. Give one of effcompile\.core\.reasons.*Unsupported\(text\)"
+    ):
         declined("too slow")  # type: ignore[arg-type]
 
 

@@ -1,4 +1,6 @@
-"""What the terminal shows of any plan, also of one with hostile names; what it shows of real ones is in test_golden.py."""
+"""What the terminal shows of any plan, also of one with hostile names; what it shows of real ones is in
+test_golden.py.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,16 @@ from effcompile.core.reasons import Because
 from effcompile.core.units import parse_bytes
 from effcompile.ir.figures import Candidate, Totals
 from effcompile.ir.plan import Decision, Declined, Plan
-from effcompile.report import diff, explain, find_site, flag, html_report, print_infeasible, print_plan, targets_table
+from effcompile.report import (
+    diff,
+    explain,
+    find_site,
+    flag,
+    html_report,
+    print_infeasible,
+    print_plan,
+    targets_table,
+)
 from effcompile.report.reasons import words
 
 PAGES: dict[str, Callable[[Console], None]] = {
@@ -59,7 +70,9 @@ def assert_golden(name: str, text: str) -> None:
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), "the report changed: run with UPDATE_GOLDEN=1 and read the diff"
+    assert text == path.read_text(encoding="utf-8"), (
+        "the report changed: run with UPDATE_GOLDEN=1 and read the diff"
+    )
 
 
 def plan_text(plan: Plan, width: int = 80, **options: object) -> str:
@@ -71,7 +84,9 @@ def plan_text(plan: Plan, width: int = 80, **options: object) -> str:
 def test_no_line_is_wider_than_the_console_except_commands(name: str, width: int) -> None:
     lines = render(PAGES[name], width).splitlines()
     commands = ("effcompile ", "InferenceSession(", "plan.save(", "effcompile.optimize(")
-    wide = [line for line in lines if cell_len(line) > width and not any(command in line for command in commands)]
+    wide = [
+        line for line in lines if cell_len(line) > width and not any(command in line for command in commands)
+    ]
     assert wide == []
     assert all(line == line.rstrip() for line in lines)
 
@@ -80,7 +95,9 @@ def test_no_line_is_wider_than_the_console_except_commands(name: str, width: int
 def test_ascii_where_the_encoding_has_nothing_else(name: str) -> None:
     text = render(PAGES[name], 80, encoding="ascii")
     assert text.isascii()
-    assert "?" not in text.replace("? predicted", "").replace("? not verified", ""), "a glyph of ours has no ASCII form"
+    assert "?" not in text.replace("? predicted", "").replace("? not verified", ""), (
+        "a glyph of ours has no ASCII form"
+    )
 
 
 def test_colour_only_on_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +149,10 @@ def test_predicted_ratio_where_nothing_was_measured() -> None:
 
 def test_proof_claims_no_more_than_the_certificate() -> None:
     flat = " ".join(plan_text(samples.bert()).split())
-    assert "no plan is more than 1.0 % faster within this budget (z3 4.15.3, 0.3 s, 133 sites, 412 alternatives)" in flat
+    assert (
+        "no plan is more than 1.0 % faster within this budget (z3 4.15.3, 0.3 s, 133 sites, 412 alternatives)"
+        in flat
+    )
     assert "solved 2×" in flat
     unproven = " ".join(plan_text(samples.planned_only()).split())
     assert "bound not proven" in unproven
@@ -153,7 +173,10 @@ def test_a_decision_that_the_artifact_lacks_is_told() -> None:
 def test_what_is_known_of_places_stands_under_them_with_its_count() -> None:
     plan = samples.bert()
     attention = [d for d in plan.decisions if d.kind == "attention"]
-    notes = {d.site: Sees(form=MaskForm(lo=None if i else Edge(offset=-7), hi=Edge(offset=0))) for i, d in enumerate(attention)}
+    notes = {
+        d.site: Sees(form=MaskForm(lo=None if i else Edge(offset=-7), hi=Edge(offset=0)))
+        for i, d in enumerate(attention)
+    }
     noted = replace(plan, decisions=tuple(replace(d, note=notes.get(d.site)) for d in plan.decisions))
     text = plan_text(noted)
     assert "sees causal ∧ window 8 (1)" in text and f"sees causal ({len(attention) - 1})" in text
@@ -170,7 +193,12 @@ def test_verbose_lists_every_site() -> None:
 
 
 def test_candidates_tell_why_they_were_not_tried() -> None:
-    text = plan_text(samples.bert(candidates=(Candidate(backend="torch", predicted_seconds=1.0), Candidate(backend="onnxruntime"))), 120)
+    text = plan_text(
+        samples.bert(
+            candidates=(Candidate(backend="torch", predicted_seconds=1.0), Candidate(backend="onnxruntime"))
+        ),
+        120,
+    )
     assert "not measured" in text
     assert "● onnxruntime" in text
 
@@ -201,7 +229,12 @@ def test_nearest_flags_are_feasible_as_typed(limit: str, value: float, typed: st
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=24)
-costs = st.builds(Cost, seconds=st.floats(-1e3, 1e3), weight_bytes=st.integers(-(2**40), 2**40), error_squared=st.floats(0, 1e3))
+costs = st.builds(
+    Cost,
+    seconds=st.floats(-1e3, 1e3),
+    weight_bytes=st.integers(-(2**40), 2**40),
+    error_squared=st.floats(0, 1e3),
+)
 reasons = st.sampled_from(list(KINDS.values())).flatmap(lambda kind: some(kind, texts))
 made = st.builds(
     Decision,
@@ -216,14 +249,23 @@ made = st.builds(
     note=st.none() | reasons,
     applied=texts,
 )
-refused = st.builds(Declined, site=texts, kind=texts, option=texts, by=texts, reason=reasons, cost=st.none() | costs)
+refused = st.builds(
+    Declined, site=texts, kind=texts, option=texts, by=texts, reason=reasons, cost=st.none() | costs
+)
 
 
 @given(st.lists(made, max_size=6), st.lists(refused, max_size=14), texts, st.integers(40, 160))
 @settings(max_examples=60, deadline=None)
-def test_any_plan_prints_within_the_width(decisions: list[Decision], declined: list[Declined], text: str, width: int) -> None:
+def test_any_plan_prints_within_the_width(
+    decisions: list[Decision], declined: list[Declined], text: str, width: int
+) -> None:
     plan = samples.bert(
-        decisions=tuple(decisions), declined=tuple(declined), model=text, notes=(Because(text),), inputs=(text,), target_line=text
+        decisions=tuple(decisions),
+        declined=tuple(declined),
+        model=text,
+        notes=(Because(text),),
+        inputs=(text,),
+        target_line=text,
     )
     for verbose in (False, True):
         printed = plan_text(plan, width, verbose=verbose)
@@ -281,8 +323,12 @@ def test_diff_of_a_plan_with_itself() -> None:
 
 
 def test_diff_lists_sites_that_only_one_plan_has() -> None:
-    extra = Decision(site="extra", kind="linear", option="w4", baseline="fp32", by="q", cost=Cost(), baseline_cost=Cost())
-    text = render(lambda c: diff(samples.bert(), samples.bert(decisions=(*samples.decisions(), extra)), c), 80)
+    extra = Decision(
+        site="extra", kind="linear", option="w4", baseline="fp32", by="q", cost=Cost(), baseline_cost=Cost()
+    )
+    text = render(
+        lambda c: diff(samples.bert(), samples.bert(decisions=(*samples.decisions(), extra)), c), 80
+    )
     assert "only in b" in text
     assert "only in a" not in text
     assert "the same at 133 other sites" in text

@@ -19,7 +19,16 @@ from effcompile.core.goal import Goal
 from effcompile.ir.figures import Totals
 from effcompile.ir.plan import Plan
 from effcompile.ir.step_figures import MemoryTimeline
-from effcompile.report import diff, explain, find_site, frontier_html, html_report, print_frontier, print_infeasible, print_plan
+from effcompile.report import (
+    diff,
+    explain,
+    find_site,
+    frontier_html,
+    html_report,
+    print_frontier,
+    print_infeasible,
+    print_plan,
+)
 from effcompile.report.chart import Line, bar, bytes_like, dots_of, frontier_chart, memory_chart, resample
 from effcompile.report.infeasible import command
 from effcompile.report.reasons import words
@@ -37,7 +46,9 @@ PAGES: dict[str, Callable[[Console], None]] = {
     "training_diff": lambda c: diff(samples.gpt2(), samples.over_budget(), c),
     "training_frontier": lambda c: print_frontier(samples.front(), c, others=samples.OTHERS),
     "training_infeasible": lambda c: print_infeasible(
-        *samples.infeasible(), c, arguments=["optimize", "my model.py", "--mode", "training", "--memory", "200MiB"]
+        *samples.infeasible(),
+        c,
+        arguments=["optimize", "my model.py", "--mode", "training", "--memory", "200MiB"],
     ),
 }
 
@@ -47,7 +58,9 @@ PAGES: dict[str, Callable[[Console], None]] = {
 def test_no_line_is_wider_than_the_console_except_commands(name: str, width: int) -> None:
     lines = render(PAGES[name], width).splitlines()
     commands = ("effcompile ", "plan.save(", "effcompile.optimize(")
-    assert [line for line in lines if cell_len(line) > width and not any(command in line for command in commands)] == []
+    assert [
+        line for line in lines if cell_len(line) > width and not any(command in line for command in commands)
+    ] == []
     assert all(line == line.rstrip() for line in lines)
 
 
@@ -80,7 +93,9 @@ timelines = st.builds(
 
 @given(timelines, st.none() | st.integers(1, 2**37), st.integers(40, 160))
 @settings(max_examples=150, deadline=None)
-def test_any_timeline_is_drawn_in_its_width_with_one_peak(timeline: MemoryTimeline, limit: int | None, width: int) -> None:
+def test_any_timeline_is_drawn_in_its_width_with_one_peak(
+    timeline: MemoryTimeline, limit: int | None, width: int
+) -> None:
     lines = [line_text(line) for line in memory_chart(timeline, limit, width)]
     assert {len(line) for line in lines} == {width}
     assert "".join(lines).count("▼") == 1
@@ -90,7 +105,14 @@ def test_any_timeline_is_drawn_in_its_width_with_one_peak(timeline: MemoryTimeli
 
 def test_the_chart_is_as_high_as_the_points() -> None:
     """Nine rows of eight steps: a point at half the budget fills half of them."""
-    line = MemoryTimeline(points=(0, 50, 100, 25), forward_points=2, parameter_bytes=0, peak_phase="backward", peak_site="", peak_node="")
+    line = MemoryTimeline(
+        points=(0, 50, 100, 25),
+        forward_points=2,
+        parameter_bytes=0,
+        peak_phase="backward",
+        peak_site="",
+        peak_node="",
+    )
     rows = [line_text(row)[12:] for row in memory_chart(line, 100, 12 + 9)]
     heights = ["".join(row[column] for row in rows[1:-1]) for column in (0, 2, 5, 7)]
     assert [sum("▁▂▃▄▅▆▇█".find(c) + 1 for c in column) for column in heights] == [0, 36, 72, 18]
@@ -141,7 +163,9 @@ def test_frontier_of_one_plan_or_none_has_no_plot() -> None:
 
 def test_extra_time_of_others_only_against_a_measured_step() -> None:
     front = samples.front()
-    assert "A          –    806.0 MiB         5.17 s        –" in render(lambda c: print_frontier(front, c, others=samples.OTHERS), 80)
+    assert "A          –    806.0 MiB         5.17 s        –" in render(
+        lambda c: print_frontier(front, c, others=samples.OTHERS), 80
+    )
     measured = [replace(front[0], measured_baseline=Totals(seconds=4.7)), *front[1:]]
     text = render(lambda c: print_frontier(measured, c, others=samples.OTHERS), 80)
     assert "A          –    806.0 MiB         5.17 s  +10.0 %" in text
@@ -153,15 +177,49 @@ def row(text: str, name: str) -> list[str]:
 
 def test_totals_of_a_step() -> None:
     text = render(PAGES["training"], 120)
-    assert row(text, "time per step")[3:] == ["4.31", "s", "4.29", "s", "4.69", "s", "4.64", "s", "1.08×", "1.01×"]
+    assert row(text, "time per step")[3:] == [
+        "4.31",
+        "s",
+        "4.29",
+        "s",
+        "4.69",
+        "s",
+        "4.64",
+        "s",
+        "1.08×",
+        "1.01×",
+    ]
     assert row(text, "extra time")[2:] == ["–", "–", "+8.9", "%", "+8.2", "%", "–", "–"]
     assert "weight bytes" not in text
 
 
 def test_one_row_per_class_with_what_it_saves_and_costs() -> None:
     text = render(PAGES["training"], 80)
-    assert row(text, "checkpoint")[1:] == ["recompute", "gelu,", "layer_norm", "7", "168.0", "MiB", "+133", "ms", "+3.1", "%"]
-    assert row(text, "loss head")[2:] == ["whole", "→", "8", "chunks", "1", "515.0", "MiB", "+41.0", "ms", "+1.0", "%"]
+    assert row(text, "checkpoint")[1:] == [
+        "recompute",
+        "gelu,",
+        "layer_norm",
+        "7",
+        "168.0",
+        "MiB",
+        "+133",
+        "ms",
+        "+3.1",
+        "%",
+    ]
+    assert row(text, "loss head")[2:] == [
+        "whole",
+        "→",
+        "8",
+        "chunks",
+        "1",
+        "515.0",
+        "MiB",
+        "+41.0",
+        "ms",
+        "+1.0",
+        "%",
+    ]
     assert row(text, "gradient")[1:] == ["separate", "→", "in", "place", "1", "147.0", "MiB", "–", "–"]
     assert "transformer.h.{2–8}" in text
 
@@ -170,9 +228,17 @@ def test_one_row_per_class_with_what_it_saves_and_costs() -> None:
     ("plan", "met", "says"),
     [
         (samples.gpt2(), True, ""),
-        (samples.gpt2(measured=Totals(seconds=1.0, peak_bytes=1200 * MIB, error=0.0)), False, "measured peak memory"),
+        (
+            samples.gpt2(measured=Totals(seconds=1.0, peak_bytes=1200 * MIB, error=0.0)),
+            False,
+            "measured peak memory",
+        ),
         (samples.gpt2(predicted=Totals(seconds=1.0, peak_bytes=1200 * MIB)), False, "predicted peak memory"),
-        (samples.gpt2(predicted=Totals(peak_bytes=1100 * MIB + 1)), False, "1,153,433,601 B > 1,153,433,600 B"),
+        (
+            samples.gpt2(predicted=Totals(peak_bytes=1100 * MIB + 1)),
+            False,
+            "1,153,433,601 B > 1,153,433,600 B",
+        ),
         (samples.gpt2(goal=Goal(mode="training")), True, ""),
     ],
 )
@@ -220,7 +286,10 @@ def test_infeasible_gives_the_command_to_run() -> None:
     text = render(PAGES["training_infeasible"], 80)
     assert "effcompile optimize 'my model.py' --mode training --memory 0.58GiB" in text
     assert "the smallest budget that is feasible" in text
-    assert command(["plan", "m.py", "--memory=1KiB", "-v"], "memory", 2**30) == "effcompile plan m.py -v --memory 1.00GiB"
+    assert (
+        command(["plan", "m.py", "--memory=1KiB", "-v"], "memory", 2**30)
+        == "effcompile plan m.py -v --memory 1.00GiB"
+    )
     assert command(["plan", "m.py"], "max_error", 0.01) == "effcompile plan m.py --max-error 1.0e-2"
 
 
@@ -245,7 +314,14 @@ def test_html_has_the_plot_and_needs_no_network(make: Callable[[], Plan]) -> Non
 
 
 def test_html_plot_is_as_high_as_the_points() -> None:
-    line = MemoryTimeline(points=(10, 100, 50), forward_points=1, parameter_bytes=10, peak_phase="backward", peak_site="", peak_node="")
+    line = MemoryTimeline(
+        points=(10, 100, 50),
+        forward_points=1,
+        parameter_bytes=10,
+        peak_phase="backward",
+        peak_site="",
+        peak_node="",
+    )
     document = html_report(samples.gpt2(goal=Goal(mode="training"), memory_timeline=line))
     path = re.search(r'<path d="M[\d.]+ ([\d.]+)((?:V[\d.]+H[\d.]+)+)', document)
     assert path is not None

@@ -1,4 +1,7 @@
-"""Training plans as the compiler makes them for a GPT-2-like model, with invented figures. Run it to look at every report."""
+"""Training plans as the compiler makes them for a GPT-2-like model, with invented figures.
+
+Run it to look at every report.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,11 @@ OPTIONS = {
 
 
 def checkpoint(layer: int, option: str) -> Decision:
-    why = "its activations are the cheapest to compute again per byte" if option != "keep everything" else "it fits as it is"
+    why = (
+        "its activations are the cheapest to compute again per byte"
+        if option != "keep everything"
+        else "it fits as it is"
+    )
     return Decision(
         site=f"transformer.h.{layer}",
         kind="checkpoint",
@@ -45,7 +52,10 @@ def checkpoint(layer: int, option: str) -> Decision:
 
 def decisions() -> tuple[Decision, ...]:
     blocks = [
-        checkpoint(i, "recompute all" if i < 2 else "recompute gelu, layer_norm" if i < 9 else "keep everything") for i in range(LAYERS)
+        checkpoint(
+            i, "recompute all" if i < 2 else "recompute gelu, layer_norm" if i < 9 else "keep everything"
+        )
+        for i in range(LAYERS)
     ]
     head = Decision(
         site="lm_head",
@@ -79,7 +89,10 @@ def declined() -> tuple[Declined, ...]:
         for option, cost in OPTIONS.items():
             if option != taken:
                 kept = cost.bytes_kept - OPTIONS[taken].bytes_kept
-                slower = f"{(cost.seconds - OPTIONS[taken].seconds) * 1e3:.0f} ms slower, and its {-kept // MIB} MiB are not needed"
+                slower = (
+                    f"{(cost.seconds - OPTIONS[taken].seconds) * 1e3:.0f} ms slower, and its "
+                    f"{-kept // MIB} MiB are not needed"
+                )
                 reason = f"keeps {kept // MIB} MiB more, which does not fit" if kept > 0 else slower
                 found.append(
                     Declined(
@@ -93,7 +106,11 @@ def declined() -> tuple[Declined, ...]:
                 )
     found.append(
         Declined(
-            site="", kind="offload", option="host memory", by="offload", reason=Unsupported("the device is the host: there is no link")
+            site="",
+            kind="offload",
+            option="host memory",
+            by="offload",
+            reason=Unsupported("the device is the host: there is no link"),
         )
     )
     return tuple(found)
@@ -104,7 +121,11 @@ def timeline() -> MemoryTimeline:
     kept = [0.0]
     for layer in range(LAYERS):
         for part in range(4):
-            kept.append(kept[-1] + decisions()[layer].cost.bytes_kept / 4 + (18 * MIB if part == 2 else 0) * math.sin(part))
+            kept.append(
+                kept[-1]
+                + decisions()[layer].cost.bytes_kept / 4
+                + (18 * MIB if part == 2 else 0) * math.sin(part)
+            )
     forward = [PARAMETERS + 6 * MIB + int(k * 0.8) for k in kept]
     top = forward[-1]
     head = [top + int(step * MIB) for step in (40, 74, 74, 74, 60)]
@@ -143,7 +164,14 @@ def gpt2(**changes: Any) -> Plan:
         decisions=decisions(),
         declined=declined(),
         certificate=Certificate(
-            status="optimal within gap", objective=4.6, bound=4.56, gap=0.01, sites=14, alternatives=51, seconds=0.42, solver="z3 5.4.0"
+            status="optimal within gap",
+            objective=4.6,
+            bound=4.56,
+            gap=0.01,
+            sites=14,
+            alternatives=51,
+            seconds=0.42,
+            solver="z3 5.4.0",
         ),
         baseline=Totals(seconds=STEP, peak_bytes=1889 * MIB, error=0.0),
         predicted=Totals(seconds=STEP + 0.382, peak_bytes=peak, error=0.0),
@@ -156,7 +184,9 @@ def gpt2(**changes: Any) -> Plan:
         ),
         inputs=("input_ids int64 2×512", "labels int64 2×512"),
         notes=(
-            Because("dropped: logits (196.3 MiB) are not returned beside the loss; keep_outputs=True keeps them"),
+            Because(
+                "dropped: logits (196.3 MiB) are not returned beside the loss; keep_outputs=True keeps them"
+            ),
             Because("proven: the emitted graphs were simulated allocation by allocation"),
         ),
         versions={"effcompile": "0.1.0", "torch": "2.13.0", "z3": "5.4.0"},
@@ -173,7 +203,9 @@ def planned_only() -> Plan:
         goal=Goal(mode="training", memory="80GiB"),
         target="h100-sxm",
         target_line="NVIDIA H100 SXM 80 GB (not calibrated: modelled from its data sheet)",
-        decisions=tuple(replace(d, option=d.baseline, cost=d.baseline_cost, applied="") for d in plan.decisions),
+        decisions=tuple(
+            replace(d, option=d.baseline, cost=d.baseline_cost, applied="") for d in plan.decisions
+        ),
         declined=(),
         predicted=replace(plan.baseline, peak_bytes=timeline().peak_bytes),
         measured=None,
@@ -187,7 +219,12 @@ def over_budget() -> Plan:
     """A measured peak above the budget, a gradient that differs, a forward-only peak, and no parts."""
     points = (200 * MIB, 700 * MIB, 1000 * MIB, 500 * MIB)
     line = MemoryTimeline(
-        points=points, forward_points=3, parameter_bytes=100 * MIB, peak_phase="forward", peak_site="<lm_head>", peak_node="aten.mm.default"
+        points=points,
+        forward_points=3,
+        parameter_bytes=100 * MIB,
+        peak_phase="forward",
+        peak_site="<lm_head>",
+        peak_node="aten.mm.default",
     )
     return gpt2(
         goal=Goal(mode="training", memory=900 * MIB),
@@ -204,7 +241,11 @@ def infeasible() -> tuple[InfeasibleError, Goal]:
             budget=200 * MIB,
             phase="backward",
             site="lm_head",
-            parts=(("parameters, buffers, inputs", 474 * MIB), ("gradients and other storages", 474 * MIB), ("lm_head itself", 80 * MIB)),
+            parts=(
+                ("parameters, buffers, inputs", 474 * MIB),
+                ("gradients and other storages", 474 * MIB),
+                ("lm_head itself", 80 * MIB),
+            ),
         ),
         binding=("memory", "backward lm_head"),
         nearest={"memory": 612_345_678.0},
@@ -215,9 +256,24 @@ def infeasible() -> tuple[InfeasibleError, Goal]:
 def front() -> list[Plan]:
     """Plans of a front, from the least memory to the unplanned step."""
     made = []
-    for peak, slower in ((584, 0.31), (640, 0.19), (720, 0.122), (830, 0.083), (980, 0.046), (1240, 0.018), (1889, 0.0)):
+    for peak, slower in (
+        (584, 0.31),
+        (640, 0.19),
+        (720, 0.122),
+        (830, 0.083),
+        (980, 0.046),
+        (1240, 0.018),
+        (1889, 0.0),
+    ):
         totals = Totals(seconds=STEP * (1 + slower), peak_bytes=peak * MIB, error=0.0)
-        made.append(gpt2(goal=Goal(mode="training", memory=(peak + 7) * MIB), predicted=totals, measured=None, measured_baseline=None))
+        made.append(
+            gpt2(
+                goal=Goal(mode="training", memory=(peak + 7) * MIB),
+                predicted=totals,
+                measured=None,
+                measured_baseline=None,
+            )
+        )
     return made
 
 

@@ -1,4 +1,6 @@
-"""The critical batch against a loss whose gradients' mean and covariance are known, and what asks for it wrongly."""
+"""The critical batch against a loss whose gradients' mean and covariance are known, and what asks for it
+wrongly.
+"""
 
 import pytest
 import torch
@@ -27,8 +29,14 @@ def batches(count: int, size: int, width: int, mean: float, deviation: float) ->
 def test_it_is_the_noise_over_the_signal_at_any_size_of_batch() -> None:
     for size in (4, 32):
         found = effcompile.critical_batch(Mean(64), batches(200, size, 64, mean=0.5, deviation=4.0))
-        assert found.signal == pytest.approx(64 * 0.25, rel=0.15) and found.noise == pytest.approx(64 * 16.0, rel=0.05)
-        assert found.examples == pytest.approx(64.0, rel=0.2) and float(found) == found.examples and found.batches == 200
+        assert found.signal == pytest.approx(64 * 0.25, rel=0.15) and found.noise == pytest.approx(
+            64 * 16.0, rel=0.05
+        )
+        assert (
+            found.examples == pytest.approx(64.0, rel=0.2)
+            and float(found) == found.examples
+            and found.batches == 200
+        )
     model = Mean(64)
     effcompile.critical_batch(model, batches(4, 8, 64, 1.0, 1.0), loss=lambda outputs, inputs: outputs)
     assert model.weight.grad is None and model.training

@@ -1,4 +1,6 @@
-"""A run of stages: the losses of a plain loop, resumed to the bit, its batch and rate by stage, and what is refused."""
+"""A run of stages: the losses of a plain loop, resumed to the bit, its batch and rate by stage, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,21 @@ def taken(run: Run, each: Callable[[int], None] = lambda count: None) -> list[to
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[torch.Tensor], Path, dict[str, torch.Tensor]]:
-    """The losses of a whole run, what was saved of it after the second stage's first step, and its parameters at the end."""
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[torch.Tensor], Path, dict[str, torch.Tensor]]:
+    """The losses of a whole run, what was saved of it after the second stage's first step, and its parameters
+    at the end.
+    """
     file = tmp_path_factory.mktemp("run") / "run.pt"
     model, run = made()
     losses = taken(run, lambda count: run.save(file) if count == 4 else None)
     return losses, file, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_losses_are_those_of_a_plain_loop_through_all_stages(saved: tuple[list[torch.Tensor], Path, dict[str, torch.Tensor]]) -> None:
+def test_losses_are_those_of_a_plain_loop_through_all_stages(
+    saved: tuple[list[torch.Tensor], Path, dict[str, torch.Tensor]],
+) -> None:
     torch.manual_seed(0)
     model = Tagger().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -113,7 +121,9 @@ def test_states_of_a_parameter_that_was_taken_out_are_told_of() -> None:
     torch.manual_seed(0)
     model = Tagger()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    run = schedule(model, STAGES, inputs=lambda stage: batch_at(stage.sequence), optimizer=optimizer, passes=PASSES)
+    run = schedule(
+        model, STAGES, inputs=lambda stage: batch_at(stage.sequence), optimizer=optimizer, passes=PASSES
+    )
     with pytest.raises(UsageError, match="in none of its groups any more"):
         taken(run, lambda count: optimizer.param_groups[0]["params"].pop() if count == 1 else None)
 
@@ -148,7 +158,9 @@ def test_batch_and_learning_rate_are_decided_stage_by_stage() -> None:
     assert told["steps"] == 6 and [stage["examples"] for stage in told["stages"]] == [first, second]
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 1.5}, {"steps": 3, "sequence": -1}, {"steps": True}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"steps": 1.5}, {"steps": 3, "sequence": -1}, {"steps": True}]
+)
 def test_no_stage(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="a number of at least 1 is wanted"):
         Stage(**wrong)  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ class Stack(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(32, 64), "odd": nn.Linear(64, 40), "down": nn.Linear(40, 32)}) for _ in range(2)
+            nn.ModuleDict({"up": nn.Linear(32, 64), "odd": nn.Linear(64, 40), "down": nn.Linear(40, 32)})
+            for _ in range(2)
         )
         self.unused = nn.ModuleList([nn.ModuleDict({"idle": nn.Linear(16, 16)})])
 
@@ -35,7 +36,9 @@ class Stack(nn.Module):
 def model(monkeypatch: pytest.MonkeyPatch) -> Stack:
     """A model on a machine where a product takes its FLOPs, and sparse ones by their block the more."""
 
-    def seconds(sparse: nn.Module, weight: torch.Tensor, shape: tuple[int, int], rows: RowTimes, rounds: int) -> tuple[float, float]:
+    def seconds(
+        sparse: nn.Module, weight: torch.Tensor, shape: tuple[int, int], rows: RowTimes, rounds: int
+    ) -> tuple[float, float]:
         dense = shape[0] * shape[1] * rows.forward * 1e-9
         slow = 2.0 if shape == (40, 64) else 1.0  # one layer is faster dense
         return dense * SECONDS[weight.shape[1]] * slow, dense
@@ -52,7 +55,9 @@ def test_the_fastest_choice_is_that_of_all_there_are(model: Stack) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     every = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and "idle" not in name]
     weights = {name: model.get_submodule(name).weight.shape for name in every}
-    beside = sum(p.numel() for n, p in model.named_parameters() if n.removesuffix(".weight") not in every) * 16
+    beside = (
+        sum(p.numel() for n, p in model.named_parameters() if n.removesuffix(".weight") not in every) * 16
+    )
 
     def bytes_of(elements: int) -> int:
         return 16 * elements + 4  # weight, gradient, two moments, and a counter
@@ -83,7 +88,12 @@ def test_the_fastest_choice_is_that_of_all_there_are(model: Stack) -> None:
 def test_eps_is_the_time_of_a_sparse_flop_and_each_block_is_told(model: Stack) -> None:
     found = asked(model)
     assert [trial.block for trial in found.trials] == [16, 8, 4] and found.seconds < found.dense_seconds
-    assert found.block == 8 and found.layers == ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
+    assert found.block == 8 and found.layers == (
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1.up",
+        "blocks.1.down",
+    )
     sixteen, eight, _ = found.trials
     assert sixteen.layers == ("blocks.0.up", "blocks.1.up")
     assert set(sixteen.eps) == {"blocks.0.up", "blocks.1.up"}  # 16 does not divide 40

@@ -1,4 +1,6 @@
-"""Depth grows: which layers are copied, their moments with them, the function kept or its change said, and what is refused."""
+"""Depth grows: which layers are copied, their moments with them, the function kept or its change said, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def test_which_layer_each_is_a_copy_of() -> None:
 
 @pytest.fixture(scope="module")
 def grown() -> tuple[Run, dict[str, torch.Tensor], dict[str, torch.Tensor], Run]:
-    """A run that stacked 2 layers to 4 here; weights and first moments after its first stage; the run once its second has begun."""
+    """A run that stacked 2 layers to 4 here; weights and first moments after its first stage; the run once
+    its second has begun.
+    """
     run = made(Stage(steps=2, depth=2), Stage(steps=1, depth=4), model=Stack(depth=4), target="auto")
     planned = [plan.peak_bytes or 0 for plan in run.plans]
     assert planned[0] < planned[1] and len(run.model.blocks) == 4  # planning changes nothing
@@ -33,14 +37,18 @@ def grown() -> tuple[Run, dict[str, torch.Tensor], dict[str, torch.Tensor], Run]
     return run, weights, moments, run
 
 
-def test_weights_and_moments_are_those_of_the_layer_that_was_copied(grown: tuple[Run, dict, dict, Run]) -> None:
+def test_weights_and_moments_are_those_of_the_layer_that_was_copied(
+    grown: tuple[Run, dict, dict, Run],
+) -> None:
     run, weights, moments, _ = grown
     assert run.active is not None and len(run.model.blocks) == 4
     for name, value in run.model.named_parameters():
         source = name.replace("blocks.2.", "blocks.0.").replace("blocks.3.", "blocks.1.")
         assert torch.equal(value, weights[source])
         assert torch.equal(run.active.optimizer.state[value]["exp_avg"], moments[source])
-    copies = {id(p) for p in run.model.blocks[2].parameters()} & {id(p) for p in run.model.blocks[0].parameters()}
+    copies = {id(p) for p in run.model.blocks[2].parameters()} & {
+        id(p) for p in run.model.blocks[0].parameters()
+    }
     assert not copies
 
 
@@ -106,4 +114,7 @@ def test_a_run_that_grew_is_resumed_to_the_bit(tmp_path) -> None:
         again.resume(tmp_path / f"{count}.pt")
         assert len(again.model.blocks) == (2 if count == 2 else 4)
         assert torch.equal(torch.stack(taken(again)), torch.stack(losses[count:]))
-        assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in again.model.state_dict().items())
+        assert all(
+            torch.equal(value, run.model.state_dict()[name])
+            for name, value in again.model.state_dict().items()
+        )

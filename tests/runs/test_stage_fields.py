@@ -31,7 +31,13 @@ def said(run: Run) -> str:
 def vit() -> ViTForImageClassification:
     torch.manual_seed(0)
     config = ViTConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4, num_labels=3
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+        num_labels=3,
     )
     return ViTForImageClassification(config)
 
@@ -39,7 +45,10 @@ def vit() -> ViTForImageClassification:
 def images(stage: Stage, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     side = stage.image or 16
-    return {"pixel_values": torch.randn(2, 3, side, side, generator=generator), "labels": torch.tensor([0, 2])}
+    return {
+        "pixel_values": torch.randn(2, 3, side, side, generator=generator),
+        "labels": torch.tensor([0, 2]),
+    }
 
 
 def test_positions_and_their_moments_are_interpolated_to_the_resolution() -> None:
@@ -58,7 +67,12 @@ def test_positions_and_their_moments_are_interpolated_to_the_resolution() -> Non
     assert after.shape == (1, 65, 16) and model.config.image_size == 32
     for old, new in ((trained, after.detach()), (moment, second.optimizer.state[after]["exp_avg_sq"])):
         grid = old[0, 1:].T.reshape(16, 4, 4)
-        oracle = torch.stack([torch.nn.functional.interpolate(one[None, None], size=(8, 8), mode="bicubic")[0, 0] for one in grid])
+        oracle = torch.stack(
+            [
+                torch.nn.functional.interpolate(one[None, None], size=(8, 8), mode="bicubic")[0, 0]
+                for one in grid
+            ]
+        )
         torch.testing.assert_close(new[0, 1:], oracle.reshape(16, 64).T, rtol=1e-5, atol=1e-7)
         assert torch.equal(new[0, 0], old[0, 0])
     assert torch.isfinite(second.step(**images(second.stage)))
@@ -85,7 +99,10 @@ def test_fewer_layers_cost_less_and_run_as_the_model_without_them() -> None:
     [priced] = run.priced
     assert not priced.graphs[0].dropped and len(priced.plans) > 1
     assert priced.seconds < (priced.plans[0].predicted.seconds or 0)
-    assert priced.peak == max(priced.plans[0].peak_bytes or 0, *[(plan.peak_bytes or 0) + priced.states for plan in priced.plans[1:]])
+    assert priced.peak == max(
+        priced.plans[0].peak_bytes or 0,
+        *[(plan.peak_bytes or 0) + priced.states for plan in priced.plans[1:]],
+    )
     plain, seen = Stack(), set()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     for stage in run:
@@ -109,8 +126,13 @@ def test_layers_run_on_a_share_of_the_tokens_and_the_others_pass_by() -> None:
     assert (run.priced[1].flops or 0) < 0.6 * (run.priced[0].flops or 0)
     assert (run.plans[1].peak_bytes or 0) < (run.plans[0].peak_bytes or 0)
     seen = []
-    hooks = [block.up.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1])) for block in model.blocks]
-    entered = effcompile.runs.entering.enter(model, run.optimizer, {}, run.stages[1], 1, run.layers, batch_at(16))
+    hooks = [
+        block.up.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[1]))
+        for block in model.blocks
+    ]
+    entered = effcompile.runs.entering.enter(
+        model, run.optimizer, {}, run.stages[1], 1, run.layers, batch_at(16)
+    )
     with entered.around(entered.graphs[0]):
         model(**batch_at(16))
     assert seen == [4, 4]
@@ -127,7 +149,9 @@ def test_tokens_are_dropped_in_a_planned_step() -> None:
 
 
 def test_a_sparse_stage_trains_few_weights_and_is_plain_again_after_it() -> None:
-    run = made(Stage(steps=1), Stage(steps=2, sparsity=0.75), Stage(steps=1), target="auto", model=Stack(depth=1))
+    run = made(
+        Stage(steps=1), Stage(steps=2, sparsity=0.75), Stage(steps=1), target="auto", model=Stack(depth=1)
+    )
     stages = iter(run)
     first = next(stages)
     while first.left:
@@ -138,7 +162,10 @@ def test_a_sparse_stage_trains_few_weights_and_is_plain_again_after_it() -> None
     while second.left:
         second.step(**batch_at(seed=second.left))
     third = next(stages)
-    assert all(type(block.up) is nn.Linear and float((block.up.weight == 0).float().mean()) > 0.7 for block in run.model.blocks)
+    assert all(
+        type(block.up) is nn.Linear and float((block.up.weight == 0).float().mean()) > 0.7
+        for block in run.model.blocks
+    )
     assert torch.isfinite(third.step(**batch_at()))
     assert "sparsity 0.75 in 2 linears" in said(run)
 
@@ -159,7 +186,9 @@ def test_top_kast_computes_with_the_largest_and_gives_gradients_to_more() -> Non
     dense = torch.ones(5, 32).T @ x
     torch.testing.assert_close(up.weight.grad, dense * backward.view_as(weight))
     kast.release()
-    assert torch.equal(up.weight, weight * forward.view_as(weight)) and "top_kast_forward" not in dict(up.named_buffers())
+    assert torch.equal(up.weight, weight * forward.view_as(weight)) and "top_kast_forward" not in dict(
+        up.named_buffers()
+    )
 
 
 def test_top_kast_in_a_planned_step() -> None:
@@ -174,7 +203,10 @@ def test_top_kast_in_a_planned_step() -> None:
 def test_the_average_of_the_last_checkpoints_and_its_bytes() -> None:
     plain, run = made(Stage(steps=6)), made(Stage(steps=6, average=3), target="auto")
     size = sum(p.nbytes for p in run.model.parameters())
-    assert run.priced[0].beside == 3 * size and (run.priced[0].peak or 0) == (run.plans[0].peak_bytes or 0) + 3 * size
+    assert (
+        run.priced[0].beside == 3 * size
+        and (run.priced[0].peak or 0) == (run.plans[0].peak_bytes or 0) + 3 * size
+    )
     assert plain.priced[0].beside == 0
     kept: list[torch.Tensor] = []
     for stage in run:
@@ -191,7 +223,9 @@ def test_the_average_of_the_last_checkpoints_and_its_bytes() -> None:
 def test_a_stage_in_sixteen_bits_and_the_last_in_thirty_two() -> None:
     run = made(Stage(steps=1, precision="bf16"), Stage(steps=1, precision="fp32"), max_error=0.05)
     decided = [{d.option for d in plan.decisions if d.kind == "precision"} for plan in run.plans]
-    assert any("bf16" in option for option in decided[0]) and not any("bf16" in option for option in decided[1])
+    assert any("bf16" in option for option in decided[0]) and not any(
+        "bf16" in option for option in decided[1]
+    )
     with pytest.raises(UsageError, match="say what error of the gradient is allowed"):
         made(Stage(steps=1, precision="bf16"))
 
@@ -224,7 +258,9 @@ def test_a_stage_of_the_highest_scores() -> None:
     run = made(Stage(steps=1, data=0.5, scores=scores), target="auto")
     stage = next(iter(run))
     assert stage.examples is not None and stage.examples.tolist() == [0, 3]
-    assert "2 of 4 examples by grand, of score 6 on average (3.75 at random); scoring took 500 ms" in said(run)
+    assert "2 of 4 examples by grand, of score 6 on average (3.75 at random); scoring took 500 ms" in said(
+        run
+    )
 
 
 # ------------------------------------------------------------ initialisation
@@ -256,7 +292,9 @@ def test_learning_rates_by_width() -> None:
     run = made(Stage(steps=1, init="mup"), target="auto", model=Stack(depth=1, width=32))
     stage = next(iter(run))
     rates = {p.shape: group["lr"] for group in stage.optimizer.param_groups for p in group["params"]}
-    assert rates[torch.Size([64, 32])] == pytest.approx(0.01 * 256 / 32) and rates[torch.Size([32, 64])] == pytest.approx(0.01 * 256 / 64)
+    assert rates[torch.Size([64, 32])] == pytest.approx(0.01 * 256 / 32) and rates[
+        torch.Size([32, 64])
+    ] == pytest.approx(0.01 * 256 / 64)
     assert rates[torch.Size([32])] == 0.01
 
 
@@ -271,7 +309,12 @@ def test_muon_keeps_one_moment_of_each_matrix_and_follows_the_square_root() -> N
     for p in matrices:
         p.grad = torch.ones_like(p)
     run.optimizer.step()
-    held = sum(v.nbytes for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    held = sum(
+        v.nbytes
+        for state in run.optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, torch.Tensor)
+    )
     assert counted == held == sum(p.nbytes for p in matrices)
     assert run.rows()[0].rate == pytest.approx(0.01 * (2 / 8) ** 0.5)
 
@@ -288,13 +331,19 @@ def test_a_plateau_is_a_loss_that_no_longer_falls() -> None:
 
 
 def test_a_stage_ends_at_its_plateau() -> None:
-    run = made(Stage(steps=200, until="plateau"), target="auto", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0))
+    run = made(
+        Stage(steps=200, until="plateau"), target="auto", optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0)
+    )
     assert len(taken(run)) == 40 and run.left(0) == 0
 
 
 def test_stages_are_suggested_and_the_report_says_so() -> None:
     run = made(stages="auto", steps=40)
-    assert [stage.steps for stage in run.stages] in ([40], [20, 20]) and run.stages[-1].depth == 4 and len(run.model.blocks) == 4
+    assert (
+        [stage.steps for stage in run.stages] in ([40], [20, 20])
+        and run.stages[-1].depth == 4
+        and len(run.model.blocks) == 4
+    )
     assert "suggested, not proven, by 12 measured steps of each depth" in said(run)
     with pytest.raises(UsageError, match="wants the steps"):
         made(stages="auto")
@@ -312,21 +361,30 @@ def test_what_a_run_comes_to() -> None:
     assert told["flops"] == pytest.approx(10 * 32 * 3 * 2 * linears, rel=0.02)
     assert told["kilowatt_hours"] == pytest.approx(700 * told["seconds"] / 3600 / 1000)
     text = said(run)
-    assert "for each parameter, beside 20 (Chinchilla)" in text and "kWh at 700 W" in text and "by 6ND" in text
+    assert (
+        "for each parameter, beside 20 (Chinchilla)" in text and "kWh at 700 W" in text and "by 6ND" in text
+    )
     assert "What it comes to" in run.html() and "<script src" not in run.html()
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"layers": 0}, "above 0 and at most 1"), ({"tokens": 0.0}, "above 0 and at most 1"), ({"tokens": 1.5}, "above 0 and at most 1"),
-        ({"sparsity": 1}, "above 0 and below 1"), ({"data": 0.5}, "wants scores="), ({"average": 0}, "at least 1"),
-        ({"precision": "fp7"}, "one of fp32, bf16, fp16, fp8"), ({"precision": "int8"}, "is not built"),
+        ({"layers": 0}, "above 0 and at most 1"),
+        ({"tokens": 0.0}, "above 0 and at most 1"),
+        ({"tokens": 1.5}, "above 0 and at most 1"),
+        ({"sparsity": 1}, "above 0 and below 1"),
+        ({"data": 0.5}, "wants scores="),
+        ({"average": 0}, "at least 1"),
+        ({"precision": "fp7"}, "one of fp32, bf16, fp16, fp8"),
+        ({"precision": "int8"}, "is not built"),
         ({"init": "xavier"}, "one of 'fixup'"),
-        ({"sparsity": 0.5, "backward_sparsity": 0.8}, "at least as large"), ({"until": "tomorrow"}, "'plateau' is wanted"),
-        ({"depth": 0}, "at least 1"), ({"layers": "most"}, "above 0"),
+        ({"sparsity": 0.5, "backward_sparsity": 0.8}, "at least as large"),
+        ({"until": "tomorrow"}, "'plateau' is wanted"),
+        ({"depth": 0}, "at least 1"),
+        ({"layers": "most"}, "above 0"),
     ],
-)  # fmt: skip
+)
 def test_values_that_are_none(wrong: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Stage(steps=1, **wrong)  # type: ignore[arg-type]

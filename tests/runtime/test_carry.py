@@ -1,4 +1,6 @@
-"""What a runtime raises is an error of ours that names what failed and says what to do; ours are left as they are."""
+"""What a runtime raises is an error of ours that names what failed and says what to do; ours are left as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def test_a_result_is_handed_on() -> None:
 
 
 def test_a_runtimes_error_is_told_with_its_first_line_and_the_remedy() -> None:
-    with pytest.raises(LoweringError, match=r"^It failed with these inputs: ValueError: no such shape\. Mend it\.$") as told:
+    with pytest.raises(
+        LoweringError, match=r"^It failed with these inputs: ValueError: no such shape\. Mend it\.$"
+    ) as told:
         carried("It", lambda: raising(ValueError("no such shape\n  at node 7")), "Mend it.")
     assert isinstance(told.value.__cause__, ValueError)
 

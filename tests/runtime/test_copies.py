@@ -24,7 +24,8 @@ def through_torch(value: object) -> Any:
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value)), "torch.save": through_torch,
+    "copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": through_torch,
 }  # fmt: skip
 
 
@@ -55,7 +56,10 @@ def test_a_planned_model_is_copied_or_says_how_it_is_kept(planned: Any, way: str
 
 
 def test_what_is_set_on_one_is_set_on_the_other(planned: Any) -> None:
-    """Or a call that the plan does not hold for would run the model as it was. A copy has guards of its own: the first one's stay."""
+    """Or a call that the plan does not hold for would run the model as it was.
+
+    A copy has guards of its own: the first one's stay.
+    """
     own, _ = planned.unplanned(), copy.copy(planned)
     planned.scale = 3.0
     try:

@@ -1,4 +1,6 @@
-"""The Executable is called like the model, refuses other inputs clearly, and its plan can be applied again."""
+"""The Executable is called like the model, refuses other inputs clearly, and its plan can be
+applied again.
+"""
 
 import re
 import shutil
@@ -40,7 +42,9 @@ def made():
     torch.manual_seed(0)
     model = Two()
     x, scale = inputs()
-    return model, optimize(model, (x,), {"scale": scale}, goal=Goal(max_error=0.05), target="cpu-generic", backend="onnxruntime")
+    return model, optimize(
+        model, (x,), {"scale": scale}, goal=Goal(max_error=0.05), target="cpu-generic", backend="onnxruntime"
+    )
 
 
 def test_any_way_of_passing_the_same_arguments(made):
@@ -56,7 +60,11 @@ def test_any_way_of_passing_the_same_arguments(made):
 @pytest.mark.parametrize(
     ("args", "kwargs", "text"),
     [
-        ((torch.randn(3, 9, 8),), {"scale": torch.rand(16)}, r"x is float32 \[3, 9, 8\]; the plan takes float32"),
+        (
+            (torch.randn(3, 9, 8),),
+            {"scale": torch.rand(16)},
+            r"x is float32 \[3, 9, 8\]; the plan takes float32",
+        ),
         ((torch.randn(3, 9, 16).double(),), {"scale": torch.rand(16)}, "x is float64"),
         ((torch.randn(3, 9, 16),), {}, "missing: scale"),
         ((torch.randn(3, 9, 16),), {"scale": torch.rand(16), "flag": True}, "not planned for: flag"),
@@ -104,11 +112,20 @@ def test_an_artifact_beside_another_plan_is_refused(made, tmp_path):
     """As somebody leaves it who copies one of the two."""
     _, fast = made
     fast.save(tmp_path / "one")
-    other = optimize(Two(), (inputs()[0],), {"scale": inputs()[1]}, goal=Goal(), target="cpu-generic", backend="onnxruntime")
+    other = optimize(
+        Two(),
+        (inputs()[0],),
+        {"scale": inputs()[1]},
+        goal=Goal(),
+        target="cpu-generic",
+        backend="onnxruntime",
+    )
     other.save(tmp_path / "two")
     artifact = tmp_path / "two" / "model.onnx"
     shutil.copy(tmp_path / "one" / "model.onnx", artifact)
-    with pytest.raises(FormatError, match=r"model\.onnx' is not the artifact that plan\.json .* Write both again"):
+    with pytest.raises(
+        FormatError, match=r"model\.onnx' is not the artifact that plan\.json .* Write both again"
+    ):
         run_artifact(tmp_path / "two")
     artifact.unlink()
     with pytest.raises(UsageError, match="Write it again"):
@@ -147,7 +164,10 @@ def test_what_others_wrote_is_neither_deleted_nor_replaced(made, tmp_path):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_text("mine")
-        with pytest.raises(UsageError, match=rf"holds what effcompile did not write: {re.escape(name)}.*Give a folder of its own: -o"):
+        with pytest.raises(
+            UsageError,
+            match=rf"holds what effcompile did not write: {re.escape(name)}.*Give a folder of its own: -o",
+        ):
             fast.save(folder)
         assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes", "plan", "report"]
@@ -171,12 +191,16 @@ def test_a_link_to_a_folder_stays_one(made, tmp_path):
 
 
 def test_big_weights_are_read_with_the_model_that_they_belong_to_only(tmp_path, monkeypatch):
-    """Beyond 64 MiB the weights are a file of their own, here beyond 64 bytes: its name says what is in it."""
+    """Beyond 64 MiB the weights are a file of their own, here beyond 64 bytes: its name says what
+    is in it.
+    """
     monkeypatch.setattr(lowering, "BESIDE", 64)
     x, scale = inputs()
     for seed in (0, 1):
         torch.manual_seed(seed)
-        optimize(Two(), (x,), {"scale": scale}, goal=Goal(), target="cpu-generic", backend="onnxruntime").save(tmp_path / f"{seed}")
+        optimize(
+            Two(), (x,), {"scale": scale}, goal=Goal(), target="cpu-generic", backend="onnxruntime"
+        ).save(tmp_path / f"{seed}")
     (zero,), (one,) = ([path.name for path in (tmp_path / f"{seed}").glob("*.data")] for seed in (0, 1))
     assert zero != one
     assert set(Plan.load(tmp_path / "0" / "plan.json").artifact) == {"model.onnx", zero}

@@ -28,7 +28,9 @@ class Net(nn.Module):
 def made(request: Any) -> tuple[nn.Module, Executable]:
     torch.manual_seed(0)
     model = Net()
-    return model, optimize(model, (torch.randn(4, 16),), {}, goal=Goal(), target="cpu-generic", backend=request.param)
+    return model, optimize(
+        model, (torch.randn(4, 16),), {}, goal=Goal(), target="cpu-generic", backend=request.param
+    )
 
 
 def test_a_mixed_loss_is_refused_in_words_and_never_loses_a_gradient(made: Any) -> None:
@@ -37,7 +39,10 @@ def test_a_mixed_loss_is_refused_in_words_and_never_loses_a_gradient(made: Any) 
     features = upstream(torch.randn(4, 16))
     result = fast(features)["y"]
     assert torch.allclose(result, model(features)["y"], atol=1e-5)
-    with pytest.raises(InputsError, match=r"no backward, and an input of this call requires one, .*no_grad\(\) or take \.detach"):
+    with pytest.raises(
+        InputsError,
+        match=r"no backward, and an input of this call requires one, .*no_grad\(\) or take \.detach",
+    ):
         (result.square().mean() + features.mean()).backward()
     assert upstream.weight.grad is None
     (fast(features)["y"].detach().square().mean() + features.mean()).backward()
@@ -57,7 +62,9 @@ def test_the_models_own_parameters_are_not_lost_either(made: Any) -> None:
 
 
 def test_a_gradient_that_may_be_missing_is_refused_too(made: Any) -> None:
-    """torch.autograd.grad runs no backward that leads to nothing it asks for, and gives None there where it may."""
+    """torch.autograd.grad runs no backward that leads to nothing it asks for, and gives None there where it
+    may.
+    """
     model, fast = made
     x = torch.randn(4, 16, requires_grad=True)
     for wanted in (x, model.a.weight, model.b.bias):
@@ -70,14 +77,22 @@ def test_without_gradients_nothing_is_in_the_way(made: Any) -> None:
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             found = fast(torch.randn(4, 16))
-            assert not any(value.requires_grad for value in found.values()) and found["y"].numpy().shape == (4, 16)
+            assert not any(value.requires_grad for value in found.values()) and found["y"].numpy().shape == (
+                4,
+                16,
+            )
 
 
 def test_results_can_be_changed_in_place_and_the_inputs_stay_the_users(made: Any) -> None:
     _, fast = made
     x = torch.randn(4, 16)
     found = fast(x)
-    assert not x.requires_grad and x.grad_fn is None and not found["best"].requires_grad and torch.equal(found["x"], x)
+    assert (
+        not x.requires_grad
+        and x.grad_fn is None
+        and not found["best"].requires_grad
+        and torch.equal(found["x"], x)
+    )
     found["y"] += 1
     found["y"][0] = 0
     assert not fast(x)["y"][0].eq(0).all()
@@ -95,7 +110,12 @@ def test_the_original_is_trained_after_train(made: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "transform", [lambda f, x: torch.func.grad(f)(x), lambda f, x: torch.func.vmap(f)(x[None]), lambda f, x: torch.func.jvp(f, (x,), (x,))]
+    "transform",
+    [
+        lambda f, x: torch.func.grad(f)(x),
+        lambda f, x: torch.func.vmap(f)(x[None]),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    ],
 )
 def test_transforms_of_torch_func_are_refused_in_words(made: Any, transform: Any) -> None:
     with pytest.raises(InputsError, match=r"within a transform of torch\.func"):
@@ -108,13 +128,23 @@ def test_forward_mode_autograd_is_refused_as_its_tangent_would_be_lost(made: Any
         made[1](torch.autograd.forward_ad.make_dual(x, x))
 
 
-@pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double(), lambda m: m.to("meta")])
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double(), lambda m: m.to("meta")],
+)
 def test_another_dtype_or_device_is_refused_and_the_same_one_is_not(made: Any, change: Any) -> None:
     model, fast = made
-    with pytest.raises(InputsError, match=r"fixed when it is planned: torch.float32 on cpu. They cannot become .* Convert the model"):
+    with pytest.raises(
+        InputsError,
+        match=r"fixed when it is planned: torch.float32 on cpu. They cannot become .* Convert the model",
+    ):
         change(fast)
     assert model.a.weight.dtype == torch.float32 and model.a.weight.device.type == "cpu"
-    assert fast.to("cpu") is fast and fast.float() is fast and fast.to(torch.float32)(torch.randn(4, 16))["y"].shape == (4, 16)
+    assert (
+        fast.to("cpu") is fast
+        and fast.float() is fast
+        and fast.to(torch.float32)(torch.randn(4, 16))["y"].shape == (4, 16)
+    )
 
 
 def test_a_decorated_function_refuses_too() -> None:

@@ -1,4 +1,6 @@
-"""effcompile.load: an Executable in a process that has neither the model nor its code; copies, pickles and torch.compile of Executables."""
+"""effcompile.load: an Executable in a process that has neither the model nor its code; copies, pickles and
+torch.compile of Executables.
+"""
 
 import copy
 import io
@@ -33,7 +35,10 @@ class Named:
 
 pytree.register_pytree_node(
     Named,
-    lambda n: ([v for v in vars(n).values() if v is not None], [k for k, v in vars(n).items() if v is not None]),
+    lambda n: (
+        [v for v in vars(n).values() if v is not None],
+        [k for k, v in vars(n).items() if v is not None],
+    ),
     lambda values, names: Named(**dict(zip(names, values, strict=True))),
     serialized_type_name="test_loaded.Named",
     flatten_with_keys_fn=lambda n: (
@@ -84,8 +89,10 @@ assert isinstance(run, effcompile.Executable) and "test_loaded" not in sys.modul
 x, scale = torch.load(sys.argv[2])
 out = run(x, scale=scale)
 first, second = out["pair"]
-assert out["pair"].first is first and out["named"].hidden is None and out["named"]["logits"] is out["named"][0]
-torch.save([first, second, out["named"].logits, out["named"].extra, out["list"][0], out["list"][1][0], out["size"], out["no"]], sys.argv[3])
+named, held = out["named"], out["list"]
+assert out["pair"].first is first and named.hidden is None and named["logits"] is named[0]
+saved = [first, second, named.logits, named.extra, held[0], held[1][0], out["size"], out["no"]]
+torch.save(saved, sys.argv[3])
 """
 
 
@@ -127,7 +134,13 @@ def test_copies_and_pickles_of_a_loaded_one(folder: Path, tmp_path: Path) -> Non
     torch.save(run, stored)
     stored.seek(0)
     again = effcompile.load(run.save(tmp_path / "copy"))
-    for other in (copy.copy(run), copy.deepcopy(run), pickle.loads(pickle.dumps(run)), torch.load(stored, weights_only=False), again):
+    for other in (
+        copy.copy(run),
+        copy.deepcopy(run),
+        pickle.loads(pickle.dumps(run)),
+        torch.load(stored, weights_only=False),
+        again,
+    ):
         assert isinstance(other, effcompile.Executable)
         assert torch.equal(other(X, SCALE)["pair"].first, wanted)
 
@@ -136,7 +149,9 @@ def test_a_pickle_of_a_folder_that_holds_another_artifact_now(folder: Path, tmp_
     stored = pickle.dumps(effcompile.load(effcompile.load(folder).save(tmp_path / "dir")))
     other = Model().eval()
     nn.init.zeros_(other.linear.weight)
-    effcompile.optimize(other, inputs=(X, SCALE), backend="torch-eager", target="cpu-generic").save(tmp_path / "dir")
+    effcompile.optimize(other, inputs=(X, SCALE), backend="torch-eager", target="cpu-generic").save(
+        tmp_path / "dir"
+    )
     with pytest.raises(FormatError, match="another artifact"):
         pickle.loads(stored)
 
@@ -160,7 +175,9 @@ def test_pickling_an_executable_says_what_to_do_instead(made: tuple[Model, effco
             pickled(made[1])
 
 
-def test_torch_compile_runs_an_executable_as_it_is(made: tuple[Model, effcompile.Executable], folder: Path) -> None:
+def test_torch_compile_runs_an_executable_as_it_is(
+    made: tuple[Model, effcompile.Executable], folder: Path
+) -> None:
     for run in (made[1], effcompile.load(folder)):
         compiled = torch.compile(run, backend="eager")
         assert torch.equal(compiled(X, SCALE)["pair"].first, run(X, SCALE)["pair"].first)
@@ -182,7 +199,10 @@ def test_a_folder_without_a_plan(tmp_path: Path) -> None:
         effcompile.load(tmp_path)
 
 
-@pytest.mark.parametrize("formula", ["__import__('os').getpid()", "batch.real", "9**9**9**9", "batch if batch else 1", "other", "(" * 200])
+@pytest.mark.parametrize(
+    "formula",
+    ["__import__('os').getpid()", "batch.real", "9**9**9**9", "batch if batch else 1", "other", "(" * 200],
+)
 def test_a_formula_of_a_foreign_plan_is_arithmetic(formula: str) -> None:
     with pytest.raises(FormatError, match="no arithmetic"):
         value_of(formula, {"batch": 2})
@@ -190,4 +210,6 @@ def test_a_formula_of_a_foreign_plan_is_arithmetic(formula: str) -> None:
 
 def test_arithmetic_of_sizes() -> None:
     assert value_of("FloorDiv(batch*seq + 3, 2) - 1", {"batch": 3, "seq": 4}) == (3 * 4 + 3) // 2 - 1
-    assert Returned(kind="tuple", parts=(Returned(kind="tensor"), Returned(kind="plain", value=1.5))).built([7], {}) == (7, 1.5)
+    assert Returned(kind="tuple", parts=(Returned(kind="tensor"), Returned(kind="plain", value=1.5))).built(
+        [7], {}
+    ) == (7, 1.5)

@@ -1,4 +1,6 @@
-"""A saved artifact, opened without the model, answers as the model does or refuses, as its Executable would."""
+"""A saved artifact, opened without the model, answers as the model does or refuses, as its
+Executable would.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.table, self.position, self.linear = nn.Embedding(24, 8), nn.Embedding(16, 8), nn.Linear(8, 8)
 
-    def forward(self, ids: Tensor, batch: dict[str, Tensor], mask: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        batch: dict[str, Tensor],
+        mask: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+    ) -> Tensor:
         h = self.table(ids) + self.position(torch.arange(ids.shape[1]))
         h = self.linear(h) if ids.shape[1] > 1 else h * 100
         return (h + batch["bias"]) * alpha * beta * (1.0 if mask is None else 0.0)
@@ -85,7 +94,9 @@ def test_it_answers_as_the_model_or_refuses(opened: Artifact, name: str) -> None
         torch.testing.assert_close(found, [call(model)], rtol=1e-4, atol=1e-5)
 
 
-def test_a_plan_that_does_not_say_what_its_artifact_takes_is_refused(opened: Artifact, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_say_what_its_artifact_takes_is_refused(
+    opened: Artifact, tmp_path: Path
+) -> None:
     folder = tmp_path / "artifact"
     folder.mkdir()
     for file in opened.folder.iterdir():
@@ -119,4 +130,9 @@ def test_the_signature_is_read_back_as_it_was_written(opened: Artifact, tmp_path
     ],
 )
 def test_guards_that_follow_from_the_rest(guard: str, follows: bool) -> None:
-    assert told(guard, {"['x']": ("seq", 8), "['y']": ("batch", "seq"), "['d']['k']": ("seq",)}, {"seq": (2, 512)}) is follows
+    assert (
+        told(
+            guard, {"['x']": ("seq", 8), "['y']": ("batch", "seq"), "['d']['k']": ("seq",)}, {"seq": (2, 512)}
+        )
+        is follows
+    )

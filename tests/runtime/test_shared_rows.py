@@ -16,7 +16,10 @@ CONTEXT = 64
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("cache", ["", "bfloat16", "int8"])
 def test_each_row_is_the_row_alone(kind: str, cache: str) -> None:
-    """Rows of random lengths come and go over forty tokens, beyond a window of 15. The oracle is the model's forward over a row's text."""
+    """Rows of random lengths come and go over forty tokens, beyond a window of 15.
+
+    The oracle is the model's forward over a row's text.
+    """
     model, executable = bare(captured(kind), context=CONTEXT, narrow=cache)
     rows, draw = SharedRows(executable.stepper), random.Random(3)
     texts: list[list[int]] = []

@@ -1,9 +1,11 @@
-"""A GPU of a given size under torch's caching allocator, written from its description and not from ours, byte by byte and slowly.
+"""A GPU of a given size under torch's caching allocator, written from its description and not from ours, byte
+by byte and slowly.
 
-c10/cuda/CUDACachingAllocator.cpp as of torch 2.11, one stream, no option set: requests are rounded to 512 B; up to 1 MiB they come from
-segments of 2 MiB, below 10 MiB of 20 MiB, above of their size in steps of 2 MiB; the smallest free block that holds them is taken, at the
-lowest address; what is left of it is a block of its own from 512 B (small) or above 1 MiB (large); freed neighbours are merged. Where the
-device gives no more, all segments that are wholly free go back to it, and it is asked once more.
+c10/cuda/CUDACachingAllocator.cpp as of torch 2.11, one stream, no option set: requests are rounded to 512 B;
+up to 1 MiB they come from segments of 2 MiB, below 10 MiB of 20 MiB, above of their size in steps of 2 MiB;
+the smallest free block that holds them is taken, at the lowest address; what is left of it is a block of its
+own from 512 B (small) or above 1 MiB (large); freed neighbours are merged. Where the device gives no more,
+all segments that are wholly free go back to it, and it is asked once more.
 """
 
 from __future__ import annotations
@@ -55,7 +57,12 @@ class FakeGpu:
         ]  # fmt: skip
         if not places:
             blocks = self._segment(
-                2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else (size + 2 * _MIB - 1) // (2 * _MIB) * 2 * _MIB, small
+                2 * _MIB
+                if small
+                else 20 * _MIB
+                if size < 10 * _MIB
+                else (size + 2 * _MIB - 1) // (2 * _MIB) * 2 * _MIB,
+                small,
             )
             places = [(blocks[0][0], self._serial, 0, blocks)]
         found, _, at, blocks = min(places, key=lambda place: place[:3])
@@ -77,7 +84,9 @@ class FakeGpu:
     def _segment(self, nbytes: int, small: bool) -> list[_Block]:
         if self.reserved + nbytes > self.size:
             self.asked_twice += 1
-            self.segments = [segment for segment in self.segments if len(segment[2]) > 1 or segment[2][0][1] is not None]
+            self.segments = [
+                segment for segment in self.segments if len(segment[2]) > 1 or segment[2][0][1] is not None
+            ]
             if self.reserved + nbytes > self.size:
                 raise OutOfMemoryError
         self._serial += 1

@@ -1,4 +1,6 @@
-"""Values held elsewhere: the gradients of eager bit by bit, the allocator's bytes as simulated, the pool's exactly."""
+"""Values held elsewhere: the gradients of eager bit by bit, the allocator's bytes as simulated, the pool's
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ FEW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_
 Away = dict[int, dict[int, Way]]
 
 
-def run(model: torch.nn.Module, batch: Batch, cut: Blocks, kept: frozenset[int], away: Away, groups: tuple[Group, ...] = ()) -> tuple:
+def run(
+    model: torch.nn.Module,
+    batch: Batch,
+    cut: Blocks,
+    kept: frozenset[int],
+    away: Away,
+    groups: tuple[Group, ...] = (),
+) -> tuple:
     """(results, allocator's peak, pool's peak, trace) of one step."""
     emitted = emit(cut, kept, groups, away)
     emitted.forward.lint()
@@ -41,7 +50,9 @@ def run(model: torch.nn.Module, batch: Batch, cut: Blocks, kept: frozenset[int],
 
 
 def all_in(cut: Blocks, form: Way) -> Away:
-    return {i: {block.values[name]: form for name in movable(cut, block)} for i, block in enumerate(cut.blocks)}
+    return {
+        i: {block.values[name]: form for name in movable(cut, block)} for i, block in enumerate(cut.blocks)
+    }
 
 
 @st.composite
@@ -59,7 +70,9 @@ def schedules(draw: st.DrawFn, cut: Blocks, forms: list[Way]) -> tuple[frozenset
     return frozenset(kept), away
 
 
-def check(name: str, kept: frozenset[int], away: Away, *, beside: bool, groups: tuple[Group, ...] = ()) -> None:
+def check(
+    name: str, kept: frozenset[int], away: Away, *, beside: bool, groups: tuple[Group, ...] = ()
+) -> None:
     model, batch, cut = cut_model(name)
     cut = replace(cut, host=Host(beside=beside))
     results, peak, hosted, trace = run(model, batch, cut, kept, away, groups)
@@ -91,16 +104,27 @@ def test_groups_beside_offloaded_values(data: st.DataObject, beside: bool) -> No
     cut = cut_model("gpt2")[2]
     kept, away = data.draw(schedules(cut, [OFFLOAD]))
     first = data.draw(st.integers(0, len(cut.blocks) - 2))
-    check("gpt2", kept, away, beside=beside, groups=(Group(first=first, last=data.draw(st.integers(first + 1, len(cut.blocks) - 1))),))
+    check(
+        "gpt2",
+        kept,
+        away,
+        beside=beside,
+        groups=(Group(first=first, last=data.draw(st.integers(first + 1, len(cut.blocks) - 1))),),
+    )
 
 
 @FEW
 @given(st.data(), st.sampled_from(sorted(MODELS)), st.booleans())
-def test_compressed_values_take_the_bytes_that_are_simulated(data: st.DataObject, name: str, beside: bool) -> None:
+def test_compressed_values_take_the_bytes_that_are_simulated(
+    data: st.DataObject, name: str, beside: bool
+) -> None:
     model, batch, cut = cut_model(name)
     cut = replace(cut, host=Host(beside=beside))
     kept, away = data.draw(schedules(cut, [OFFLOAD, COMPRESS, BOTH]))
-    floats = {i: {s: f for s, f in of.items() if f == OFFLOAD or cut.maker[s].meta["val"].dtype == torch.float32} for i, of in away.items()}
+    floats = {
+        i: {s: f for s, f in of.items() if f == OFFLOAD or cut.maker[s].meta["val"].dtype == torch.float32}
+        for i, of in away.items()
+    }
     results, peak, hosted, trace = run(model, batch, cut, kept, floats)
     assert abs(trace.peak_bytes - peak) <= SLACK, (trace.peak, peak - trace.peak_bytes)
     assert trace.host_bytes == hosted
@@ -111,13 +135,21 @@ def test_compressed_values_take_the_bytes_that_are_simulated(data: st.DataObject
 
 def test_the_device_holds_nothing_of_what_is_offloaded_and_a_quarter_of_what_is_compressed() -> None:
     cut = cut_model("gpt2")[2]
-    names = [(i, s) for i, of in all_in(cut, OFFLOAD).items() for s in of if cut.maker[s].meta["val"].dtype == torch.float32]
+    names = [
+        (i, s)
+        for i, of in all_in(cut, OFFLOAD).items()
+        for s in of
+        if cut.maker[s].meta["val"].dtype == torch.float32
+    ]
 
     def trace(form: Way | None) -> object:
         away: Away = {}
         for i, s in names if form else []:
             away.setdefault(i, {})[s] = form
-        return simulate(cut, emit(cut, everything(cut) - (frozenset(s for _, s in names) if form else frozenset()), (), away))
+        return simulate(
+            cut,
+            emit(cut, everything(cut) - (frozenset(s for _, s in names) if form else frozenset()), (), away),
+        )
 
     kept, gone, packed, both = (trace(form).saved_bytes for form in (None, OFFLOAD, COMPRESS, BOTH))
     size = trace(OFFLOAD).host_bytes

@@ -1,4 +1,6 @@
-"""Steps cut into blocks: a partition in a runnable order, by the user's modules, with equal problems for equal layers."""
+"""Steps cut into blocks: a partition in a runnable order, by the user's modules, with equal problems for
+equal layers.
+"""
 
 from itertools import pairwise
 
@@ -18,7 +20,9 @@ def test_each_node_lies_in_one_block_and_never_before_what_it_reads(name: str) -
     forward, backward = split(cut.step)
     placed = [node for block in cut.blocks for node in (*block.forward, *block.backward)]
     assert len(placed) == len(set(placed)) and set(placed) == {*forward, *backward}
-    order = [n for block in cut.blocks for n in block.forward] + [n for block in reversed(cut.blocks) for n in block.backward]
+    order = [n for block in cut.blocks for n in block.forward] + [
+        n for block in reversed(cut.blocks) for n in block.backward
+    ]
     position = {node: i for i, node in enumerate(order)}
     for node, at in position.items():
         assert all(position[arg] < at for arg in node.all_input_nodes if arg in position), node
@@ -44,7 +48,9 @@ def test_the_problems_name_every_storage_once_and_only_known_ones(name: str) -> 
 
 
 class Unbound(nn.Module):
-    """Layers of which some rows are used: their backward stacks gradients with zeros, which nothing of the forward makes."""
+    """Layers of which some rows are used: their backward stacks gradients with zeros, which nothing of the
+    forward makes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +65,9 @@ class Unbound(nn.Module):
 @pytest.mark.parametrize("name", [*MODELS, "unbound"])
 def test_what_a_blocks_backward_reads_is_its_own_or_kept_in_any_case(name: str) -> None:
     made = Unbound().train() if name == "unbound" else None
-    cut = cut_model(name)[2] if made is None else cut_step(capture_training(made, (torch.randn(3, 5, 4),), {}))
+    cut = (
+        cut_model(name)[2] if made is None else cut_step(capture_training(made, (torch.randn(3, 5, 4),), {}))
+    )
     in_forward = {s for block in cut.blocks for node in block.forward for s in cut.held.made[node]}
     for block in cut.blocks:
         read = {s for node in block.backward for s in reads_of(node, cut.held)} & in_forward
@@ -81,13 +89,20 @@ class Gated(nn.Module):
 
 
 def test_the_backward_runs_as_autograd_has_it() -> None:
-    """Gradients that read no value do not run ahead of their block, and nobody waits for what is kept in any case."""
+    """Gradients that read no value do not run ahead of their block, and nobody waits for what is kept in any
+    case.
+    """
     cut = cut_step(capture_training(Gated().train(), (torch.randn(3, 5, 4),), {}), measure=False)
     order = [node for block in reversed(cut.blocks) for node in block.backward]
     graph = {node: at for at, node in enumerate(cut.step.graph.nodes)}
     assert order == sorted(order, key=graph.__getitem__)
     assert all(len(block.backward) > 5 for block in cut.blocks if block.name.startswith("layers"))
-    gate = {s for node in cut.step.graph.nodes if node.target is torch.ops.aten.sigmoid.default for s in cut.held.made[node]}
+    gate = {
+        s
+        for node in cut.step.graph.nodes
+        if node.target is torch.ops.aten.sigmoid.default
+        for s in cut.held.made[node]
+    }
     assert {s for s in cut.shared if cut.held.nbytes[s] > 4} == gate
 
 
@@ -95,10 +110,15 @@ def test_equal_layers_are_of_one_kind_and_unequal_ones_are_not() -> None:
     model, batch = gpt2(layers=4)
     blocks = cut_step(capture_training(model, (), batch), measure=False).blocks
     assert [block.name for block in blocks] == ["start", *(f"transformer.h.{i}" for i in range(4)), "end"]
-    assert len({block.stage.kind for block in blocks[1:5]}) == 1 and len({block.stage.kind for block in blocks}) == 3
+    assert (
+        len({block.stage.kind for block in blocks[1:5]}) == 1
+        and len({block.stage.kind for block in blocks}) == 3
+    )
 
     model.transformer.h[2].mlp.act = nn.ReLU()
-    kinds = [block.stage.kind for block in cut_step(capture_training(model, (), batch), measure=False).blocks[1:5]]
+    kinds = [
+        block.stage.kind for block in cut_step(capture_training(model, (), batch), measure=False).blocks[1:5]
+    ]
     assert kinds[0] == kinds[1] == kinds[3] != kinds[2]
 
 
@@ -107,7 +127,9 @@ def test_the_residual_stream_enters_each_layer_and_leaves_the_one_before() -> No
     for before, after in pairwise(blocks):
         assert len(after.entering) == 1 and after.entering[0] in before.leaving
     skipping = cut_model("skips")[2]
-    assert {*skipping.blocks[0].leaving} & skipping.shared, "what layers 1 and 2 both read is kept in any case"
+    assert {*skipping.blocks[0].leaving} & skipping.shared, (
+        "what layers 1 and 2 both read is kept in any case"
+    )
 
 
 def test_the_bases_count_parameters_buffers_inputs_and_the_tangent() -> None:
@@ -123,7 +145,9 @@ def test_blocks_that_are_too_large_are_cut_where_little_crosses() -> None:
     sizes = [sum(bool(cut_model("albert")[2].held.made[n]) for n in block.forward) for block in blocks]
     assert max(sizes) <= 1.25 * cuts.LARGEST  # what is made for the backward alone joins after the cut
     assert len({block.name for block in blocks}) == len(blocks)
-    assert any("#" in block.name for block in blocks), "one shared layer, run three times: no module tells its runs apart"
+    assert any("#" in block.name for block in blocks), (
+        "one shared layer, run three times: no module tells its runs apart"
+    )
 
 
 def test_a_model_without_numbered_modules_is_one_block() -> None:

@@ -1,4 +1,6 @@
-"""Emitted schedules: whatever is kept, the loss and gradients of eager, bit by bit, and the simulated bytes are the allocator's."""
+"""Emitted schedules: whatever is kept, the loss and gradients of eager, bit by bit, and the simulated bytes
+are the allocator's.
+"""
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -31,11 +33,15 @@ def check(name: str, kept: frozenset[int], groups: tuple[Group, ...] = ()) -> No
 def kept_sets(draw: st.DrawFn, name: str) -> frozenset[int]:
     """Any storages, whole blocks more often than chance would have it."""
     blocks = cut_model(name)[2].blocks
-    share = draw(st.lists(st.sampled_from(["all", "none", "some"]), min_size=len(blocks), max_size=len(blocks)))
+    share = draw(
+        st.lists(st.sampled_from(["all", "none", "some"]), min_size=len(blocks), max_size=len(blocks))
+    )
     kept: set[int] = set()
     for block, how in zip(blocks, share, strict=True):
         own = sorted(block.values.values())
-        kept |= set(own if how == "all" else draw(st.sets(st.sampled_from(own))) if how == "some" and own else ())
+        kept |= set(
+            own if how == "all" else draw(st.sets(st.sampled_from(own))) if how == "some" and own else ()
+        )
     return frozenset(kept)
 
 
@@ -46,7 +52,12 @@ def groupable(cut: Blocks) -> tuple[tuple[int, int], ...]:
 
 def grouped(cut: Blocks, kept: frozenset[int], groups: tuple[Group, ...]) -> frozenset[int]:
     """What is kept when groups remake: not what enters their blocks, but all that enters their first."""
-    dropped = {s for group in groups for block in cut.blocks[group.first + 1 : group.last + 1] for s in block.entering}
+    dropped = {
+        s
+        for group in groups
+        for block in cut.blocks[group.first + 1 : group.last + 1]
+        for s in block.entering
+    }
     return (kept | {s for group in groups for s in cut.blocks[group.first].entering}) - dropped
 
 
@@ -89,17 +100,26 @@ def test_a_group_saves_the_entering_values_and_runs_the_forwards_once_more() -> 
     group = Group(first=run[0], last=run[1])
     lone = frozenset(s for block in cut.blocks for s in block.entering)
     plain, remade = emit(cut, lone), emit(cut, grouped(cut, lone, (group,)), (group,))
-    assert simulate(cut, remade).saved_bytes < simulate(cut, plain).saved_bytes and remade.recomputed > plain.recomputed
+    assert (
+        simulate(cut, remade).saved_bytes < simulate(cut, plain).saved_bytes
+        and remade.recomputed > plain.recomputed
+    )
 
 
-def test_keeping_everything_recomputes_nothing_and_keeping_only_the_stream_replays_every_dropout_once() -> None:
+def test_keeping_everything_recomputes_nothing_and_keeping_only_the_stream_replays_every_dropout_once() -> (
+    None
+):
     cut = cut_model("gpt2")[2]
     whole = emit(cut, everything(cut))
     assert whole.recomputed == 0 and not calls(whole.backward, replay)
     stream = emit(cut, frozenset(s for block in cut.blocks for s in block.entering))
     random = [n for block in cut.blocks for n in block.forward if is_random(n.target)]
     replayed = calls(stream.backward, replay)
-    assert len(random) == 7 and {stream.origin[n] for n in replayed} == set(random) and len(replayed) == len(random)
+    assert (
+        len(random) == 7
+        and {stream.origin[n] for n in replayed} == set(random)
+        and len(replayed) == len(random)
+    )
     assert stream.recomputed > len(random) and len(stream.handed) < len(whole.handed)
 
 

@@ -1,4 +1,6 @@
-"""Values of a backward that are written where an operand lies: the same numbers in fewer bytes, and never over what is still read."""
+"""Values of a backward that are written where an operand lies: the same numbers in fewer bytes, and never
+over what is still read.
+"""
 
 from collections.abc import Callable
 
@@ -62,7 +64,9 @@ def test_the_same_numbers_in_fewer_bytes(name: str) -> None:
 
 
 def test_nothing_is_written_over_that_is_read_later_or_is_a_gradient() -> None:
-    """By the graph alone: whoever reads memory that was written into stands after the write, or before it and never again."""
+    """By the graph alone: whoever reads memory that was written into stands after the write, or before it and
+    never again.
+    """
 
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -87,7 +91,9 @@ def test_nothing_is_written_over_that_is_read_later_or_is_a_gradient() -> None:
 
 
 def test_one_block_runs_as_autograd_has_it() -> None:
-    cut = cut_step(capture_training(Of(CASES["read thrice"][0]).train(), (torch.randn(8, 64),), {}), measure=False)
+    cut = cut_step(
+        capture_training(Of(CASES["read thrice"][0]).train(), (torch.randn(8, 64),), {}), measure=False
+    )
     whole = in_one_block(cut.step, cut.held, lambda node: 0.0)
     (block,) = whole.blocks
     graph = {node: at for at, node in enumerate(cut.step.graph.nodes)}

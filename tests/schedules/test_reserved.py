@@ -1,8 +1,11 @@
-"""The model of torch's CUDA allocator against what the real one did on an H100 (torch 2.11), and what it says of planned steps."""
+"""The model of torch's CUDA allocator against what the real one did on an H100 (torch 2.11), and what it says
+of planned steps.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +33,8 @@ from effcompile.search.training.cases import Joint
 from effcompile.search.training.operator_costs import OperatorCosts
 from effcompile.search.training.prepare import cut_step
 
-#: Lives of tensors on an H100: (name, bytes, or 0 where it is freed, memory_allocated after it, memory_reserved after it).
+#: Lives of tensors on an H100: (name, bytes, or 0 where it is freed, memory_allocated after it,
+#: memory_reserved after it).
 RECORDED = json.loads((Path(__file__).parents[1] / "golden" / "h100_allocator.json").read_text())["traces"]
 MIB = 1 << 20
 
@@ -46,7 +50,10 @@ def test_as_on_an_h100(trace: list[tuple[int, int, int, int]]) -> None:
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 64 * MIB), min_size=1, max_size=40), st.randoms(use_true_random=False))
 def test_what_is_freed_is_whole_again(sizes: list[int], order: random.Random) -> None:
-    """Whatever the order, nothing is lost. The same again may need more: the best fit of a block may be what a larger one had."""
+    """Whatever the order, nothing is lost.
+
+    The same again may need more: the best fit of a block may be what a larger one had.
+    """
     allocator = Allocator()
     for _ in range(2):
         for name, nbytes in enumerate(sizes):
@@ -70,7 +77,9 @@ def cut() -> Blocks:
 
 
 def test_a_planned_step_is_carried_out_by_the_allocator_as_simulated(cut: Blocks) -> None:
-    """Each kind of schedule: the allocator's peak is the simulated one, and what it reserves is within a few segments of it."""
+    """Each kind of schedule: the allocator's peak is the simulated one, and what it reserves is within a few
+    segments of it.
+    """
     some = random.Random(0)
     every = sorted(cut.decidable)
     for share in (1.0, 0.7, 0.4, 0.0):
@@ -80,11 +89,19 @@ def test_a_planned_step_is_carried_out_by_the_allocator_as_simulated(cut: Blocks
         assert allocator.allocated == 0
         assert allocator.peak_allocated == pytest.approx(trace.peak_bytes - cut.base_bytes, abs=4096)
         reserved = follow(Followed(lasting=[cut.base_bytes], step=events)).reserved
-        assert trace.peak_bytes <= reserved <= 1.15 * trace.peak_bytes + 40 * MIB, (share, reserved, trace.peak_bytes)
+        assert trace.peak_bytes <= reserved <= 1.15 * trace.peak_bytes + 40 * MIB, (
+            share,
+            reserved,
+            trace.peak_bytes,
+        )
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(1, 48 * MIB), min_size=4, max_size=40), st.randoms(use_true_random=False), st.integers(40, 400))
+@given(
+    st.lists(st.integers(1, 48 * MIB), min_size=4, max_size=40),
+    st.randoms(use_true_random=False),
+    st.integers(40, 400),
+)
 def test_on_a_device_that_is_too_small(sizes: list[int], order: random.Random, mib: int) -> None:
     """To the byte as on the fake device: what is reserved, what is given back, and what cannot be had."""
     ours, fake = Allocator(limit=mib * MIB), FakeGpu(mib * MIB)
@@ -105,12 +122,15 @@ def test_on_a_device_that_is_too_small(sizes: list[int], order: random.Random, m
         assert (ours.reserved, ours.allocated) == (fake.reserved, fake.allocated)
 
 
-#: Schedules, and sizes of each: so many plans.
-_SCHEDULES, _SIZES = 40, 25
+#: Schedules, and sizes of each: so many plans. `make gpu-dry` looks at a thousand.
+_SCHEDULES, _SIZES = int(os.environ.get("EFFCOMPILE_FAKE_GPU_SCHEDULES", "12")), 25
 
 
 def plans(cut: Blocks, some: random.Random) -> list[tuple[Followed, int]]:
-    """Random plans of a step: what they ask for, and their peak. A size is what the step would be of another width or batch."""
+    """Random plans of a step: what they ask for, and their peak.
+
+    A size is what the step would be of another width or batch.
+    """
     found = []
     for _ in range(_SCHEDULES):
         share = some.random()
@@ -122,7 +142,8 @@ def plans(cut: Blocks, some: random.Random) -> list[tuple[Followed, int]]:
         for _ in range(_SIZES):
             factor = 2.0 ** some.uniform(-1, 5)
             grown = Followed(
-                lasting=[int(n * factor) for n in asked.lasting], step=[(name, int(n * factor)) for name, n in asked.step],
+                lasting=[int(n * factor) for n in asked.lasting],
+                step=[(name, int(n * factor)) for name, n in asked.step],
                 left=[int(n * factor) for n in asked.left],
             )  # fmt: skip
             found.append((grown, follow(grown, steps=2).peak_allocated))
@@ -130,7 +151,7 @@ def plans(cut: Blocks, some: random.Random) -> list[tuple[Followed, int]]:
 
 
 def test_what_is_said_to_fit_fits_a_device_of_that_size(cut: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand random plans on devices from their peak to half as much again: five steps of each."""
+    """Random plans on devices from their peak to half as much again: five steps of each."""
     some, verdicts, tight = random.Random(0), Counter[str](), Counter[bool]()
     timeline: Any = SimpleNamespace(peak_phase="", peak_site="")
     for followed, peak in plans(cut, some):
@@ -148,8 +169,9 @@ def test_what_is_said_to_fit_fits_a_device_of_that_size(cut: Blocks, monkeypatch
         else:
             tight[True] += 1
             assert device.reserved <= room
-    assert verdicts.total() == _SCHEDULES * _SIZES
-    assert verdicts[fit.FITS] > 300 and tight[False] > 100, (verdicts, tight)
+    plans_seen = verdicts.total()
+    assert plans_seen == _SCHEDULES * _SIZES
+    assert verdicts[fit.FITS] > 0.3 * plans_seen and tight[False] > 0.1 * plans_seen, (verdicts, tight)
 
 
 def five_steps(device: FakeGpu, followed: Followed) -> None:
@@ -169,7 +191,11 @@ def asking(mib: float) -> Any:
 def test_a_plan_that_finds_no_segments_is_solved_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what is lacking each time, until one goes; where none does, it stays as it was."""
     monkeypatch.setattr(segments, "asked", lambda joint: joint.followed)
-    target, plan, tried = replace(load_target("h100-sxm"), memory_bytes=101 * MIB), asking(100.5), list[float]()
+    target, plan, tried = (
+        replace(load_target("h100-sxm"), memory_bytes=101 * MIB),
+        asking(100.5),
+        list[float](),
+    )
 
     def solve(budget: int) -> Any:
         tried.append(budget / MIB)

@@ -1,4 +1,6 @@
-"""The leanest schedule of a step: what its simulation finds above the planner's numbers is planned for; no slower than it must be."""
+"""The leanest schedule of a step: what its simulation finds above the planner's numbers is planned for; no
+slower than it must be.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,22 @@ def prepared(name: str) -> Prepared:
 
 
 def planners(found: Prepared) -> solve.Schedule:
-    """What the planner takes for the leanest, of each block the option that keeps the least: the slowest of those."""
+    """What the planner takes for the leanest, of each block the option that keeps the least: the slowest of
+    those.
+    """
     free = replace(found.checkpoint.chain(found.cut, found.blocks, None), groupable=())
     problem = replace(free, budget=smallest_budget(free))
-    choice = tuple(min(range(len(options)), key=lambda i: options[i].kept_bytes) for options in (free.options[s.kind] for s in free.stages))
+    choice = tuple(
+        min(range(len(options)), key=lambda i: options[i].kept_bytes)
+        for options in (free.options[s.kind] for s in free.stages)
+    )
     chosen = tuple(free.options[stage.kind][i] for stage, i in zip(free.stages, choice, strict=True))
     emitted, trace = checkpoint.carried_out(found.cut, chosen, ())
     solution = solve_chain(problem, reference_seconds=found.seconds, gap=1.0)
     solution = replace(solution, choice=choice, seconds=sum(option.seconds for option in chosen))
     return solve.Schedule(
-        prepared=found, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=1
+        prepared=found, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace,
+        rounds=1
     )  # fmt: skip
 
 
@@ -58,7 +66,9 @@ def test_it_needs_less_than_what_the_planner_takes_for_it_where_groups_need_more
     assert solve.leanest(found) < peak
 
 
-def test_where_nothing_else_fits_it_is_the_fastest_of_those_that_are_as_lean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_else_fits_it_is_the_fastest_of_those_that_are_as_lean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = prepared("gpt2")
     slow = planners(found)
 
@@ -78,9 +88,14 @@ def test_what_one_option_was_above_is_held_against_no_other_of_its_block() -> No
     found = prepared("gpt2")
     made = solve.keeping_everything(found)
     made = replace(made, problem=found.checkpoint.chain(found.cut, found.blocks, None))
-    whole = {kind: options.index(max(options, key=lambda o: o.kept_bytes)) for kind, options in made.problem.options.items()}
+    whole = {
+        kind: options.index(max(options, key=lambda o: o.kept_bytes))
+        for kind, options in made.problem.options.items()
+    }
     choice = tuple(whole[stage.kind] for stage in made.problem.stages)
-    chosen = tuple(made.problem.options[stage.kind][i] for stage, i in zip(made.problem.stages, choice, strict=True))
+    chosen = tuple(
+        made.problem.options[stage.kind][i] for stage, i in zip(made.problem.stages, choice, strict=True)
+    )
     made = replace(made, chosen=chosen, solution=replace(made.solution, choice=choice))
     budget = made.trace.peak_bytes - 1000
     corrected = solve._options_corrected(made, budget)

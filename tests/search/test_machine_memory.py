@@ -40,7 +40,10 @@ def test_the_machines_memory_is_a_limit_that_the_solver_meets() -> None:
     assert found.predicted.peak_bytes is not None and found.predicted.peak_bytes <= room
     assert found.goal.memory is None  # the user did not ask for it
     assert any(d.option != "fp32" for d in found.decisions if d.kind == "linear")
-    assert max(p.predicted.peak_bytes or 0 for p in frontier(linears(), X, target=small(room), max_error=0.1)) <= room
+    assert (
+        max(p.predicted.peak_bytes or 0 for p in frontier(linears(), X, target=small(room), max_error=0.1))
+        <= room
+    )
 
 
 def test_where_there_is_room_nothing_is_limited() -> None:

@@ -1,4 +1,6 @@
-"""Whoever is told what is being done: what cannot be told is refused, and what it raises is said to be its own."""
+"""Whoever is told what is being done: what cannot be told is refused, and what it raises is said to be its
+own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Cancelling:
 
 def test_what_a_progress_raises_is_its_own() -> None:
     with pytest.raises(UsageError, match="`progress` that was given raised RuntimeError: cancelled"):
-        effcompile.optimize(nn.Linear(4, 4).eval(), inputs=torch.randn(2, 4), progress=Cancelling(), target="cpu-generic")
+        effcompile.optimize(
+            nn.Linear(4, 4).eval(), inputs=torch.randn(2, 4), progress=Cancelling(), target="cpu-generic"
+        )
 
 
 def test_what_it_raises_of_a_count_is_its_own_and_what_a_step_raises_is_not() -> None:

@@ -9,7 +9,8 @@ from effcompile.core.errors import InfeasibleError
 from effcompile.core.reasons import Because, Unsupported
 from effcompile.search.refine import Constraints, refine
 
-#: Options by what they promise and what they turn out to take: seconds, bytes promised, bytes taken, error promised, error made.
+#: Options by what they promise and what they turn out to take: seconds, bytes promised, bytes taken, error
+#: promised, error made.
 OPTIONS = {
     "tight": (1.0, 10, 14, 0.1, 0.1),
     "wrong": (2.0, 5, 5, 0.1, 0.9),
@@ -70,7 +71,9 @@ def test_constraints_add_up_and_rounds_are_counted() -> None:
 
     def learning(_: str, constraints: Constraints) -> tuple[None, Constraints]:
         rounds.append(constraints)
-        return None, constraints.with_errors_scaled(2.0, Because("off by 2")).with_new_prices(Because("stale"))
+        return None, constraints.with_errors_scaled(2.0, Because("off by 2")).with_new_prices(
+            Because("stale")
+        )
 
     refine(lambda _: "", learning, rounds=3)
     assert [c.round for c in rounds] == [1, 2, 3]

@@ -17,7 +17,9 @@ from effcompile.search.search import Proposal, _without_conflicts
 
 
 def option(name, seconds, error=0.0, **requires):
-    return Option(form=form(name), cost=Cost(seconds=seconds, error_squared=error**2), by="quantize", requires=requires)
+    return Option(
+        form=form(name), cost=Cost(seconds=seconds, error_squared=error**2), by="quantize", requires=requires
+    )
 
 
 def linear(site, *options):
@@ -32,7 +34,12 @@ def test_each_part_lacks_one_side():
     whole = proposal(
         linear("a", option("fp32", 4), option("bf16", 2, 0.01), option("int8", 1, 0.04)),
         linear("b", option("fp32", 4), option("bf16", 2, 0.01)),
-        Choice(site="m", kind="merge", baseline="separate", options=(option("separate", 0), option("merged", -1, a=("fp32",)))),
+        Choice(
+            site="m",
+            kind="merge",
+            baseline="separate",
+            options=(option("separate", 0), option("merged", -1, a=("fp32",))),
+        ),
     )
     no_fp32, no_bf16 = _without_conflicts(whole, [("fp32", "bf16")])
     assert [o.name for o in no_fp32.choices[0].options] == ["bf16", "int8"]
@@ -47,7 +54,9 @@ def test_a_site_that_offers_nothing_else_keeps_its_option():
 
 
 def test_the_best_part_never_mixes():
-    whole = proposal(*(linear(s, option("fp32", 4), option("bf16", 2, 0.01 if s == "a" else 0.2)) for s in "ab"))
+    whole = proposal(
+        *(linear(s, option("fp32", 4), option("bf16", 2, 0.01 if s == "a" else 0.2)) for s in "ab")
+    )
     goal = Goal(max_error=0.1)
     solved = [solve(part.problem(goal)).choice for part in _without_conflicts(whole, [("fp32", "bf16")])[1:]]
     assert solved == [{"a": "fp32", "b": "fp32"}]
@@ -56,12 +65,19 @@ def test_the_best_part_never_mixes():
 def test_options_of_several_passes_at_one_kind_are_all_measured(monkeypatch: pytest.MonkeyPatch):
     wanted = {}
     result = SimpleNamespace(method="none")
-    monkeypatch.setattr(pricing.kept, "measured", lambda program, inputs, options, **_: wanted.update(options) or result)
+    monkeypatch.setattr(
+        pricing.kept, "measured", lambda program, inputs, options, **_: wanted.update(options) or result
+    )
     monkeypatch.setattr(pricing.sensitivity, "generate_inputs", lambda program, count: [])
     bf16, w8, tanh, mine, int8 = map(form, ("bf16", "w8g64", "tanh", "mine", "sdpa_int8"))
-    passes = tuple(SimpleNamespace(measured_options=lambda given=given: given, replaced_weights=lambda program: {}) for given in (
-        {"linear": (bf16, w8), "gelu": (tanh,)}, {"linear": (w8, mine)}, {"attention": (int8,)},
-    ))  # fmt: skip
+    passes = tuple(
+        SimpleNamespace(measured_options=lambda given=given: given, replaced_weights=lambda program: {})
+        for given in (
+            {"linear": (bf16, w8), "gelu": (tanh,)},
+            {"linear": (w8, mine)},
+            {"attention": (int8,)},
+        )
+    )
     program = capture(nn.Linear(2, 2).eval(), (randn(1, 2),))
     search = pricing.search_for(program, Goal(max_error=0.1), SimpleNamespace(notes=()), passes, QUIET)
     assert wanted == {"linear": (bf16, w8, mine), "gelu": (tanh,), "attention": (int8,)}

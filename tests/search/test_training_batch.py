@@ -26,7 +26,8 @@ class Net(nn.Module):
     def __init__(self, width: int = 64, layers: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
         )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,10 @@ def net() -> Net:
 
 def inputs(batch: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(batch)
-    return {"x": torch.randn(batch, 32, 64, generator=generator), "y": torch.randn(batch, 32, 64, generator=generator)}
+    return {
+        "x": torch.randn(batch, 32, 64, generator=generator),
+        "y": torch.randn(batch, 32, 64, generator=generator),
+    }
 
 
 @pytest.mark.parametrize("memory", ["1.7MiB", "1.9MiB"])
@@ -60,20 +64,39 @@ def test_the_batch_is_the_best_of_a_sweep(net: Net, memory: str) -> None:
     chosen = effcompile.plan(net, inputs(2), mode="training", memory=memory, target="h100-sxm", batch=SIZES)
     assert chosen.batch == max(rates, key=rates.__getitem__) and chosen.peak_bytes == peaks[chosen.batch]
     assert any(f"the step is of {chosen.batch} examples" in str(note) for note in chosen.notes)
-    assert chosen.decisions[0].option == f"{chosen.batch} examples" and chosen.decisions[0].baseline == "2 examples"
+    assert (
+        chosen.decisions[0].option == f"{chosen.batch} examples"
+        and chosen.decisions[0].baseline == "2 examples"
+    )
 
 
-def test_a_chosen_batch_is_carried_out_saved_and_applied_again(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chosen_batch_is_carried_out_saved_and_applied_again(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     monkeypatch.setattr(sizes, "_MOST_BAND", 100.0)
     monkeypatch.setattr(sizes, "_LEAST_BAND", 100.0)
-    monkeypatch.setattr(sizes, "_rates", lambda runs: {size: float(size) for size in runs})  # whatever else this machine does
+    # whatever else this machine does
+    monkeypatch.setattr(sizes, "_rates", lambda runs: {size: float(size) for size in runs})
     made = effcompile.optimize(
-        net, inputs=inputs(2), mode="training", memory="3MiB", batch=[2, 4, 64], optimizer=optimizer, lr=(0.1, 2), passes=["no-pointwise"]
+        net,
+        inputs=inputs(2),
+        mode="training",
+        memory="3MiB",
+        batch=[2, 4, 64],
+        optimizer=optimizer,
+        lr=(0.1, 2),
+        passes=["no-pointwise"],
     )
     assert made.plan.batch == 4 and made.plan.met
-    assert "4 examples a second measured, the most of 2 sizes that were run in turn; 3 of 3 were planned" in str(made.plan.decisions[0].why)
-    assert any(str(note).startswith("learning rate 0.2 for 4 examples") and "linear law of SGD" in str(note) for note in made.plan.notes)
+    assert (
+        "4 examples a second measured, the most of 2 sizes that were run in turn; 3 of 3 were planned"
+        in str(made.plan.decisions[0].why)
+    )
+    assert any(
+        str(note).startswith("learning rate 0.2 for 4 examples") and "linear law of SGD" in str(note)
+        for note in made.plan.notes
+    )
     made.zero_grad()
     loss = made(**inputs(4))
     loss.backward()
@@ -111,16 +134,30 @@ def test_what_cannot_be_asked_for(net: Net, asked: dict[str, object], said: str)
 
 def test_inputs_without_an_axis_of_examples(net: Net) -> None:
     with pytest.raises(UsageError, match="which axis of the inputs is that of the examples"):
-        effcompile.plan(net, {"x": torch.randn(1, 1, 64), "y": torch.randn(1, 1, 64)}, mode="training", target="h100-sxm", batch=4)
+        effcompile.plan(
+            net,
+            {"x": torch.randn(1, 1, 64), "y": torch.randn(1, 1, 64)},
+            mode="training",
+            target="h100-sxm",
+            batch=4,
+        )
 
 
 def foreseen(rates: dict[int, float]) -> Sized:
     """The end of a search that foresees these examples a second of these sizes."""
 
     def attempt(size: int) -> BatchTrial[SimpleNamespace]:
-        return BatchTrial(batch=size, unlimited=1.0, bytes=1, seconds=size / rates[size], made=SimpleNamespace(work=None, joint=size))
+        return BatchTrial(
+            batch=size,
+            unlimited=1.0,
+            bytes=1,
+            seconds=size / rates[size],
+            made=SimpleNamespace(work=None, joint=size),
+        )
 
-    search = BatchSearch(sizes=sorted(rates), memory=1, attempt=attempt, tried={size: attempt(size) for size in rates})
+    search = BatchSearch(
+        sizes=sorted(rates), memory=1, attempt=attempt, tried={size: attempt(size) for size in rates}
+    )
     best = search.tried[max(rates, key=rates.__getitem__)]
     return Sized(task=None, best=best, search=search, failed={}, there=2)  # type: ignore[arg-type]
 
@@ -143,7 +180,9 @@ def test_sizes_next_to_the_best_are_run_in_turn_and_the_fastest_is_built(
     def build(planned: SimpleNamespace) -> tuple[object, object]:
         done.append(planned.joint)
         plan = SimpleNamespace(measured=Totals(seconds=off), predicted=Totals(seconds=1.0))
-        return SimpleNamespace(work=None), SimpleNamespace(executable=SimpleNamespace(plan=plan), joint=planned.joint)
+        return SimpleNamespace(work=None), SimpleNamespace(
+            executable=SimpleNamespace(plan=plan), joint=planned.joint
+        )
 
     done: list[int] = []
     monkeypatch.setattr(sizes, "_rates", rates)
@@ -167,7 +206,11 @@ def test_rates_are_of_steps_that_are_run(net: Net) -> None:
     """Twice the examples of this step take about twice as long, and none is 16 times as fast as another."""
     asked = {"goal": Goal(mode="training", memory=8 << 20), "batch": [2, 32], "passes": ["no-pointwise"]}
     found = sized(task := Task.of(net, (), inputs(2), asked), make_work(task))  # type: ignore[arg-type]
-    joints = {trial.batch: (trial.made.work, trial.made.joint) for trial in found.search.tried.values() if trial.made is not None}
+    joints = {
+        trial.batch: (trial.made.work, trial.made.joint)
+        for trial in found.search.tried.values()
+        if trial.made is not None
+    }
     before = [p.grad for p in net.parameters()]
     rates = sizes._rates(joints)
     assert rates.keys() == joints.keys() and max(rates.values()) < 16 * min(rates.values())

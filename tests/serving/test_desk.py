@@ -1,4 +1,6 @@
-"""The queue and its thread: every request has its own tokens, whatever the others do; limits; requests that nobody waits for."""
+"""The queue and its thread: every request has its own tokens, whatever the others do; limits; requests that
+nobody waits for.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
-    made = Desk(SharedRows(bare(captured("llama", num_hidden_layers=1), context=CONTEXT)[1].stepper), 64, places=PLACES, queue=QUEUE)
+    made = Desk(
+        SharedRows(bare(captured("llama", num_hidden_layers=1), context=CONTEXT)[1].stepper),
+        64,
+        places=PLACES,
+        queue=QUEUE,
+    )
     yield made
     made.close()
 
@@ -66,7 +73,9 @@ def greedy(model: nn.Module, wish: Wish) -> list[int]:
 
 
 def test_every_request_has_its_own_tokens(desk: Desk, model: nn.Module) -> None:
-    """Forty clients in six threads, every fifth of whom goes away; the oracle is transformers' generate() of each prompt alone."""
+    """Forty clients in six threads, every fifth of whom goes away; the oracle is transformers' generate() of
+    each prompt alone.
+    """
     found: list[tuple[Wish, Client, bool]] = []
 
     def clients(thread: int) -> None:
@@ -150,11 +159,15 @@ def test_drawn_tokens_hang_on_their_own_seed_alone(desk: Desk) -> None:
     assert again.wait() == alone and [client.wait() for _, client, _ in among][1] != alone
 
 
-def test_a_prompt_that_begins_like_one_before_begins_with_its_cache(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_begins_like_one_before_begins_with_its_cache(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of forty tokens in common none is read again; the oracle is generate() of each prompt alone."""
     read: list[int] = []
     own = SharedRows.read
-    monkeypatch.setattr(SharedRows, "read", lambda self, cache, tokens: read.append(len(tokens)) or own(self, cache, tokens))
+    monkeypatch.setattr(
+        SharedRows, "read", lambda self, cache, tokens: read.append(len(tokens)) or own(self, cache, tokens)
+    )
     rows = SharedRows(bare(captured("llama", num_hidden_layers=1), context=CONTEXT)[1].stepper)
     desk, common = Desk(rows, 64, places=PLACES, queue=QUEUE, prompts=2), ids(40).tolist()
     for ending, fresh in (([5, 6, 7], 43), ([5, 6, 8, 9], 2), ([5, 6, 7], 1), ([], 1)):
@@ -172,7 +185,9 @@ def test_a_window_forgets_how_a_prompt_began() -> None:
     assert rows.begun(cache, 20) is None
 
 
-def test_one_failure_ends_its_requests_and_no_later_ones(desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_failure_ends_its_requests_and_no_later_ones(
+    desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: SharedRows, tokens: list[int]) -> None:
         monkeypatch.undo()
         raise RuntimeError("out of memory")
@@ -185,7 +200,9 @@ def test_one_failure_ends_its_requests_and_no_later_ones(desk: Desk, model: nn.M
     assert client.wait() == greedy(model, wish)
 
 
-def test_an_error_while_rows_change_ends_requests_and_not_the_desk(desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_rows_change_ends_requests_and_not_the_desk(
+    desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice: once in a turn, and once more where that turn's requests are ended."""
     own, left = SharedRows.change, [1, 1]
 
@@ -214,7 +231,9 @@ def test_a_client_that_cannot_be_told_is_gone(desk: Desk, model: nn.Module) -> N
         assert client.wait() == greedy(model, wish)
 
 
-def test_logits_that_nothing_can_be_drawn_from_fail_one_request(desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_nothing_can_be_drawn_from_fail_one_request(
+    desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A temperature of nearly nothing takes the likeliest token, as one of nothing does."""
     cold, plain = ask(desk, 4, temperature=1e-320), ask(desk, 4)
     assert cold[1].wait() == plain[1].wait() == greedy(model, plain[0])

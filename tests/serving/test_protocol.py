@@ -16,12 +16,25 @@ def wishes(**fields: Any) -> list[Any]:
 
 def test_defaults_are_those_of_the_reference() -> None:
     (wish,) = wishes(model="m", user="somebody")
-    assert (wish.prompt, wish.most, wish.temperature, wish.top_p, wish.seed, wish.stops) == ((97, 98), 16, 1.0, 1.0, None, {7})
+    assert (wish.prompt, wish.most, wish.temperature, wish.top_p, wish.seed, wish.stops) == (
+        (97, 98),
+        16,
+        1.0,
+        1.0,
+        None,
+        {7},
+    )
 
 
 @pytest.mark.parametrize(
     ("prompt", "ids"),
-    [("ab", [(97, 98)]), (["a", "b"], [(97,), (98,)]), ([5, 6], [(5, 6)]), ([[5], [6, 7]], [(5,), (6, 7)]), ([], [()])],
+    [
+        ("ab", [(97, 98)]),
+        (["a", "b"], [(97,), (98,)]),
+        ([5, 6], [(5, 6)]),
+        ([[5], [6, 7]], [(5,), (6, 7)]),
+        ([], [()]),
+    ],
 )
 def test_prompts_of_all_four_kinds(prompt: Any, ids: list[tuple[int, ...]]) -> None:
     assert [wish.prompt for wish in wishes(prompt=prompt)] == ids

@@ -1,4 +1,6 @@
-"""`effcompile serve` in a process of its own, and clients over real sockets: answers, streams, errors, clients that go away."""
+"""`effcompile serve` in a process of its own, and clients over real sockets: answers, streams, errors,
+clients that go away.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def port(folder: Path) -> Iterator[int]:
     command = [sys.executable, "-m", "effcompile", "serve", str(folder), "--port", "0", "--queue", str(QUEUE)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     assert process.stdout is not None
     said = process.stdout.readline()
     found = re.match(r"http://127\.0\.0\.1:(\d+)/v1/completions: tiny, 2 requests at once, 8 more wait", said)
@@ -104,7 +108,9 @@ def test_no_request_has_anothers_tokens(port: int, model: nn.Module) -> None:
 
 
 def test_a_stream_is_the_same_text(port: int, model: nn.Module) -> None:
-    status, text = send(port, {"prompt": [prompt(1), prompt(2)], "max_tokens": 9, "temperature": 0, "stream": True})
+    status, text = send(
+        port, {"prompt": [prompt(1), prompt(2)], "max_tokens": 9, "temperature": 0, "stream": True}
+    )
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert status == 200 and events[-1] == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events[:-1]]
@@ -116,13 +122,17 @@ def test_a_stream_is_the_same_text(port: int, model: nn.Module) -> None:
 
 def test_a_stop_text_ends_it(port: int, model: nn.Module) -> None:
     words = greedy(model, prompt(4), 12).split()
-    _, found = send(port, {"prompt": prompt(4), "max_tokens": 12, "temperature": 0, "stop": f"{words[3]} {words[4]}"})
+    _, found = send(
+        port, {"prompt": prompt(4), "max_tokens": 12, "temperature": 0, "stop": f"{words[3]} {words[4]}"}
+    )
     (choice,) = found["choices"]
     assert choice["finish_reason"] == "stop" and choice["text"].split() == words[:3]
 
 
 def test_clients_that_go_away_free_their_places(port: int) -> None:
-    """More of them than there is room for: were their requests to go on, the last one would be told to come again."""
+    """More of them than there is room for: were their requests to go on, the last one would be told to come
+    again.
+    """
     body = json.dumps({"prompt": [5], "max_tokens": 60, "temperature": 0, "n": 2, "stream": True})
     for _ in range(3 * QUEUE):
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)

@@ -1,4 +1,6 @@
-"""Tokens as pieces of text: characters of several tokens, and stop texts that begin in one piece and end in another."""
+"""Tokens as pieces of text: characters of several tokens, and stop texts that begin in one piece and end in
+another.
+"""
 
 import pytest
 from hypothesis import given
@@ -24,11 +26,19 @@ def test_pieces_are_the_text(text: str) -> None:
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_text_ends_before_the_first_stop(text: str, stops: list[str]) -> None:
-    """Told as soon as a stop is complete, so that the first one to be complete counts: the oracle tries every prefix."""
-    ends = next((end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)), None)
+    """Told as soon as a stop is complete, so that the first one to be complete counts: the oracle tries every
+    prefix.
+    """
+    ends = next(
+        (end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)), None
+    )
     found, made = pieces(text, tuple(stops))
     assert made.stopped == (ends is not None)
-    wanted = text if ends is None else min((text[:ends].removesuffix(stop) for stop in stops if text[:ends].endswith(stop)), key=len)
+    wanted = (
+        text
+        if ends is None
+        else min((text[:ends].removesuffix(stop) for stop in stops if text[:ends].endswith(stop)), key=len)
+    )
     assert "".join(found) == wanted
 
 

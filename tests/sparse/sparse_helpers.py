@@ -54,8 +54,8 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sparsity: effcompile.DynamicSparsity | None, steps: range,
-    after: Callable[[], Any] = lambda: None, clip: float | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, sparsity: effcompile.DynamicSparsity | None,
+    steps: range, after: Callable[[], Any] = lambda: None, clip: float | None = None,
 ) -> list[float]:  # fmt: skip
     """Losses of these steps; `after` is called at the end of each."""
     losses = []

@@ -54,7 +54,9 @@ def test_their_masks_are_a_first_pattern(method: str) -> None:
         element = {name: saliency.snip(weight, gradients[name]) for name, weight in weights.items()}
     masks = saliency.masks({name: saliency.blocks(s, 4) for name, s in element.items()}, 0.75, "global")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sparsity = effcompile.DynamicSparsity(model, optimizer, sparsity=0.75, block=4, initial=masks, updates=2, steps=12, execution="masked")
+    sparsity = effcompile.DynamicSparsity(
+        model, optimizer, sparsity=0.75, block=4, initial=masks, updates=2, steps=12, execution="masked"
+    )
     assert all(torch.equal(mask, masks[name]) for name, mask in sparsity.masks().items())
     losses = train(model, optimizer, sparsity, range(12))
     assert losses[-1] < losses[0]

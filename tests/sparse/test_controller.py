@@ -1,4 +1,6 @@
-"""The controller under training: the pattern holds and moves, new weights start from nothing, any optimizer follows."""
+"""The controller under training: the pattern holds and moves, new weights start from nothing, any optimizer
+follows.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ EXECUTIONS = ["masked", "blocks"]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name: kind
     for name, kind in vars(torch.optim).items()
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+    if inspect.isclass(kind)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
 
 
-def made(execution: str = "masked", *, optimizer: Any = torch.optim.AdamW, seed: int = 0, **request: Any) -> tuple[Tiny, Any, Any]:
+def made(
+    execution: str = "masked", *, optimizer: Any = torch.optim.AdamW, seed: int = 0, **request: Any
+) -> tuple[Tiny, Any, Any]:
     model = tiny(seed)
     if optimizer is torch.optim.SGD:
         trainer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
@@ -38,8 +44,12 @@ def dense_weights(sparsity: effcompile.DynamicSparsity) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("request_", [{}, {"distribution": "global"}, {"balanced": True}, {"growth": "gradient"}], ids=str)
-def test_the_pattern_holds_between_updates_and_moves_at_them(execution: str, request_: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "request_", [{}, {"distribution": "global"}, {"balanced": True}, {"growth": "gradient"}], ids=str
+)
+def test_the_pattern_holds_between_updates_and_moves_at_them(
+    execution: str, request_: dict[str, Any]
+) -> None:
     model, optimizer, sparsity = made(execution, **request_)
     total = sum(int(mask.sum()) for mask in sparsity.masks().values())
     moved = []
@@ -66,7 +76,11 @@ def test_blocks_and_masks_are_one_training(growth: str, distribution: str) -> No
     found = {}
     for execution in EXECUTIONS:
         model, optimizer, sparsity = made(execution, growth=growth, distribution=distribution)
-        found[execution] = (train(model, optimizer, sparsity, range(14), clip=1.0), dense_weights(sparsity), sparsity.masks())
+        found[execution] = (
+            train(model, optimizer, sparsity, range(14), clip=1.0),
+            dense_weights(sparsity),
+            sparsity.masks(),
+        )
     assert found["masked"][0] == pytest.approx(found["blocks"][0], rel=1e-4)
     for name, weight in found["masked"][1].items():
         torch.testing.assert_close(weight, found["blocks"][1][name], rtol=1e-3, atol=1e-5)
@@ -120,7 +134,11 @@ def _dense_state(optimizer: Any, held: Any) -> dict[str, torch.Tensor]:
 
 def _other_state(optimizer: Any, held: Any) -> dict[str, torch.Tensor]:
     state = optimizer.state[held.parameter]
-    return {k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape != held.parameter.shape}
+    return {
+        k: v.clone()
+        for k, v in state.items()
+        if isinstance(v, torch.Tensor) and v.shape != held.parameter.shape
+    }
 
 
 def test_muon_mixes_entries_and_the_pattern_still_holds() -> None:
@@ -130,7 +148,9 @@ def test_muon_mixes_entries_and_the_pattern_still_holds() -> None:
     sparsity = effcompile.DynamicSparsity(model, optimizer, sparsity=0.5, block=4, updates=2, steps=9)
     assert {held.execution for held in sparsity._held} == {"masked"}
     train(model, optimizer, sparsity, range(9))
-    assert all(not weight[~elements(sparsity, name)].any() for name, weight in dense_weights(sparsity).items())
+    assert all(
+        not weight[~elements(sparsity, name)].any() for name, weight in dense_weights(sparsity).items()
+    )
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -139,7 +159,9 @@ def test_moments_of_a_model_in_training_are_kept_for_the_blocks_that_stay(execut
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     train(model, optimizer, None, range(3))
     before = {name: optimizer.state[model.get_submodule(name).weight]["exp_avg"].clone() for name in LINEARS}
-    sparsity = effcompile.DynamicSparsity(model, optimizer, sparsity=0.5, block=4, initial="magnitude", execution=execution)
+    sparsity = effcompile.DynamicSparsity(
+        model, optimizer, sparsity=0.5, block=4, initial="magnitude", execution=execution
+    )
     for held in sparsity._held:
         expected = before[held.name] * elements(sparsity, held.name)
         torch.testing.assert_close(_dense_state(optimizer, held)["exp_avg"], expected)
@@ -150,10 +172,16 @@ def test_factored_moments_move_with_their_blocks_and_start_anew_with_another_for
     model = tiny()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
     train(model, optimizer, None, range(3))
-    sparsity = effcompile.DynamicSparsity(model, optimizer, sparsity=0.5, block=4, updates=1, steps=4, execution="blocks")
-    assert not any(held.parameter in optimizer.state for held in sparsity._held)  # rows of a matrix are no rows of blocks
+    sparsity = effcompile.DynamicSparsity(
+        model, optimizer, sparsity=0.5, block=4, updates=1, steps=4, execution="blocks"
+    )
+    # rows of a matrix are no rows of blocks
+    assert not any(held.parameter in optimizer.state for held in sparsity._held)
     train(model, optimizer, sparsity, range(1))
-    before = {held.name: (held.layer.pattern(), optimizer.state[held.parameter]["row_var"].clone()) for held in sparsity._held}
+    before = {
+        held.name: (held.layer.pattern(), optimizer.state[held.parameter]["row_var"].clone())
+        for held in sparsity._held
+    }
     for held in sparsity._held:
         held.parameter.grad = torch.zeros_like(held.parameter)
     sparsity.update()
@@ -185,7 +213,9 @@ def test_clipping_sees_the_sparse_gradient_only(execution: str) -> None:
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_gradient_growth_takes_the_blocks_of_largest_dense_gradient(execution: str) -> None:
-    model, optimizer, sparsity = made(execution, optimizer=torch.optim.SGD, growth="gradient", updates=1, steps=4)
+    model, optimizer, sparsity = made(
+        execution, optimizer=torch.optim.SGD, growth="gradient", updates=1, steps=4
+    )
     train(model, optimizer, sparsity, range(1))
     old, weights = sparsity.masks(), dense_weights(sparsity)
     reference = tiny()  # the same weights, dense: its gradient is what the blocks are chosen by
@@ -196,7 +226,13 @@ def test_gradient_growth_takes_the_blocks_of_largest_dense_gradient(execution: s
     loss_of(reference, 1).backward()
     train(model, optimizer, sparsity, range(1, 2))
     for held in sparsity._held:
-        gradient = reference.get_submodule(held.name).weight.grad.abs().unflatten(0, (-1, 4)).unflatten(2, (-1, 4)).sum(dim=(1, 3))
+        gradient = (
+            reference.get_submodule(held.name)
+            .weight.grad.abs()
+            .unflatten(0, (-1, 4))
+            .unflatten(2, (-1, 4))
+            .sum(dim=(1, 3))
+        )
         came = held.mask & ~old[held.name]
         free = ~held.mask & ~old[held.name]
         assert came.any()
@@ -208,8 +244,15 @@ def test_schedulers_and_param_groups_go_on(execution: str) -> None:
     model = tiny()
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1, "lr": 1e-2}, {"params": rest, "weight_decay": 0.0, "lr": 2e-2}])
-    sparsity = effcompile.DynamicSparsity(model, optimizer, sparsity=0.5, block=4, updates=3, steps=12, execution=execution)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": 0.1, "lr": 1e-2},
+            {"params": rest, "weight_decay": 0.0, "lr": 2e-2},
+        ]
+    )
+    sparsity = effcompile.DynamicSparsity(
+        model, optimizer, sparsity=0.5, block=4, updates=3, steps=12, execution=execution
+    )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
     losses = train(model, optimizer, sparsity, range(12), scheduler.step)
     assert losses[-1] < losses[0]
@@ -262,7 +305,9 @@ def test_release_gives_plain_linears_and_their_moments_back(execution: str) -> N
     assert any(model.get_submodule(name).weight[~masks[name]].any() for name in LINEARS)
 
 
-@pytest.mark.parametrize(("execution", "growth"), [("masked", "random"), ("masked", "gradient"), ("blocks", "random")])
+@pytest.mark.parametrize(
+    ("execution", "growth"), [("masked", "random"), ("masked", "gradient"), ("blocks", "random")]
+)
 def test_updates_compile_nothing_again(execution: str, growth: str) -> None:
     model, optimizer, sparsity = made(execution, growth=growth, updates=3, steps=8)
     torch._dynamo.reset()

@@ -21,17 +21,23 @@ def made(seed: int = 0, **request: Any) -> Run:
     return (
         model,
         optimizer,
-        effcompile.DynamicSparsity(model, optimizer, **{"sparsity": 0.5, "block": 4, "updates": 6, "steps": 21, **request}),
+        effcompile.DynamicSparsity(
+            model, optimizer, **{"sparsity": 0.5, "block": 4, "updates": 6, "steps": 21, **request}
+        ),
     )
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["model first", "controller first"])
 @pytest.mark.parametrize("execution", ["masked", "blocks"])
 @pytest.mark.parametrize(
-    "request_", [{}, {"growth": "gradient"}, {"distribution": "global"}, {"balanced": True, "sparsity": 0.75}], ids=str
+    "request_",
+    [{}, {"growth": "gradient"}, {"distribution": "global"}, {"balanced": True, "sparsity": 0.75}],
+    ids=str,
 )
 @pytest.mark.parametrize("stop", [7, 8])  # step 8 is one before an update: by gradient it is being collected
-def test_a_resumed_run_is_the_same_run(request_: dict[str, Any], execution: str, order: tuple[int, ...], stop: int) -> None:
+def test_a_resumed_run_is_the_same_run(
+    request_: dict[str, Any], execution: str, order: tuple[int, ...], stop: int
+) -> None:
     whole = made(execution=execution, **request_)
     file = io.BytesIO()
     train(*whole, range(stop))
@@ -56,7 +62,9 @@ def test_a_checkpoint_of_another_recipe_or_model_is_refused() -> None:
     with pytest.raises(effcompile.UsageError, match=r"sparsity=0\.5"):
         made(sparsity=0.75)[2].load_state_dict(state)
     model = tiny(width=32)
-    other = effcompile.DynamicSparsity(model, torch.optim.AdamW(model.parameters()), sparsity=0.5, block=4, updates=6, steps=21)
+    other = effcompile.DynamicSparsity(
+        model, torch.optim.AdamW(model.parameters()), sparsity=0.5, block=4, updates=6, steps=21
+    )
     with pytest.raises(effcompile.UsageError, match=r"another model: blocks\.0\.down"):
         other.load_state_dict(state)
 

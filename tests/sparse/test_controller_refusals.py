@@ -12,13 +12,17 @@ from torch import nn
 import effcompile
 
 
-def refused(model: nn.Module, says: str, optimizer: torch.optim.Optimizer | None = None, **request: Any) -> None:
+def refused(
+    model: nn.Module, says: str, optimizer: torch.optim.Optimizer | None = None, **request: Any
+) -> None:
     trainer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     before = dict(model.named_parameters())
     with pytest.raises(effcompile.UsageError, match=says):
         effcompile.DynamicSparsity(model, trainer, **{"block": 4, **request})
     assert dict(model.named_parameters()).keys() == before.keys()  # nothing was changed on the way
-    assert all(not p.eq(0).all() for name, p in model.named_parameters() if name.removesuffix(".weight") in LINEARS)
+    assert all(
+        not p.eq(0).all() for name, p in model.named_parameters() if name.removesuffix(".weight") in LINEARS
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,12 +96,18 @@ def test_lazy_weights() -> None:
 
 def test_a_weight_that_the_optimizer_does_not_train() -> None:
     model = tiny()
-    refused(model, "does not train the weight of 'blocks.0.mix'", optimizer=torch.optim.AdamW(model.head.parameters()))
+    refused(
+        model,
+        "does not train the weight of 'blocks.0.mix'",
+        optimizer=torch.optim.AdamW(model.head.parameters()),
+    )
 
 
 def test_an_optimizer_with_one_history_for_all() -> None:
     model = tiny()
-    refused(model, "LBFGS cannot train under a moving pattern", optimizer=torch.optim.LBFGS(model.parameters()))
+    refused(
+        model, "LBFGS cannot train under a moving pattern", optimizer=torch.optim.LBFGS(model.parameters())
+    )
 
 
 def test_a_model_without_repeated_blocks_asks_for_names() -> None:
@@ -108,13 +118,17 @@ def test_a_model_without_repeated_blocks_asks_for_names() -> None:
 
     model = Plain()
     refused(model, "layers=.* of up, down")
-    sparsity = effcompile.DynamicSparsity(model, torch.optim.AdamW(model.parameters()), layers=["up"], block=4)
+    sparsity = effcompile.DynamicSparsity(
+        model, torch.optim.AdamW(model.parameters()), layers=["up"], block=4
+    )
     assert list(sparsity.masks()) == ["up"]
 
 
 def test_growth_by_gradient_without_a_backward() -> None:
     model = tiny()
-    sparsity = effcompile.DynamicSparsity(model, torch.optim.AdamW(model.parameters()), block=4, updates=1, steps=2, growth="gradient")
+    sparsity = effcompile.DynamicSparsity(
+        model, torch.optim.AdamW(model.parameters()), block=4, updates=1, steps=2, growth="gradient"
+    )
     with pytest.raises(effcompile.UsageError, match="no backward before this update"):
         sparsity.step()
 
@@ -134,7 +148,11 @@ def test_given_masks_are_used_as_they_are() -> None:
     mask = torch.zeros(32, 16)
     mask[0, 0] = mask[31, 15] = 1
     sparsity = effcompile.DynamicSparsity(
-        model, torch.optim.AdamW(model.parameters()), layers=["blocks.0.up"], block=4, initial={"blocks.0.up": mask}
+        model,
+        torch.optim.AdamW(model.parameters()),
+        layers=["blocks.0.up"],
+        block=4,
+        initial={"blocks.0.up": mask},
     )
     assert sparsity.masks()["blocks.0.up"].nonzero().tolist() == [[0, 0], [7, 3]]
     assert sparsity.figures().layers[0].empty_rows == 6

@@ -94,7 +94,9 @@ def test_rewinding_trains_the_ticket_from_the_remembered_step() -> None:
 def test_a_moving_run_in_blocks_rewinds_under_its_new_pattern() -> None:
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sparsity = effcompile.DynamicSparsity(model, optimizer, sparsity=0.5, block=4, updates=2, steps=9, execution="blocks")
+    sparsity = effcompile.DynamicSparsity(
+        model, optimizer, sparsity=0.5, block=4, updates=2, steps=9, execution="blocks"
+    )
     train(model, optimizer, sparsity, range(1))
     sparsity.remember()
     early = {held.name: held.dense().clone() for held in sparsity._held}
@@ -149,7 +151,9 @@ def test_neurons_leave_weights_and_moments() -> None:
     assert set(sparsity.masks()) == {"blocks.0.mix", "blocks.1.mix"}
     losses = train(model, optimizer, sparsity, range(5, 15))
     assert losses[-1] < losses[0]
-    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+        id(p) for p in model.parameters()
+    }
 
 
 @pytest.mark.parametrize("execution", ["masked", "blocks"])

@@ -1,4 +1,6 @@
-"""FLOPs against sums by hand, the matched dense model against one that is built, and eps on a clock that is ours."""
+"""FLOPs against sums by hand, the matched dense model against one that is built, and eps on a clock that is
+ours.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def step_flops(model: nn.Module) -> float:
 
 def sparse(model: nn.Module, execution: str = "masked", **request: Any) -> effcompile.DynamicSparsity:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return effcompile.DynamicSparsity(model, optimizer, **{"sparsity": 0.75, "block": 4, "execution": execution, **request})
+    return effcompile.DynamicSparsity(
+        model, optimizer, **{"sparsity": 0.75, "block": 4, "execution": execution, **request}
+    )
 
 
 @pytest.mark.parametrize("execution", ["masked", "blocks"])
@@ -108,7 +112,8 @@ def test_measuring_leaves_no_trace(execution: str) -> None:
     def run(measured: bool) -> tuple[list[float], Tensor]:
         model = tiny()
         sparsity = sparse(model, execution, growth="gradient", updates=2, steps=6)
-        train(model, sparsity.optimizer, sparsity, range(1))  # the next step is an update: gradients are being collected
+        # the next step is an update: gradients are being collected
+        train(model, sparsity.optimizer, sparsity, range(1))
         torch.manual_seed(3)
         if measured:
             sparsity.measure(lambda: loss_of(model, 7) + 0 * torch.rand(()), rounds=1)
@@ -118,8 +123,14 @@ def test_measuring_leaves_no_trace(execution: str) -> None:
 
 
 def test_eps_compares_time_per_flop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock on which sparse layers take half the time of dense ones, eps is half the ratio of the FLOPs."""
-    monkeypatch.setattr(costs, "interleaved", lambda fns, rounds: {name: [1.0 if name == "sparse" else 2.0] * 2 for name in fns})
+    """With a clock on which sparse layers take half the time of dense ones, eps is half the ratio of the
+    FLOPs.
+    """
+    monkeypatch.setattr(
+        costs,
+        "interleaved",
+        lambda fns, rounds: {name: [1.0 if name == "sparse" else 2.0] * 2 for name in fns},
+    )
     sparsity = sparse(tiny(), "blocks")
     found = sparsity.measure(lambda: loss_of(sparsity.model, 0)).efficiency
     assert found is not None

@@ -1,4 +1,6 @@
-"""The block-sparse layer: made of a linear, trained, saved, compiled, exported, captured; patterns change without a new compilation."""
+"""The block-sparse layer: made of a linear, trained, saved, compiled, exported, captured; patterns change
+without a new compilation.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def test_is_the_masked_linear_and_goes_back() -> None:
     assert close(sparse(x), nn.functional.linear(x, linear.weight * kept.mask(), linear.bias))
     assert not sparse.values.requires_grad and sparse.bias is linear.bias and sparse.pattern() == kept
     dense = sparse.dense()
-    assert torch.equal(dense.weight, linear.weight * kept.mask()) and close(dense(x), sparse(x)) and not dense.weight.requires_grad
+    assert (
+        torch.equal(dense.weight, linear.weight * kept.mask())
+        and close(dense(x), sparse(x))
+        and not dense.weight.requires_grad
+    )
     assert "block=8, kept=50.0%" in repr(sparse)
 
 
@@ -63,7 +69,9 @@ def test_a_new_pattern_keeps_values_and_moments_where_blocks_stay() -> None:
     old, new = pattern(0), pattern(5, 0.4)
     places = sparse.set_pattern(new)
     assert sparse.pattern() == new and torch.equal(sparse.dense().weight, before * new.mask())
-    assert torch.equal(new.to_dense(carry(moments, places)[: new.nnz]), old.to_dense(moments[: old.nnz]) * new.mask())
+    assert torch.equal(
+        new.to_dense(carry(moments, places)[: new.nnz]), old.to_dense(moments[: old.nnz]) * new.mask()
+    )
     assert close(sparse(x), nn.functional.linear(x, sparse.dense().weight, sparse.bias))
     (grad,) = torch.autograd.grad(sparse(x).sum(), sparse.values)
     assert bool((grad[: new.nnz] != 0).any()) and not bool(grad[new.nnz :].any())
@@ -110,17 +118,27 @@ def test_capture_for_training() -> None:
     model, x = nn.Sequential(nn.Linear(16, 64), layer(0), nn.ReLU(), nn.Linear(48, 1)), torch.randn(6, 16)
     step = capture_training(model, (x,), loss=lambda out, _: out.square().mean())
     names = [node.target.name() for node in step.graph.nodes if "block_sparse" in str(node.target)]
-    assert sorted(n.removeprefix("effcompile::block_sparse_") for n in names) == ["grad_input", "grad_values", "linear"]
+    assert sorted(n.removeprefix("effcompile::block_sparse_") for n in names) == [
+        "grad_input",
+        "grad_values",
+        "linear",
+    ]
     weights = dict(model.named_parameters()) | dict(model.named_buffers())
     given = {node: weights[name].detach() for node, name in (*step.parameters.items(), *step.buffers.items())}
     given |= dict(step.constants) | dict(zip(step.inputs, step.leaves((x,), {}), strict=True))
     if step.tangent is not None:
         given[step.tangent] = torch.ones(())
     with torch.no_grad():
-        flat = fx.Interpreter(step.module).run(*[given[node] for node in step.graph.find_nodes(op="placeholder")])
+        flat = fx.Interpreter(step.module).run(
+            *[given[node] for node in step.graph.find_nodes(op="placeholder")]
+        )
     found = dict(zip(step.differentiated, flat[len(flat) - len(step.differentiated) :], strict=True))
     model(x).square().mean().backward()
-    assert all(close(found[name], parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
+    assert all(
+        close(found[name], parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    )
 
 
 def test_autocast_is_that_of_a_linear() -> None:
@@ -128,7 +146,11 @@ def test_autocast_is_that_of_a_linear() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = sparse(x)
     y.float().sum().backward()
-    assert y.dtype == torch.bfloat16 and sparse.values.grad is not None and sparse.values.grad.dtype == torch.float32
+    assert (
+        y.dtype == torch.bfloat16
+        and sparse.values.grad is not None
+        and sparse.values.grad.dtype == torch.float32
+    )
     assert (y - sparse(x)).norm() <= 1e-2 * y.float().norm()
 
 
@@ -137,8 +159,14 @@ def test_autocast_is_that_of_a_linear() -> None:
     [
         (lambda: BlockSparseLinear.from_linear(nn.Linear(64, 40), pattern()), "another model"),
         (lambda: BlockSparseLinear(pattern(), torch.zeros(3, 8, 8)), r"\(24, 8, 8\); given \(3, 8, 8\)"),
-        (lambda: BlockSparseLinear(pattern(), torch.zeros(24, 8, 8), torch.zeros(64)), r"\(48\); given \(64,\)"),
-        (lambda: BlockSparseLinear(pattern(), torch.zeros(24, 8, 8), capacity=20), "20 blocks is less than the pattern's 24"),
+        (
+            lambda: BlockSparseLinear(pattern(), torch.zeros(24, 8, 8), torch.zeros(64)),
+            r"\(48\); given \(64,\)",
+        ),
+        (
+            lambda: BlockSparseLinear(pattern(), torch.zeros(24, 8, 8), capacity=20),
+            "20 blocks is less than the pattern's 24",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, says: str) -> None:

@@ -12,7 +12,9 @@ from effcompile.sparse.movement import cosine_ratio, move
 SHAPES = {"a": (4, 6), "b": (3, 2)}
 
 
-def scene(seed: int, density: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def scene(
+    seed: int, density: float
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Scores, masks with at least one active block per layer, keys."""
     g = torch.Generator().manual_seed(seed)
     scores = {name: torch.rand(shape, generator=g) for name, shape in SHAPES.items()}
@@ -22,12 +24,19 @@ def scene(seed: int, density: float) -> tuple[dict[str, torch.Tensor], dict[str,
     return scores, masks, {name: torch.rand(shape, generator=g) for name, shape in SHAPES.items()}
 
 
-ANY = {"seed": st.integers(0, 2**31), "density": st.floats(0, 1), "ratio": st.floats(0, 1), "regrow": st.booleans()}
+ANY = {
+    "seed": st.integers(0, 2**31),
+    "density": st.floats(0, 1),
+    "ratio": st.floats(0, 1),
+    "regrow": st.booleans(),
+}
 
 
 @given(**ANY)
 @settings(max_examples=80)
-def test_uniform_prunes_the_least_and_grows_the_most_wanted(seed: int, density: float, ratio: float, regrow: bool) -> None:
+def test_uniform_prunes_the_least_and_grows_the_most_wanted(
+    seed: int, density: float, ratio: float, regrow: bool
+) -> None:
     scores, masks, keys = scene(seed, density)
     found = move(scores, masks, keys, ratio, generator=torch.Generator(), regrow=regrow)
     for name, one in found.items():
@@ -48,7 +57,15 @@ def test_uniform_prunes_the_least_and_grows_the_most_wanted(seed: int, density: 
 @settings(max_examples=80)
 def test_balanced_rows_keep_their_number(seed: int, density: float, ratio: float, regrow: bool) -> None:
     scores, masks, keys = scene(seed, density)
-    found = move(scores, masks, keys, ratio, generator=torch.Generator().manual_seed(seed), regrow=regrow, balanced=True)
+    found = move(
+        scores,
+        masks,
+        keys,
+        ratio,
+        generator=torch.Generator().manual_seed(seed),
+        regrow=regrow,
+        balanced=True,
+    )
     for name, one in found.items():
         assert torch.equal(one.mask.sum(dim=1), masks[name].sum(dim=1))
 
@@ -56,17 +73,31 @@ def test_balanced_rows_keep_their_number(seed: int, density: float, ratio: float
 def test_a_balanced_row_of_one_block_moves_as_often_as_the_ratio_says() -> None:
     generator, mask = torch.Generator().manual_seed(0), torch.zeros(4000, 8, dtype=torch.bool)
     mask[:, 3] = True
-    found = move({"a": mask.float()}, {"a": mask}, {"a": torch.rand(4000, 8)}, 0.25, generator=generator, regrow=False, balanced=True)["a"]
+    found = move(
+        {"a": mask.float()},
+        {"a": mask},
+        {"a": torch.rand(4000, 8)},
+        0.25,
+        generator=generator,
+        regrow=False,
+        balanced=True,
+    )["a"]
     assert 0.2 < float((~found.kept[:, 3]).float().mean()) < 0.3
 
 
 @given(**ANY, slack=st.integers(0, 3))
 @settings(max_examples=80)
-def test_pooled_layers_exchange_blocks_within_their_room(seed: int, density: float, ratio: float, regrow: bool, slack: int) -> None:
+def test_pooled_layers_exchange_blocks_within_their_room(
+    seed: int, density: float, ratio: float, regrow: bool, slack: int
+) -> None:
     scores, masks, keys = scene(seed, density)
     room = {name: min(mask.numel(), int(mask.sum()) + slack) for name, mask in masks.items()}
-    found = move(scores, masks, keys, ratio, generator=torch.Generator(), regrow=regrow, pooled=True, room=room)
-    assert sum(int(one.mask.sum()) for one in found.values()) == sum(int(mask.sum()) for mask in masks.values())
+    found = move(
+        scores, masks, keys, ratio, generator=torch.Generator(), regrow=regrow, pooled=True, room=room
+    )
+    assert sum(int(one.mask.sum()) for one in found.values()) == sum(
+        int(mask.sum()) for mask in masks.values()
+    )
     for name, one in found.items():
         assert 1 <= int(one.mask.sum()) <= room[name]
         assert not (one.kept & ~masks[name]).any()

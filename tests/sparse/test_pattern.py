@@ -1,4 +1,6 @@
-"""Patterns: every way in and out agrees, the transposed indices are the transposed pattern's, and bad ones are refused in words."""
+"""Patterns: every way in and out agrees, the transposed indices are the transposed pattern's, and bad ones
+are refused in words.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,34 @@ def pattern(rows: int, cols: int, block: int, sparsity: float, seed: int) -> Blo
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=sizes, cols=sizes, block=st.sampled_from(BLOCKS[:4]), sparsity=st.sampled_from([0.0, 0.3, 0.7, 0.99]), seed=st.integers(0, 9))
-def test_a_dense_weight_comes_back_with_zeros_outside_the_pattern(rows: int, cols: int, block: int, sparsity: float, seed: int) -> None:
+@given(
+    rows=sizes,
+    cols=sizes,
+    block=st.sampled_from(BLOCKS[:4]),
+    sparsity=st.sampled_from([0.0, 0.3, 0.7, 0.99]),
+    seed=st.integers(0, 9),
+)
+def test_a_dense_weight_comes_back_with_zeros_outside_the_pattern(
+    rows: int, cols: int, block: int, sparsity: float, seed: int
+) -> None:
     kept = pattern(rows, cols, block, sparsity, seed)
     weight = torch.randn(kept.rows, kept.cols)
     assert torch.equal(kept.to_dense(kept.values_of(weight)), weight * kept.mask())
     again, values = BlockPattern.from_dense(weight * kept.mask(), block)
     assert again == kept and torch.equal(values, kept.values_of(weight))
-    assert BlockPattern.from_mask(kept.mask(), block) == kept == BlockPattern.from_blocks(kept.blocks(), block)
-    assert kept.nnz == round(rows * cols * (1 - sparsity)) and kept.density == pytest.approx(kept.nnz / (rows * cols))
+    assert (
+        BlockPattern.from_mask(kept.mask(), block) == kept == BlockPattern.from_blocks(kept.blocks(), block)
+    )
+    assert kept.nnz == round(rows * cols * (1 - sparsity)) and kept.density == pytest.approx(
+        kept.nnz / (rows * cols)
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(rows=sizes, cols=sizes, sparsity=st.sampled_from([0.0, 0.5, 0.9]), seed=st.integers(0, 9))
-def test_transposed_indices_are_those_of_the_transposed_weight(rows: int, cols: int, sparsity: float, seed: int) -> None:
+def test_transposed_indices_are_those_of_the_transposed_weight(
+    rows: int, cols: int, sparsity: float, seed: int
+) -> None:
     kept = pattern(rows, cols, 4, sparsity, seed)
     weight = torch.randn(kept.rows, kept.cols)
     turned, values = kept.transposed(), kept.values_of(weight)
@@ -59,7 +75,10 @@ def test_places_follow_the_blocks() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: BlockPattern.random(24, 40, 16, 0.5), r"nearest first: 8, 4, 1\. Or pad the weight to \(32, 48\)"),
+        (
+            lambda: BlockPattern.random(24, 40, 16, 0.5),
+            r"nearest first: 8, 4, 1\. Or pad the weight to \(32, 48\)",
+        ),
         (lambda: BlockPattern.random(24, 40, 3, 0.5), "A block is one of 1, 4, 8, 16, 32, 64; given 3"),
         (lambda: BlockPattern.random(24, 40, 8, 1.0), r"in \[0, 1\); given 1.0"),
         (lambda: BlockPattern.random(24, 40, 8, -0.1), r"in \[0, 1\); given -0.1"),

@@ -1,4 +1,6 @@
-"""A sparse training under a memory budget: what is counted, what is said, and that it trains as it does unplanned."""
+"""A sparse training under a memory budget: what is counted, what is said, and that it trains as it does
+unplanned.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,23 @@ class Loss(nn.Module):
         self.model: Tiny = tiny(width=64)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), ((tokens * 3 + 1) % 16).flatten())
+        return nn.functional.cross_entropy(
+            self.model(tokens).flatten(0, 1), ((tokens * 3 + 1) % 16).flatten()
+        )
 
 
 def sparse(model: nn.Module) -> tuple[torch.optim.Optimizer, effcompile.DynamicSparsity]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return optimizer, effcompile.DynamicSparsity(model, optimizer, sparsity=0.75, block=8, steps=4, updates=3, execution="blocks")
+    return optimizer, effcompile.DynamicSparsity(
+        model, optimizer, sparsity=0.75, block=8, steps=4, updates=3, execution="blocks"
+    )
 
 
 def planned(model: nn.Module, optimizer: torch.optim.Optimizer, **goal: object) -> nn.Module:
     passes = ["no-offload", "states.offload=false"]
-    return effcompile.optimize(model, inputs=(TOKENS,), mode="training", optimizer=optimizer, passes=passes, **goal)  # type: ignore[arg-type]
+    return effcompile.optimize(
+        model, inputs=(TOKENS,), mode="training", optimizer=optimizer, passes=passes, **goal
+    )
 
 
 def step(run: nn.Module, optimizer: torch.optim.Optimizer, sparsity: effcompile.DynamicSparsity) -> float:
@@ -59,8 +67,11 @@ def test_a_planned_sparse_training_counts_blocks_names_the_matched_model_and_tra
     saved = sum(p.nbytes for p in dense.parameters()) - sum(p.nbytes for p in model.parameters())
     patterns = sum(b.nbytes for b in model.buffers())
     assert saved > 2 * patterns > 0
-    assert whole.decision("optimizer").cost.bytes_kept - free.decision("optimizer").cost.bytes_kept == 2 * saved
-    # the weights and both moments are alive at every peak, gradients at most of them; the kernels have workspace of their own
+    assert (
+        whole.decision("optimizer").cost.bytes_kept - free.decision("optimizer").cost.bytes_kept == 2 * saved
+    )
+    # the weights and both moments are alive at every peak, gradients at most of them; the kernels have
+    # workspace of their own
     assert 3 * saved - patterns <= whole.predicted.peak_bytes - free.predicted.peak_bytes <= 4 * saved
     assert free.measured.peak_bytes == free.predicted.peak_bytes
 
@@ -71,7 +82,9 @@ def test_a_planned_sparse_training_counts_blocks_names_the_matched_model_and_tra
     flops = sparsity.figures().flops
     assert costs.per_row_of(model) == flops and flops.matched_note() in plan.notes
     for _ in range(5):
-        assert step(run, optimizer, sparsity) == pytest.approx(step(twin, its_optimizer, its_sparsity), rel=1e-5)
+        assert step(run, optimizer, sparsity) == pytest.approx(
+            step(twin, its_optimizer, its_sparsity), rel=1e-5
+        )
     assert sparsity.figures().explored > 0.25  # it moved, under one plan
 
 

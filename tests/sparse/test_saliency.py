@@ -22,7 +22,10 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 @cases(seed=SEEDS, rows=SIZES, columns=SIZES, block=SIZES)
 def test_block_scores_are_sums_over_their_elements(seed: int, rows: int, columns: int, block: int) -> None:
-    weight, gradient = normal(seed, rows * block, columns * block), normal(seed + 1, rows * block, columns * block)
+    weight, gradient = (
+        normal(seed, rows * block, columns * block),
+        normal(seed + 1, rows * block, columns * block),
+    )
     norms = normal(seed + 2, columns * block).abs()
     found = {
         "l1": saliency.blocks(saliency.magnitude(weight), block),
@@ -41,7 +44,10 @@ def test_block_scores_are_sums_over_their_elements(seed: int, rows: int, columns
 
 def test_snip_is_the_loss_change_of_taking_a_weight_out_to_first_order() -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(4, 3, dtype=torch.double, requires_grad=True), torch.randn(5, 3, dtype=torch.double)
+    weight, x = (
+        torch.randn(4, 3, dtype=torch.double, requires_grad=True),
+        torch.randn(5, 3, dtype=torch.double),
+    )
     loss = (x @ weight.T).square().sum()
     loss.backward()
     assert weight.grad is not None
@@ -54,7 +60,11 @@ def test_snip_is_the_loss_change_of_taking_a_weight_out_to_first_order() -> None
 
 @cases(seed=SEEDS, hidden=st.integers(1, 6), width=SIZES)
 def test_neurons_sum_their_rows_and_columns(seed: int, hidden: int, width: int) -> None:
-    gate, up, down = normal(seed, hidden, width).abs(), normal(seed + 1, hidden, width).abs(), normal(seed + 2, width, hidden).abs()
+    gate, up, down = (
+        normal(seed, hidden, width).abs(),
+        normal(seed + 1, hidden, width).abs(),
+        normal(seed + 2, width, hidden).abs(),
+    )
     found = saliency.neurons([gate, up], [down])
     wanted = [float(gate[n].sum() + up[n].sum() + down[:, n].sum()) for n in range(hidden)]
     torch.testing.assert_close(found, torch.tensor(wanted))
@@ -63,7 +73,10 @@ def test_neurons_sum_their_rows_and_columns(seed: int, hidden: int, width: int) 
 def test_heads_sum_the_rows_of_each() -> None:
     q, k, v, out = (normal(seed, 6, 6).abs() for seed in range(4))
     found = saliency.heads([q, k, v], [out], 3)
-    wanted = [float(sum(m[2 * h : 2 * h + 2].sum() for m in (q, k, v)) + out[:, 2 * h : 2 * h + 2].sum()) for h in range(3)]
+    wanted = [
+        float(sum(m[2 * h : 2 * h + 2].sum() for m in (q, k, v)) + out[:, 2 * h : 2 * h + 2].sum())
+        for h in range(3)
+    ]
     torch.testing.assert_close(found, torch.tensor(wanted))
     with pytest.raises(UsageError, match="4 heads"):
         saliency.heads([q, k, v], [out], 4)
@@ -71,7 +84,8 @@ def test_heads_sum_the_rows_of_each() -> None:
 
 @cases(seed=SEEDS, lines=SIZES, size=st.integers(1, 8), data=st.data())
 def test_top_is_sorting_each_line(seed: int, lines: int, size: int, data: st.DataObject) -> None:
-    scores = torch.randint(4, (lines, size), generator=torch.Generator().manual_seed(seed)).float()  # with many equal ones
+    # with many equal ones
+    scores = torch.randint(4, (lines, size), generator=torch.Generator().manual_seed(seed)).float()
     count = torch.tensor([data.draw(st.integers(0, size)) for _ in range(lines)])
     found = saliency.top(scores, count)
     for line in range(lines):
@@ -88,7 +102,11 @@ def test_uniform_masks_keep_the_best_of_each_layer(seed: int, sparsity: float, b
         kept = max(1, round(mask.numel() * (1 - sparsity)))
         if balanced:
             assert set(mask.sum(dim=1).tolist()) == {max(1, round(kept / mask.shape[0]))}
-            assert all(row[m].min() >= row[~m].max() for row, m in zip(scores[name], mask, strict=True) if not m.all())
+            assert all(
+                row[m].min() >= row[~m].max()
+                for row, m in zip(scores[name], mask, strict=True)
+                if not m.all()
+            )
         else:
             assert int(mask.sum()) == kept
             assert mask.all() or scores[name][mask].min() >= scores[name][~mask].max()
@@ -97,9 +115,15 @@ def test_uniform_masks_keep_the_best_of_each_layer(seed: int, sparsity: float, b
 @cases(seed=SEEDS, sparsity=st.floats(0, 0.99))
 @settings(max_examples=50)
 def test_global_masks_keep_the_best_of_all(seed: int, sparsity: float) -> None:
-    scores = {"a": normal(seed, 4, 6).abs(), "b": 3 * normal(seed + 1, 2, 3).abs(), "c": 1e-3 * normal(seed + 2, 2, 2).abs()}
+    scores = {
+        "a": normal(seed, 4, 6).abs(),
+        "b": 3 * normal(seed + 1, 2, 3).abs(),
+        "c": 1e-3 * normal(seed + 2, 2, 2).abs(),
+    }
     masks = saliency.masks(scores, sparsity, "global")
-    ranked = sorted(((float(s), name) for name, tensor in scores.items() for s in tensor.flatten()), reverse=True)
+    ranked = sorted(
+        ((float(s), name) for name, tensor in scores.items() for s in tensor.flatten()), reverse=True
+    )
     best = ranked[: max(1, round(len(ranked) * (1 - sparsity)))]
     for name, mask in masks.items():
         assert int(mask.sum()) == max(1, sum(owner == name for _, owner in best))
@@ -125,7 +149,9 @@ def test_a_given_mask_is_of_elements_or_of_blocks() -> None:
     assert torch.equal(saliency.given("up", wanted, (4, 6), 2), wanted)
 
 
-@pytest.mark.parametrize(("mask", "says"), [(torch.ones(6, 4), "another model"), (torch.zeros(4, 6), "keeps nothing")])
+@pytest.mark.parametrize(
+    ("mask", "says"), [(torch.ones(6, 4), "another model"), (torch.zeros(4, 6), "keeps nothing")]
+)
 def test_a_mask_that_does_not_fit_is_refused(mask: Tensor, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         saliency.given("up", mask, (4, 6), 2)

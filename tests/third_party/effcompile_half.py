@@ -1,4 +1,6 @@
-"""A lever over values as another package would have it: floats are held in 16 bits between forward and backward."""
+"""A lever over values as another package would have it: floats are held in 16 bits between forward and
+backward.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,22 @@ def unpack(packed: Tensor, size: Sequence[int], stride: Sequence[int], dtype: to
 
 
 pack.register_fake(lambda x, stride: x.new_empty(2 * x.numel(), dtype=torch.uint8))
-unpack.register_fake(lambda packed, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=packed.device))
+unpack.register_fake(
+    lambda packed, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
+)
 
 HALF = Way(
-    name="half", by="half", said="in 16 bits", exact=False, without="nothing is held in 16 bits",
+    name="half",
+    by="half",
+    said="in 16 bits",
+    exact=False,
+    without="nothing is held in 16 bits",
     codec=Codec(
-        pack=torch.ops.effcompile_half.pack.default, unpack=torch.ops.effcompile_half.unpack.default, packed_bytes=lambda count: 2 * count
+        pack=torch.ops.effcompile_half.pack.default,
+        unpack=torch.ops.effcompile_half.unpack.default,
+        packed_bytes=lambda count: 2 * count,
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

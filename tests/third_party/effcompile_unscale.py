@@ -1,4 +1,6 @@
-"""A training pass as another package would have it: products with one, which change nothing, are left out of the step."""
+"""A training pass as another package would have it: products with one, which change nothing, are left out of
+the step.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ class Unscale:
         found = [node for node in case.step.graph.nodes if _by_one(node)]
         if len(found) < self.least:
             yield Declined(
-                site="step", kind="products with one", option=REMOVED, by=self.name, reason=Unsupported("there are {}", (len(found),))
+                site="step",
+                kind="products with one",
+                option=REMOVED,
+                by=self.name,
+                reason=Unsupported("there are {}", (len(found),)),
             )
             return
         options = (
             StepOption(name=KEPT),
-            StepOption(name=REMOVED, settings={"count": len(found)}, why=Because("{} products less", (len(found),))),
+            StepOption(
+                name=REMOVED, settings={"count": len(found)}, why=Because("{} products less", (len(found),))
+            ),
         )
         yield StepChoice(site="step", kind="products with one", baseline=KEPT, options=options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from effcompile.backends.base import Run
+from effcompile.backends.mapped import copied
 from effcompile.backends.onnxruntime import kernels, session
 from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.backends.onnxruntime.unsigned import INT8_WEIGHTS, SIGNED, products_saturate
@@ -48,7 +48,11 @@ class OnnxRuntime:
 
     def unavailable(self) -> Unsupported | None:
         missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
-        return Unsupported.of("{} not installed: pip install {}", ", ".join(missing), " ".join(missing)) if missing else None
+        return (
+            Unsupported.of("{} not installed: pip install {}", ", ".join(missing), " ".join(missing))
+            if missing
+            else None
+        )
 
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode == "training":
@@ -56,7 +60,9 @@ class OnnxRuntime:
         if program.on_gpu:
             return Unsupported("its sessions run on the processor here, and the model lies on a GPU")
         if name := program.at_boundary("bfloat16"):
-            return Unsupported.of("{} is bfloat16, and ONNX Runtime is given NumPy's arrays, which have no such dtype", name)
+            return Unsupported.of(
+                "{} is bfloat16, and ONNX Runtime is given NumPy's arrays, which have no such dtype", name
+            )
         if program.weight_bytes() > session.PROTOBUF_LIMIT and not goal.exact:
             return Unsupported("onnxruntime.quantization handles models below 2 GiB of fp32 weights")
         return None
@@ -80,14 +86,18 @@ class OnnxRuntime:
         if any(form.weights in SIGNED for form in built.applied.values()):
             told[INT8_WEIGHTS] = "unsigned" if products_saturate() else "signed"
         if (library := library_for(built.path)) is not None:
-            told["register_custom_ops_library"] = str(library)  # what a user of bare ONNX Runtime has to call; never read from a plan
+            # what a user of bare ONNX Runtime has to call; never read from a plan
+            told["register_custom_ops_library"] = str(library)
         return OnnxModel(built, [spec.name for spec in program.inputs], told)
 
     def open(self, directory: Path, plan: Plan) -> Run:
         call = load(directory / "model.onnx", plan.settings)
 
         def run(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-            return [torch.from_numpy(np.asarray(array)) for array in call(session.numpy_feeds(list(tensors), list(tensors.values())))]
+            return [
+                torch.from_numpy(np.asarray(array))
+                for array in call(session.numpy_feeds(list(tensors), list(tensors.values())))
+            ]
 
         return run
 
@@ -107,7 +117,8 @@ class OnnxModel:
         self._session: onnxruntime.InferenceSession | None = built.opened
         self._chosen = session.default_settings()
         present = {value.name for value in built.opened.get_inputs()}
-        self._present = [name in present for name in names]  # an input that changes nothing is dropped by export
+        # an input that changes nothing is dropped by export
+        self._present = [name in present for name in names]
 
     @property
     def settings(self) -> dict[str, object]:
@@ -136,19 +147,26 @@ class OnnxModel:
         return self._session
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.from_numpy(np.asarray(array)) for array in session.run(self._opened(), self._feeds(inputs))]
+        return [
+            torch.from_numpy(np.asarray(array)) for array in session.run(self._opened(), self._feeds(inputs))
+        ]
 
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Copy model.onnx, and the data of a large one beside it, into `directory`."""
         directory.mkdir(parents=True, exist_ok=True)
-        parts = sorted(self._path.parent.glob(f"{self._path.name}*"))  # the data's names begin with the model's
-        return tuple(Path(shutil.copyfile(part, directory / part.name)) for part in parts)
+        # the data's names begin with the model's
+        parts = sorted(self._path.parent.glob(f"{self._path.name}*"))
+        return tuple(copied(part, directory / part.name) for part in parts)
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         return session.peak_bytes(self._path, self._feeds(inputs), self._chosen)
 
     def _feeds(self, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
-        kept = [(name, tensor) for name, tensor, present in zip(self._names, inputs, self._present, strict=True) if present]
+        kept = [
+            (name, tensor)
+            for name, tensor, present in zip(self._names, inputs, self._present, strict=True)
+            if present
+        ]
         return session.numpy_feeds([name for name, _ in kept], [tensor for _, tensor in kept])
 
 
@@ -159,7 +177,9 @@ def load(path: Path, settings: Mapping[str, object]) -> Callable[[Mapping[str, A
         UsageError: there is none. LoweringError: ORT refuses the file.
     """
     if not path.exists():
-        raise UsageError(f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`.")
+        raise UsageError(
+            f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`."
+        )
     if settings.get(INT8_WEIGHTS) == "signed" and products_saturate():
         raise made_elsewhere(path)
     opened = session.open_session(path, session.settings_of(settings))

@@ -1,7 +1,8 @@
 """Our operators inside ONNX Runtime: the library that has them, checked once, and whether a model needs it.
 
-A model says by its operator domains that it needs the library, never where one is: what is loaded is always what this effcompile compiled
-from its own source (`ops/block_sparse_ort.cpp`), whatever files lie beside a model.
+A model says by its operator domains that it needs the library, never where one is: what is loaded is always
+what this effcompile compiled from its own source (`ops/block_sparse_ort.cpp`), whatever files lie beside a
+model.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ _LIMIT = 1e-5  # relative error of fp32 sums in another order
 
 
 def custom_ops_library() -> Path:
-    """The file for `SessionOptions.register_custom_ops_library`; compiled for this machine at its first use, some seconds.
+    """The file for `SessionOptions.register_custom_ops_library`; compiled for this machine at its first use,
+    some seconds.
 
     Raises:
-        LoweringError: it cannot be compiled (says how to mend that), not be loaded by this ONNX Runtime, or computes wrong.
+        LoweringError: it cannot be compiled (says how to mend that), not be loaded by this ONNX Runtime, or
+            computes wrong.
     """
     path = onnxruntime_library()
     if (objection := _objection(path)) is not None:
@@ -56,11 +59,15 @@ def library_for(model: Path | bytes) -> Path | None:
         raise LoweringError(f"The model has block-sparse operators of effcompile. {error}") from error
 
 
-def block_sparse_node(inputs: list[str], output: str, *, rows: int, cols: int, block: int, name: str = "") -> onnx.NodeProto:
+def block_sparse_node(
+    inputs: list[str], output: str, *, rows: int, cols: int, block: int, name: str = ""
+) -> onnx.NodeProto:
     """y (.., rows) = x (.., cols) Wᵀ + bias; inputs: x, values, crow, col and maybe bias."""
     from onnx import helper
 
-    return helper.make_node(BLOCK_SPARSE, inputs, [output], name=name, domain=DOMAIN, rows=rows, cols=cols, block=block)
+    return helper.make_node(
+        BLOCK_SPARSE, inputs, [output], name=name, domain=DOMAIN, rows=rows, cols=cols, block=block
+    )
 
 
 # ------------------------------------------------------------------ what a model needs
@@ -71,7 +78,11 @@ def _domains_of(model: Path | bytes) -> set[str]:
     if isinstance(model, bytes):
         return set(_domains(memoryview(model)))
     try:
-        with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as data:
+        with (
+            model.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            memoryview(content) as data,
+        ):
             return set(_domains(data))
     except (OSError, ValueError):  # no file, or an empty one: ONNX Runtime says so better
         return set()
@@ -101,7 +112,9 @@ def _domains(data: memoryview) -> Iterator[str]:
 
 
 def _varint(data: memoryview, place: int) -> tuple[int, int]:
-    """(number, where it ends) of protobuf's encoding: 7 bits a byte, the lowest first; what is cut off reads as 0 at the end."""
+    """(number, where it ends) of protobuf's encoding: 7 bits a byte, the lowest first; what is cut off reads
+    as 0 at the end.
+    """
     number = 0
     for shift in range(0, 70, 7):
         if place >= len(data):
@@ -130,7 +143,9 @@ def _objection(path: Path) -> str | None:
     options.log_severity_level = 3
     try:
         options.register_custom_ops_library(str(path))
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
         found = session.run(list(wanted), feeds)
     except Exception as error:  # ONNX Runtime raises types of its own
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:400]
@@ -142,23 +157,40 @@ def _small_example() -> tuple[onnx.ModelProto, dict[str, np.ndarray], dict[str, 
     """(model, inputs, what comes out)."""
     from onnx import TensorProto, helper, numpy_helper
 
-    constants: dict[str, np.ndarray] = {"crow": np.array([0, 2, 2, 3], np.int32), "col": np.array([0, 1, 1], np.int32)}
+    constants: dict[str, np.ndarray] = {
+        "crow": np.array([0, 2, 2, 3], np.int32),
+        "col": np.array([0, 1, 1], np.int32),
+    }
     nodes, feeds, wanted = [], {}, {}
     for block in BLOCKS:
         names = (f"x{block}", f"values{block}", "crow", "col", f"bias{block}")
         x, values, bias = _numbers(block)
-        feeds[names[0]], constants[names[1]], constants[names[4]] = (array.astype(np.float32) for array in (x, values, bias))
+        feeds[names[0]], constants[names[1]], constants[names[4]] = (
+            array.astype(np.float32) for array in (x, values, bias)
+        )
         weight = np.zeros((3 * block, 2 * block))
-        weight[:block], weight[2 * block :, block:] = np.concatenate([values[0], values[1]], axis=1), values[2]
+        weight[:block], weight[2 * block :, block:] = (
+            np.concatenate([values[0], values[1]], axis=1),
+            values[2],
+        )
         for inputs, added, said in ((names, bias, "with a bias"), (names[:4], 0, "without one")):
             y = f"blocks of {block} {said}"
             nodes.append(block_sparse_node(list(inputs), y, rows=3 * block, cols=2 * block, block=block))
             wanted[y] = x @ weight.T + added
     given, returned = (
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape) for name, array in arrays.items()]
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape)
+            for name, array in arrays.items()
+        ]
         for arrays in (feeds, wanted)
     )
-    graph = helper.make_graph(nodes, "check", given, returned, [numpy_helper.from_array(array, name) for name, array in constants.items()])
+    graph = helper.make_graph(
+        nodes,
+        "check",
+        given,
+        returned,
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, VERSION)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=9), feeds, wanted
 

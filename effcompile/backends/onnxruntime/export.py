@@ -1,7 +1,8 @@
 """Program → ONNX, with every linear, attention, norm and embedding of the graph found again by site.
 
-`torch.onnx.export` does the translation and writes into each ONNX node the name of the fx node it came from. That name,
-never a pattern, ties a site to its node; what cannot be tied is left alone and reported as not applied.
+`torch.onnx.export` does the translation and writes into each ONNX node the name of the fx node it came from.
+That name, never a pattern, ties a site to its node; what cannot be tied is left alone and reported as not
+applied.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import fx
 
 from effcompile.backends.indices import raising
 from effcompile.backends.onnxruntime.not_numbers import as_in_torch
+from effcompile.backends.onnxruntime.single import in_single
 from effcompile.core.errors import LoweringError
 from effcompile.core.quiet import quiet_libraries
 from effcompile.core.torch_compat_export import swift_onnx, synonyms
@@ -58,12 +60,15 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> OnnxExport:
     try:
         exported = reexport(program)
     except Exception as error:
-        raise LoweringError(f"torch.export cannot export the graph of {program.name} again: {_cause(error)}") from error
+        raise LoweringError(
+            f"torch.export cannot export the graph of {program.name} again: {_cause(error)}"
+        ) from error
     _copy_before_views(exported.graph)
     _divide_as_integers(exported.graph)
     synonyms(exported.graph)
     twin = replace(program, module=exported.module(check_guards=False))
-    refresh_shapes(twin.module, program.args, program.kwargs)  # sites are told apart by their shapes at the example
+    # sites are told apart by their shapes at the example
+    refresh_shapes(twin.module, program.args, program.kwargs)
     with _quiet(), swift_onnx():
         try:
             onnx_program = torch.onnx.export(
@@ -78,40 +83,58 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> OnnxExport:
                 output_names=_output_names(program),
             )
         except Exception as error:
-            raise LoweringError(f"torch.onnx.export cannot translate {program.name}: {_cause(error)}") from error
+            raise LoweringError(
+                f"torch.onnx.export cannot translate {program.name}: {_cause(error)}"
+            ) from error
         assert onnx_program is not None
         model = onnx_program.model
-        # torch's own `optimize` also fuses rotary embeddings, into an operator that ORT refuses to run for a cache of batch 1
+        # torch's own `optimize` also fuses rotary embeddings, into an operator that ORT refuses to run for a
+        # cache of batch 1
         onnxscript.optimizer.optimize_ir(model)
-    if len(model.graph.inputs) == len(program.inputs):  # an input that is also an output was given another name
+    if len(model.graph.inputs) == len(program.inputs):
+        # an input that is also an output was given another name
         for value, spec in zip(model.graph.inputs, program.inputs, strict=True):
             value.name = spec.name
     _name_all(model)
     as_in_torch(model.graph)
+    in_single(model.graph)
     by_fx = _nodes_by_fx_name(model)
     _without_source_paths(model)
     return OnnxExport(
         model=model,
         opset=opset,
-        linears=dict(_matched(_pairs(sites.linears(program), sites.linears(twin)), by_fx, ("MatMul", "Gemm"))),
-        embeddings=dict(_matched(_pairs(sites.embeddings(program), sites.embeddings(twin)), by_fx, ("Gather",))),
-        attentions=dict(_matched(_pairs(sites.attentions(program), sites.attentions(twin)), by_fx, ("Attention",))),
-        norms=dict(_matched(_pairs(sites.add_norms(program), sites.add_norms(twin)), by_fx, ("LayerNormalization",))),
+        linears=dict(
+            _matched(_pairs(sites.linears(program), sites.linears(twin)), by_fx, ("MatMul", "Gemm"))
+        ),
+        embeddings=dict(
+            _matched(_pairs(sites.embeddings(program), sites.embeddings(twin)), by_fx, ("Gather",))
+        ),
+        attentions=dict(
+            _matched(_pairs(sites.attentions(program), sites.attentions(twin)), by_fx, ("Attention",))
+        ),
+        norms=dict(
+            _matched(_pairs(sites.add_norms(program), sites.add_norms(twin)), by_fx, ("LayerNormalization",))
+        ),
         gelus=dict(_matched(_pairs(sites.gelus(program), sites.gelus(twin)), by_fx, ("Gelu",))),
     )
 
 
 def _copy_before_views(graph: fx.Graph) -> None:
-    """A view of transposed heads is one because of how a kernel laid them out; torch.onnx's decompositions need not.
+    """A view of transposed heads is one because of how a kernel laid them out; torch.onnx's decompositions
+    need not.
 
-    Seen with T5, whose attention mask is a position bias. In ONNX the copy is an Identity, which is optimised away.
+    Seen with T5, whose attention mask is a position bias. In ONNX the copy is an Identity, which is optimised
+    away.
     """
-    views = (aten.view.default, aten.reshape.default)  # a reshape is decomposed into a view by the layout that tracing assumed
+    # a reshape is decomposed into a view by the layout that tracing assumed
+    views = (aten.view.default, aten.reshape.default)
     for node in [node for target in views for node in graph.find_nodes(op="call_function", target=target)]:
         source = node.args[0]
         if isinstance(source, fx.Node) and source.target in (aten.transpose.int, aten.permute.default):
             with graph.inserting_before(node):
-                copy = graph.call_function(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+                copy = graph.call_function(
+                    aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+                )
             copy.meta = {**source.meta, "val": source.meta["val"].contiguous()}
             node.replace_input_with(source, copy)
 
@@ -125,7 +148,9 @@ def _divide_as_integers(graph: fx.Graph) -> None:
             continue
         x, y = node.args
         with graph.inserting_before(node):
-            rest = graph.call_function(modes[node.target] if isinstance(y, fx.Node) else aten.fmod.Scalar, (x, y))
+            rest = graph.call_function(
+                modes[node.target] if isinstance(y, fx.Node) else aten.fmod.Scalar, (x, y)
+            )
             whole = graph.call_function(aten.sub.Tensor, (x, rest))
         for made in (rest, whole):
             made.meta = {**node.meta, "val": value}
@@ -139,13 +164,17 @@ def _output_names(program: Program) -> list[str]:
 
 
 def _pairs(ours: Sequence[sites.Site], theirs: Sequence[sites.Site]) -> list[tuple[str, str]]:
-    """(site, fx node name in the re-exported graph): re-export keeps the order of nodes, so the i-th is the i-th."""
+    """(site, fx node name in the re-exported graph): re-export keeps the order of nodes, so the i-th is the
+    i-th.
+    """
     if len(ours) != len(theirs):
         return []
     return [(a.site, b.node.name) for a, b in zip(ours, theirs, strict=True)]
 
 
-def _matched(pairs: list[tuple[str, str]], by_fx: Mapping[str, list[ir.Node]], ops: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _matched(
+    pairs: list[tuple[str, str]], by_fx: Mapping[str, list[ir.Node]], ops: tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
     for site, fx_name in pairs:
         nodes = [node for node in by_fx.get(fx_name, []) if node.op_type in ops]
         if len(nodes) == 1:

@@ -1,7 +1,7 @@
 """Graph choices on the ONNX side: one rewrite per form, applied at exactly the planned sites.
 
-Every rewrite is exact up to fp32 re-ordering. A rewrite returns True only where it changed the graph, so what the
-backend reports as applied is what was done.
+Every rewrite is exact up to fp32 re-ordering. A rewrite returns True only where it changed the graph, so what
+the backend reports as applied is what was done.
 """
 
 from __future__ import annotations
@@ -23,19 +23,26 @@ def apply_forms(exported: OnnxExport, program: Program) -> dict[str, Form]:
     for site, name in exported.attentions.items():
         packed = program.word_at(site) == "packed" and pack_attention(exported.model.graph, nodes[name])
         causal = nodes[name].attributes.get("is_causal")
-        applied[site] = Form(word="packed" if packed else "causal" if causal is not None and causal.as_int() else "sdpa")
+        applied[site] = Form(
+            word="packed" if packed else "causal" if causal is not None and causal.as_int() else "sdpa"
+        )
     for site, name in exported.norms.items():
-        kept_apart = program.word_at(site) in ("", "split") and keep_norm_apart(exported.model.graph, nodes[name])
+        kept_apart = program.word_at(site) in ("", "split") and keep_norm_apart(
+            exported.model.graph, nodes[name]
+        )
         applied[site] = Form(word="split" if kept_apart else "fused")
     for site, name in exported.gelus.items():
         approximate = nodes[name].attributes.get("approximate")
-        applied[site] = Form(word="tanh" if approximate is not None and approximate.as_string() == "tanh" else "erf")
+        applied[site] = Form(
+            word="tanh" if approximate is not None and approximate.as_string() == "tanh" else "erf"
+        )
     ir.passes.common.RemoveUnusedNodesPass()(exported.model)
     return applied
 
 
 def linears_as_matmul(exported: OnnxExport, quantised: Collection[str]) -> None:
-    """Give every node that is to be quantised the only form that ORT's quantisers see: MatMul with a constant (K, N).
+    """Give every node that is to be quantised the only form that ORT's quantisers see: MatMul with a constant
+    (K, N).
 
     They silently skip Gemm, and a weight behind a Transpose, which is how a large tied table is exported
     (facts: inference, 3.6).
@@ -49,7 +56,11 @@ def linears_as_matmul(exported: OnnxExport, quantised: Collection[str]) -> None:
             _split_gemm(graph, node)
         elif node.op_type == "MatMul" and (weight := behind_transpose(node.inputs[1])) is not None:
             node.replace_input_with(1, _transposed(graph, weight))
-    for node in [node for node in graph if node.name in planned and node.op_type == "MatMul" and _constant(node.inputs[1])]:
+    for node in [
+        node
+        for node in graph
+        if node.name in planned and node.op_type == "MatMul" and _constant(node.inputs[1])
+    ]:
         if (weight := node.inputs[1]) is not None and weight.dtype == ir.DataType.DOUBLE:
             _in_single(graph, node, weight)
     ir.passes.common.RemoveUnusedNodesPass()(exported.model)
@@ -58,12 +69,18 @@ def linears_as_matmul(exported: OnnxExport, quantised: Collection[str]) -> None:
 def weights_as_read(graph: ir.Graph) -> None:
     """Have weights that only one product reads, and that behind a Transpose, written as it reads them.
 
-    ONNX Runtime would transpose them as it loads them, beside the weights as written and those as it packs them.
+    ONNX Runtime would transpose them as it loads them, beside the weights as written and those as it packs
+    them.
     """
     for node in [node for node in graph if node.op_type == "Transpose"]:
         weight, result = behind_transpose(node.outputs[0]), node.outputs[0]
         readers = [use.node for use in result.uses()]
-        if weight is None or weight.const_value is None or len(weight.const_value.shape) != 2 or len(weight.uses()) != 1:
+        if (
+            weight is None
+            or weight.const_value is None
+            or len(weight.const_value.shape) != 2
+            or len(weight.uses()) != 1
+        ):
             continue
         if len(readers) == 1 and readers[0].op_type == "MatMul" and not result.is_graph_output():
             readers[0].replace_input_with(1, _transposed(graph, weight))
@@ -86,9 +103,9 @@ def behind_transpose(value: ir.Value | None) -> ir.Value | None:
 def keep_norm_apart(graph: ir.Graph, norm: ir.Node) -> bool:
     """Add → LayerNormalization becomes Sum → LayerNormalization.
 
-    ORT inserts its SkipLayerNormalization by itself wherever it sees Add before LayerNormalization, and on CPU that
-    kernel is several times slower than the two it replaces. `Sum` of two tensors is the same sum and matches no
-    pattern, so that the choice holds in any plain InferenceSession, without session options.
+    ORT inserts its SkipLayerNormalization by itself wherever it sees Add before LayerNormalization, and on
+    CPU that kernel is several times slower than the two it replaces. `Sum` of two tensors is the same sum and
+    matches no pattern, so that the choice holds in any plain InferenceSession, without session options.
     """
     add = norm.inputs[0].producer() if norm.inputs[0] is not None else None
     if add is None or add.op_type != "Add":
@@ -98,7 +115,9 @@ def keep_norm_apart(graph: ir.Graph, norm: ir.Node) -> bool:
 
 
 def pack_attention(graph: ir.Graph, attention: ir.Node) -> bool:
-    """Attention on (B, H, S, D) with explicit transposes becomes Attention on (B, S, H·D), which needs none."""
+    """Attention on (B, H, S, D) with explicit transposes becomes Attention on (B, S, H·D), which
+    needs none.
+    """
     q, k, v = (_before_split_heads(value) for value in attention.inputs[:3])
     after = _merged_heads(attention)
     if q is None or k is None or v is None or after is None:
@@ -133,7 +152,14 @@ def _before_split_heads(value: ir.Value | None) -> tuple[ir.Value, int] | None:
     if reshape is None or reshape.op_type != "Reshape":
         return None
     x, split = reshape.inputs[0], transpose.inputs[0]
-    if x is None or split is None or x.shape is None or split.shape is None or len(x.shape) != 3 or len(split.shape) != 4:
+    if (
+        x is None
+        or split is None
+        or x.shape is None
+        or split.shape is None
+        or len(x.shape) != 3
+        or len(split.shape) != 4
+    ):
         return None
     heads, width, whole = split.shape[2], split.shape[3], x.shape[2]
     if not (isinstance(heads, int) and isinstance(width, int) and whole == heads * width):
@@ -184,26 +210,41 @@ def _split_gemm(graph: ir.Graph, gemm: ir.Node) -> None:
     matmul.outputs[0].name = f"{gemm.outputs[0].name}_product"
     graph.insert_before(gemm, matmul)
     if bias and bias[0] is not None:
-        replace(graph, gemm, ir.Node("", "Add", [matmul.outputs[0], bias[0]], num_outputs=1, name=f"{gemm.name}_bias"))
+        replace(
+            graph,
+            gemm,
+            ir.Node("", "Add", [matmul.outputs[0], bias[0]], num_outputs=1, name=f"{gemm.name}_bias"),
+        )
     else:
         ir.convenience.replace_all_uses_with(gemm.outputs[0], matmul.outputs[0], replace_graph_outputs=True)
         graph.remove(gemm, safe=True)
 
 
 def _in_single(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
-    """Have a float64 product taken in float32 between casts: the kernels of quantised weights are given nothing else."""
+    """Have a float64 product taken in float32 between casts: the kernels of quantised weights are given
+    nothing else.
+    """
     constant, name = weight.const_value, f"{weight.name}.single"
     assert constant is not None
     tensor = ir.tensor(constant.numpy().astype(np.float32), name=name)
-    single = ir.Value(name=name, const_value=tensor, type=ir.TensorType(ir.DataType.FLOAT), shape=weight.shape)
+    single = ir.Value(
+        name=name, const_value=tensor, type=ir.TensorType(ir.DataType.FLOAT), shape=weight.shape
+    )
     graph.register_initializer(graph.initializers.get(name, single))
     before = ir.node("Cast", [matmul.inputs[0]], {"to": ir.DataType.FLOAT}, name=f"{matmul.name}_in_single")
     product = ir.node("MatMul", [before.outputs[0], graph.initializers[name]], name=matmul.name)
     product.metadata_props.update(matmul.metadata_props)
-    product.outputs[0].type, product.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), matmul.outputs[0].shape
+    product.outputs[0].type, product.outputs[0].shape = (
+        ir.TensorType(ir.DataType.FLOAT),
+        matmul.outputs[0].shape,
+    )
     product.outputs[0].name = f"{matmul.outputs[0].name}_single"
     graph.insert_before(matmul, [before, product])
-    replace(graph, matmul, ir.node("Cast", product.outputs, {"to": ir.DataType.DOUBLE}, name=f"{matmul.name}_in_double"))
+    replace(
+        graph,
+        matmul,
+        ir.node("Cast", product.outputs, {"to": ir.DataType.DOUBLE}, name=f"{matmul.name}_in_double"),
+    )
 
 
 def _transposed(graph: ir.Graph, weight: ir.Value | None) -> ir.Value:

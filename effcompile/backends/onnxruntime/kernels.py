@@ -23,7 +23,17 @@ from effcompile.backends.onnxruntime.session import default_settings, open_sessi
 from effcompile.core.errors import LoweringError
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.timing import median_seconds
-from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, LINEAR_FORMATS, TABLE_INT8, W4, W8, WeightFormat
+from effcompile.ir.formats import (
+    FP32,
+    INT8_CHANNEL,
+    INT8_DYNAMIC,
+    INT8_STATIC,
+    LINEAR_FORMATS,
+    TABLE_INT8,
+    W4,
+    W8,
+    WeightFormat,
+)
 from effcompile.machine.memory import give_back
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.sparse.pattern import BlockPattern
@@ -60,13 +70,17 @@ def measure(call: KernelCall) -> float | None:
 
 
 @contextlib.contextmanager
-def _opened(builder: Callable[[Dims], _Built], dims: Dims) -> Iterator[tuple[onnxruntime.InferenceSession, dict[str, np.ndarray], int]]:
+def _opened(
+    builder: Callable[[Dims], _Built], dims: Dims
+) -> Iterator[tuple[onnxruntime.InferenceSession, dict[str, np.ndarray], int]]:
     """A session of the kernels, their inputs, and how many there are.
 
-    Large weights go through a file, which ONNX Runtime maps: from bytes it would parse and copy them, beside the model they are in.
+    Large weights go through a file, which ONNX Runtime maps: from bytes it would parse and copy them, beside
+    the model they are in.
     """
     model, feeds, copies = builder(dims)
-    with tempfile.TemporaryDirectory(prefix="effcompile-kernel-", ignore_cleanup_errors=True) as folder:  # Windows keeps what is mapped
+    with tempfile.TemporaryDirectory(prefix="effcompile-kernel-", ignore_cleanup_errors=True) as folder:
+        # Windows keeps what is mapped
         path = Path(folder) / "kernel.onnx"
         onnx.save_model(model, path, save_as_external_data=True, location="weights", size_threshold=_LARGE)
         del model
@@ -88,7 +102,12 @@ def _linear(family: str) -> Callable[[Dims], _Built]:
         held = LINEAR_FORMATS[family].grouped_by(dims[-1])
         copies = max(1, min(_MOST_COPIES, _CACHE_BYTES // held.stored_bytes(n, k)))
         x = _noise(m, k)
-        one = _model([helper.make_node("MatMul", ["x", "w"], ["p"], name="product"), helper.make_node("Add", ["p", "b"], ["y"])])
+        one = _model(
+            [
+                helper.make_node("MatMul", ["x", "w"], ["p"], name="product"),
+                helper.make_node("Add", ["p", "b"], ["y"]),
+            ]
+        )
         _constant(one, "w", _noise(k, n, scale=0.02))
         _constant(one, "b", _noise(n))
         _boundary(one, {"x": (m, k)}, {"y": (m, n)})
@@ -110,7 +129,12 @@ def _sparse(dims: Dims) -> _Built:
         raise LoweringError(f"a weight ({n}, {k}) has no {kept} blocks of {block}")
     chosen = torch.from_numpy(np.random.default_rng(0).permutation(blocks) < kept)
     pattern = BlockPattern.from_blocks(chosen.view(n // block, -1), block)
-    constants = {"v": _noise(kept, block, block), "crow": pattern.crow.numpy(), "col": pattern.col.numpy(), "b": _noise(n)}
+    constants = {
+        "v": _noise(kept, block, block),
+        "crow": pattern.crow.numpy(),
+        "col": pattern.col.numpy(),
+        "b": _noise(n),
+    }
     model = _model([block_sparse_node(["x", *constants], "y", rows=n, cols=k, block=block, name="product")])
     model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
     for name, array in constants.items():
@@ -121,7 +145,9 @@ def _sparse(dims: Dims) -> _Built:
 
 
 def _repeated(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
-    """The model `copies` times side by side on the same input, each with weights of its own; itself for one, whose weights are large."""
+    """The model `copies` times side by side on the same input, each with weights of its own; itself for one,
+    whose weights are large.
+    """
     if copies == 1:
         return model
     nodes, tensors, outputs = [], [], []
@@ -164,14 +190,21 @@ def _attention(packed: bool = False, causal: bool = False) -> Callable[[Dims], _
         model = _model(nodes)
         if not packed:
             model.graph.initializer.extend([_shape("heads", [0, 0, h, d]), _shape("merged", [0, 0, h * d])])
-        _boundary(model, {name: array.shape for name, array in feeds.items()}, {"y": (b, sq, h * d)}, {"mask": TensorProto.BOOL})
+        _boundary(
+            model,
+            {name: array.shape for name, array in feeds.items()},
+            {"y": (b, sq, h * d)},
+            {"mask": TensorProto.BOOL},
+        )
         return model, feeds, 1
 
     return build
 
 
 def _packed_nodes(heads: int) -> list[onnx.NodeProto]:
-    return [helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"], q_num_heads=heads, kv_num_heads=heads)]
+    return [
+        helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"], q_num_heads=heads, kv_num_heads=heads)
+    ]
 
 
 def _split_nodes(causal: bool) -> list[onnx.NodeProto]:
@@ -179,7 +212,11 @@ def _split_nodes(causal: bool) -> list[onnx.NodeProto]:
     for name in "qkv":
         nodes.append(helper.make_node("Reshape", [name, "heads"], [f"{name}4"]))
         nodes.append(helper.make_node("Transpose", [f"{name}4"], [f"{name}t"], perm=[0, 2, 1, 3]))
-    nodes.append(helper.make_node("Attention", ["qt", "kt", "vt", *([] if causal else ["mask"])], ["a"], is_causal=int(causal)))
+    nodes.append(
+        helper.make_node(
+            "Attention", ["qt", "kt", "vt", *([] if causal else ["mask"])], ["a"], is_causal=int(causal)
+        )
+    )
     nodes.append(helper.make_node("Transpose", ["a"], ["at"], perm=[0, 2, 1, 3]))
     nodes.append(helper.make_node("Reshape", ["at", "merged"], ["y"]))
     return nodes
@@ -237,7 +274,10 @@ def _embedding(held: WeightFormat) -> Callable[[Dims], _Built]:
 
 
 _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
-    **{f"linear/{held.family}": _linear(held.family) for held in (FP32, INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC, W8, W4)},
+    **{
+        f"linear/{held.family}": _linear(held.family)
+        for held in (FP32, INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC, W8, W4)
+    },
     "linear/sparse": _sparse,
     "matmul/fp32": _matmul,
     "attention/sdpa": _attention(),
@@ -246,7 +286,8 @@ _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
     "norm/layer": _norm("LayerNormalization"),
     "norm/rms": _norm("RMSNormalization"),
     "add_norm/split": _norm("LayerNormalization", residual="Sum"),
-    "add_norm/fused": _norm("LayerNormalization", residual="Add"),  # ORT turns this into its SkipLayerNormalization
+    # ORT turns this into its SkipLayerNormalization
+    "add_norm/fused": _norm("LayerNormalization", residual="Add"),
     "gelu/erf": _unary("Gelu"),
     "gelu/tanh": _unary("Gelu", approximate="tanh"),
     "embedding/fp32": _embedding(FP32),
@@ -258,11 +299,18 @@ _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
 
 def _model(nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
     graph = helper.make_graph(nodes, "kernel", [], [])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
+    return helper.make_model(
+        graph,
+        opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)],
+        ir_version=10,
+    )
 
 
 def _boundary(
-    model: onnx.ModelProto, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]], types: dict[str, int] | None = None
+    model: onnx.ModelProto,
+    inputs: dict[str, tuple[int, ...]],
+    outputs: dict[str, tuple[int, ...]],
+    types: dict[str, int] | None = None,
 ) -> None:
     def info(name: str, shape: tuple[int, ...]) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, (types or {}).get(name, TensorProto.FLOAT), shape)
@@ -273,7 +321,9 @@ def _boundary(
 
 def _constant(model: onnx.ModelProto, name: str, array: np.ndarray) -> None:
     """Add an initializer, made where it stays: a tensor that is added to a graph is copied."""
-    tensor = model.graph.initializer.add(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
+    tensor = model.graph.initializer.add(
+        name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype)
+    )
     tensor.raw_data = array.tobytes()
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime
 import torch
 
-from effcompile.backends.mapped import mapped, put_aside
+from effcompile.backends.mapped import copied, mapped, put_aside
 from effcompile.backends.onnxruntime.export import OPSETS, OnnxExport, export
 from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul, weights_as_read
 from effcompile.backends.onnxruntime.quantise import found_formats, quantise
@@ -32,7 +32,9 @@ from effcompile.machine.memory import give_back
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A model file, the session of default settings that it was tried in, the opset it loads with, and site → form found in it."""
+    """A model file, the session of default settings that it was tried in, the opset it loads with, and site →
+    form found in it.
+    """
 
     path: Path
     opened: onnxruntime.InferenceSession
@@ -58,7 +60,11 @@ def build(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folde
 
 
 def _build_at(
-    program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path, opset: int, apart: Sequence[mmap.mmap]
+    program: Program,
+    calibration: Sequence[Sequence[torch.Tensor]],
+    folder: Path,
+    opset: int,
+    apart: Sequence[mmap.mmap],
 ) -> Built:
     path = folder / "model.onnx"
     applied, linears = _write(program, calibration, path, opset)
@@ -72,13 +78,18 @@ def _build_at(
     give_back()  # what was exported and written, before a session holds the weights once more
     opened = _running(program, path, tried)
     found = {site: Form(weights=forms[node]) for site, node in linears.items() if node in forms}
-    return Built(path=path, opened=opened, opset=opset, applied={**applied, **found}, weight_bytes=weight_bytes)
+    return Built(
+        path=path, opened=opened, opset=opset, applied={**applied, **found}, weight_bytes=weight_bytes
+    )
 
 
 def _mapped(program: Program, folder: Path) -> list[mmap.mmap]:
-    """Have the weights that a pass made mapped from files, whose pages can be dropped while torch.export's leavings refer to them."""
+    """Have the weights that a pass made mapped from files, whose pages can be dropped while torch.export's
+    leavings refer to them.
+    """
     there = dict(program.module.named_parameters()) if program.weight_bytes() > BESIDE else {}
-    return mapped((there[name] for name in program.made if name in there), folder)  # a later pass may have put another in its place
+    # a later pass may have put another in its place
+    return mapped((there[name] for name in program.made if name in there), folder)
 
 
 def _write(
@@ -87,7 +98,9 @@ def _write(
     """Write the model; (site → form found in it, linear's site → name of its node)."""
     exported = export(program, opset=opset)
     applied = apply_forms(exported, program)
-    sparse = {node: block for site, node in exported.linears.items() if (block := program.format_at(site).block)}
+    sparse = {
+        node: block for site, node in exported.linears.items() if (block := program.format_at(site).block)
+    }
     make_sparse(exported, sparse)
     formats, ranges = _planned(program, exported, calibration)
     if formats:
@@ -99,7 +112,8 @@ def _write(
         model = quantise(model, formats, ranges)
         onnx.save_model(model, str(path))
     for value in exported.model.graph.initializers.values():
-        value.const_value = None  # rules of the optimiser remember what they matched last, and with it the graph
+        # rules of the optimiser remember what they matched last, and with it the graph
+        value.const_value = None
     return {**applied, **_found(model, exported)}, exported.linears
 
 
@@ -114,11 +128,15 @@ def _tried(program: Program) -> list[Inputs]:
 
 
 def _running(program: Program, path: Path, tried: Sequence[Inputs]) -> onnxruntime.InferenceSession:
-    """A session that has run; what cannot be loaded and run is a failure here, and the next opset is tried."""
+    """A session that has run; what cannot be loaded and run is a failure here, and the next opset
+    is tried.
+    """
     opened = open_session(path)
     names = [value.name for value in opened.get_inputs()]
     for args, kwargs in tried:
-        given = dict(zip([spec.name for spec in program.inputs], program.flat_inputs(args, kwargs), strict=True))
+        given = dict(
+            zip([spec.name for spec in program.inputs], program.flat_inputs(args, kwargs), strict=True)
+        )
         run(opened, numpy_feeds(names, [given[name] for name in names]))
     give_back()  # the file, read as a whole, beside what the session made of it
     return opened
@@ -129,8 +147,14 @@ def _planned(
 ) -> tuple[dict[str, WeightFormat], dict[str, tuple[float, float]]]:
     """(node → format, node → input range) for everything that is to be quantised."""
     nodes = {**exported.linears, **exported.embeddings}
-    formats = {node: held for site, node in nodes.items() if (held := program.format_at(site)) != FP32 and not held.block}
-    ranges = {nodes[site]: bounds for site, bounds in input_ranges(program, calibration).items() if site in nodes}
+    formats = {
+        node: held
+        for site, node in nodes.items()
+        if (held := program.format_at(site)) != FP32 and not held.block
+    }
+    ranges = {
+        nodes[site]: bounds for site, bounds in input_ranges(program, calibration).items() if site in nodes
+    }
     return formats, ranges
 
 
@@ -147,12 +171,19 @@ def _serialised(model: ir.Model, path: Path, *, quantising: bool) -> onnx.ModelP
     """The model as protobuf for the quantisers, or None after writing it as it is."""
     if quantising:
         return ir.serde.serialize_model(model)
-    ir.save(model, str(path), external_data=f"{path.name}.{_digest(model)}.data" if _weight_bytes(model) > BESIDE else None)
+    if _weight_bytes(model) <= BESIDE:
+        ir.save(model, str(path))
+        return None
+    beside = path.with_name(f"{path.name}.{_digest(model)}.data")
+    ir.save(model, str(path), external_data=beside.name)
+    copied(beside, beside.with_suffix(".again")).replace(beside)
     return None
 
 
 def _digest(model: ir.Model) -> str:
-    """Of all weights: a model can only be read with the data that it was written with, whoever copies or replaces files."""
+    """Of all weights: a model can only be read with the data that it was written with, whoever copies or
+    replaces files.
+    """
     digest = hashlib.sha256()
     for value in model.graph.initializers.values():
         if value.const_value is not None:

@@ -1,8 +1,10 @@
-"""What ONNX Runtime computes otherwise than PyTorch where a value is infinite or NaN, spelled so that it is the same.
+"""What ONNX Runtime computes otherwise than PyTorch where a value is infinite or NaN, spelled so that it is
+the same.
 
-Its Clip with one bound makes the largest finite number of an infinite one; its largest, smallest, arg-largest and sorted values pass over
-NaN, which in PyTorch is the answer; its sign of NaN is NaN, in PyTorch 0. What is left as it is: MaxPool passes over NaN, and has the
-least finite number for a window of −∞. Spelled otherwise (a second pool, of marks), the stem of a ResNet took 1.3 to 1.8 times as long.
+Its Clip with one bound makes the largest finite number of an infinite one; its largest, smallest, arg-largest
+and sorted values pass over NaN, which in PyTorch is the answer; its sign of NaN is NaN, in PyTorch 0. What is
+left as it is: MaxPool passes over NaN, and has the least finite number for a window of −∞. Spelled otherwise
+(a second pool, of marks), the stem of a ResNet took 1.3 to 1.8 times as long.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class _Edit:
         self.graph, self.node, self.x, self.count = graph, node, x, 0
 
     def call(self, kind: str, *inputs: ir.Value | None, **attributes: int | ir.TensorProtocol) -> ir.Value:
-        made = [ir.AttrTensor(k, v) if isinstance(v, ir.TensorProtocol) else ir.AttrInt64(k, v) for k, v in attributes.items()]
+        made = [
+            ir.AttrTensor(k, v) if isinstance(v, ir.TensorProtocol) else ir.AttrInt64(k, v)
+            for k, v in attributes.items()
+        ]
         return self.put(ir.Node("", kind, inputs, made, num_outputs=1)).outputs[0]
 
     def put(self, node: ir.Node) -> ir.Node:
@@ -51,7 +56,15 @@ class _Edit:
 
     def again(self, *inputs: ir.Value | None) -> ir.Node:
         """The node itself, of other inputs."""
-        return self.put(ir.Node("", self.node.op_type, inputs, self.node.attributes.values(), num_outputs=len(self.node.outputs)))
+        return self.put(
+            ir.Node(
+                "",
+                self.node.op_type,
+                inputs,
+                self.node.attributes.values(),
+                num_outputs=len(self.node.outputs),
+            )
+        )
 
     def constant(self, value: float | list[int]) -> ir.Value:
         assert self.x.dtype is not None
@@ -87,13 +100,17 @@ def _extreme(edit: _Edit) -> tuple[ir.Value, ...]:
 
 
 def _sign(edit: _Edit) -> tuple[ir.Value, ...]:
-    return (edit.call("Where", edit.call("IsNaN", edit.x), edit.constant(0.0), edit.again(edit.x).outputs[0]),)
+    return (
+        edit.call("Where", edit.call("IsNaN", edit.x), edit.constant(0.0), edit.again(edit.x).outputs[0]),
+    )
 
 
 def _place(edit: _Edit) -> tuple[ir.Value, ...]:
     """Where there is a NaN, that of the first one: its mark is the largest, or the smallest, then."""
     axis, marks = edit.node.attributes.get_int("axis", 0), edit.marks()
-    some = edit.call("Cast", edit.call("ReduceMax", marks, edit.constant([axis]), keepdims=1), to=int(ir.DataType.BOOL))
+    some = edit.call(
+        "Cast", edit.call("ReduceMax", marks, edit.constant([axis]), keepdims=1), to=int(ir.DataType.BOOL)
+    )
     marks = marks if edit.node.op_type == "ArgMax" else edit.call("Neg", marks)
     return (edit.again(edit.call("Where", some, marks, edit.x)).outputs[0],)
 

@@ -1,4 +1,6 @@
-"""Planned precision, applied to exactly the planned nodes. onnxruntime.quantization does the quantising; we say where."""
+"""Planned precision, applied to exactly the planned nodes. onnxruntime.quantization does the quantising; we
+say where.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,21 @@ from onnx import numpy_helper
 from effcompile.backends.onnxruntime.unsigned import as_unsigned, products_saturate
 from effcompile.core.errors import LoweringError
 from effcompile.core.quiet import as_it_logs, quiet_libraries
-from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, NOT_FOUND, TABLE_INT8, W4, W8, Form, WeightFormat
+from effcompile.ir.formats import (
+    FP32,
+    INT8_CHANNEL,
+    INT8_DYNAMIC,
+    INT8_STATIC,
+    NOT_FOUND,
+    TABLE_INT8,
+    W4,
+    W8,
+    Form,
+    WeightFormat,
+)
 
-Ranges = Mapping[str, tuple[float, float]]  # node name → (lowest, highest) of its input on the calibration inputs
+# node name → (lowest, highest) of its input on the calibration inputs
+Ranges = Mapping[str, tuple[float, float]]
 
 #: int8 accumulation in MatMulNBits; leaving it out costs 2x (facts: inference, 6).
 _ACCURACY_LEVEL = 4
@@ -35,14 +49,18 @@ def quantise(model: onnx.ModelProto, formats: Mapping[str, WeightFormat], ranges
         LoweringError: a quantiser failed; says which.
     """
     order = {family: rank for rank, family in enumerate(FAMILIES)}
-    for held in sorted({held for held in formats.values() if held.family in order}, key=lambda held: (order[held.family], held.group)):
+    for held in sorted(
+        {held for held in formats.values() if held.family in order},
+        key=lambda held: (order[held.family], held.group),
+    ):
         nodes = [node for node, chosen in formats.items() if chosen == held]
         before = _tensor_names(model)
         try:
             model = _quantise_group(model, held, nodes, ranges)
         except Exception as error:
             raise LoweringError(
-                f"onnxruntime.quantization failed at {held.name} ({len(nodes)} nodes): {type(error).__name__}: {error}"
+                f"onnxruntime.quantization failed at {held.name} ({len(nodes)} nodes): "
+                f"{type(error).__name__}: {error}"
             ) from error
         _suffix_new_tensors(model, before, held.name)
     if products_saturate():
@@ -58,7 +76,9 @@ def _tensor_names(model: onnx.ModelProto) -> set[str]:
 
 
 def _suffix_new_tensors(model: onnx.ModelProto, before: set[str], option: str) -> None:
-    """Give what a quantiser added names of its own: the next one would give the same names to the same activations."""
+    """Give what a quantiser added names of its own: the next one would give the same names to the same
+    activations.
+    """
     new = {name: f"{name}__{option}" for name in _tensor_names(model) - before if name}
     for node in model.graph.node:
         for names in (node.input, node.output):
@@ -78,7 +98,9 @@ def _make_node_names_unique(model: onnx.ModelProto) -> None:
 
 
 def found_formats(model: onnx.ModelProto, nodes: Sequence[str]) -> dict[str, Form]:
-    """What each node became, read from the quantised model itself: node name → form (fp32 where untouched)."""
+    """What each node became, read from the quantised model itself: node name → form (fp32 where
+    untouched).
+    """
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     producers = {output: node for node in model.graph.node for output in node.output}
     by_base: dict[str, list[onnx.NodeProto]] = {}
@@ -90,12 +112,19 @@ def found_formats(model: onnx.ModelProto, nodes: Sequence[str]) -> dict[str, For
     return {name: _read_form(by_base.get(name, []), weights, producers) for name in nodes}
 
 
-def _quantise_group(model: onnx.ModelProto, held: WeightFormat, nodes: list[str], ranges: Ranges) -> onnx.ModelProto:
+def _quantise_group(
+    model: onnx.ModelProto, held: WeightFormat, nodes: list[str], ranges: Ranges
+) -> onnx.ModelProto:
     if held.group:
         return _weight_only(model, nodes, held)
     if held == INT8_STATIC:
         return _static(model, nodes, ranges)
-    return _dynamic(model, nodes, per_channel=held.scale == "channel", op_type="Gather" if held == TABLE_INT8 else "MatMul")
+    return _dynamic(
+        model,
+        nodes,
+        per_channel=held.scale == "channel",
+        op_type="Gather" if held == TABLE_INT8 else "MatMul",
+    )
 
 
 def _dynamic(model: onnx.ModelProto, nodes: list[str], *, per_channel: bool, op_type: str) -> onnx.ModelProto:
@@ -160,7 +189,8 @@ def _static(model: onnx.ModelProto, nodes: list[str], ranges: Ranges) -> onnx.Mo
 def _unquantised_for_others(model: onnx.ModelProto, nodes: list[str]) -> None:
     """Let only the planned nodes read quantised activations.
 
-    The quantiser rewires every reader of a tensor, so that a residual sum beside a quantised linear lost precision too.
+    The quantiser rewires every reader of a tensor, so that a residual sum beside a quantised linear lost
+    precision too.
     """
     producers = {output: node for node in model.graph.node for output in node.output}
     planned = set(nodes)
@@ -169,13 +199,19 @@ def _unquantised_for_others(model: onnx.ModelProto, nodes: list[str]) -> None:
             continue
         for position, name in enumerate(node.input):
             dequantise = producers.get(name)
-            quantise = producers.get(dequantise.input[0]) if dequantise is not None and dequantise.op_type == "DequantizeLinear" else None
+            quantise = (
+                producers.get(dequantise.input[0])
+                if dequantise is not None and dequantise.op_type == "DequantizeLinear"
+                else None
+            )
             if quantise is not None and quantise.op_type == "QuantizeLinear":
                 node.input[position] = quantise.input[0]
 
 
 def _keep_bias_apart(model: onnx.ModelProto, nodes: list[str]) -> onnx.ModelProto:
-    """Add the bias with `Sum`: ORT turns 2-D MatMul + Add into Gemm first, which then stays fp32 behind DequantizeLinears."""
+    """Add the bias with `Sum`: ORT turns 2-D MatMul + Add into Gemm first, which then stays fp32 behind
+    DequantizeLinears.
+    """
     products = {node.output[0] for node in model.graph.node if node.name in set(nodes)}
     for node in model.graph.node:
         if node.op_type == "Add" and products & set(node.input):
@@ -185,13 +221,20 @@ def _keep_bias_apart(model: onnx.ModelProto, nodes: list[str]) -> onnx.ModelProt
 
 def _weight_only(model: onnx.ModelProto, nodes: list[str], held: WeightFormat) -> onnx.ModelProto:
     with as_it_logs():  # the module configures logging
-        from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
+        from onnxruntime.quantization.matmul_nbits_quantizer import (
+            DefaultWeightOnlyQuantConfig,
+            MatMulNBitsQuantizer,
+        )
 
     config = DefaultWeightOnlyQuantConfig(
         block_size=held.group, is_symmetric=held.symmetric, accuracy_level=_ACCURACY_LEVEL, bits=held.bits
     )
     # `nodes_to_include` is ignored with an algo_config: every other product is excluded by name instead
-    others = [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gather") and node.name not in set(nodes)]
+    others = [
+        node.name
+        for node in model.graph.node
+        if node.op_type in ("MatMul", "Gather") and node.name not in set(nodes)
+    ]
     quantizer = MatMulNBitsQuantizer(model, nodes_to_exclude=others, algo_config=config)
     with quiet_libraries():  # they advise on the root logger about preprocessing that we have done otherwise
         quantizer.process()
@@ -200,9 +243,11 @@ def _weight_only(model: onnx.ModelProto, nodes: list[str], held: WeightFormat) -
 
 
 def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Mark shapes as inferred (torch.onnx wrote them), or the quantiser saves and reloads the whole model to infer them.
+    """Mark shapes as inferred (torch.onnx wrote them), or the quantiser saves and reloads the whole model to
+    infer them.
 
-    Those of weights are not said twice: the quantiser transposes the weight of a Gemm that stays in fp32, and not what was said of it.
+    Those of weights are not said twice: the quantiser transposes the weight of a Gemm that stays in fp32, and
+    not what was said of it.
     """
     from onnxruntime.quantization.quant_utils import add_infer_metadata
 
@@ -228,7 +273,11 @@ def _base_name(name: str) -> str:
     return name
 
 
-def _read_form(found: list[onnx.NodeProto], weights: Mapping[str, onnx.TensorProto], producers: Mapping[str, onnx.NodeProto]) -> Form:
+def _read_form(
+    found: list[onnx.NodeProto],
+    weights: Mapping[str, onnx.TensorProto],
+    producers: Mapping[str, onnx.NodeProto],
+) -> Form:
     for node in found:
         if (held := _read_format(node, weights, producers)) is not None:
             return Form(weights=held)
@@ -244,12 +293,19 @@ def _read_format(
     if node.op_type == "MatMulNBits":
         figures = {a.name: int(a.i) for a in node.attribute}
         zeros = len(node.input) > 3 and bool(node.input[3])
-        return replace(W4 if figures["bits"] == 4 else W8, bits=figures["bits"], group=figures["block_size"], symmetric=not zeros)
+        return replace(
+            W4 if figures["bits"] == 4 else W8,
+            bits=figures["bits"],
+            group=figures["block_size"],
+            symmetric=not zeros,
+        )
     if node.op_type == "Gather" and node.input[0] in weights:
         return FP32 if weights[node.input[0]].data_type == onnx.TensorProto.FLOAT else TABLE_INT8
     if node.op_type == "MatMul":
         sources = [producers.get(name) for name in node.input[:2]]
-        return INT8_STATIC if all(s is not None and s.op_type == "DequantizeLinear" for s in sources) else FP32
+        return (
+            INT8_STATIC if all(s is not None and s.op_type == "DequantizeLinear" for s in sources) else FP32
+        )
     return None
 
 

@@ -12,7 +12,9 @@ from effcompile.ir.program import Program
 from effcompile.sites import parts as sites
 
 
-def input_ranges(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> dict[str, tuple[float, float]]:
+def input_ranges(
+    program: Program, calibration: Sequence[Sequence[torch.Tensor]]
+) -> dict[str, tuple[float, float]]:
     """Site → (lowest, highest) input of each linear over the calibration inputs, for static quantisation."""
     planned = [site for site in sites.linears(program) if program.format_at(site.site) == INT8_STATIC]
     if not planned:

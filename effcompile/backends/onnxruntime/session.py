@@ -1,4 +1,6 @@
-"""Sessions: created, tuned by measurement, run on torch tensors, and measured for memory in a process of their own."""
+"""Sessions: created, tuned by measurement, run on torch tensors, and measured for memory in a process of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 _open: weakref.WeakSet[onnxruntime.InferenceSession] = weakref.WeakSet()
 #: Bytes above which a protobuf message, as the quantisers take it, cannot be serialised.
 PROTOBUF_LIMIT = 2**31 - 2**20
-#: Bytes of weights above which they stand in a file beside the model. ONNX Runtime maps that file, one tensor at a time, where a model
-#: that holds its weights is serialised, read, parsed and copied whole: four times the weights at once.
+#: Bytes of weights above which they stand in a file beside the model. ONNX Runtime maps that file, one tensor
+#: at a time, where a model that holds its weights is serialised, read, parsed and copied whole: four times
+#: the weights at once.
 BESIDE = 64 << 20
 
 
@@ -53,18 +56,26 @@ def default_settings() -> Settings:
 
 
 def settings_of(saved: Mapping[str, object]) -> Settings:
-    """The settings that a plan holds, with no more threads than this machine has cores; the defaults for what it does not hold.
+    """The settings that a plan holds, with no more threads than this machine has cores; the defaults for what
+    it does not hold.
 
     Raises:
         FormatError: a value that is none.
     """
     names = [field.name for field in fields(Settings)]
     try:
-        asked = msgspec.convert({"threads": usable_cores(), **{name: saved[name] for name in names if name in saved}}, Settings)
+        asked = msgspec.convert(
+            {"threads": usable_cores(), **{name: saved[name] for name in names if name in saved}}, Settings
+        )
     except msgspec.ValidationError as error:
-        raise FormatError(f"The plan's settings are not ONNX Runtime's: {clipped(error)}. Plan again, or restore the file.") from error
+        raise FormatError(
+            f"The plan's settings are not ONNX Runtime's: {clipped(error)}. Plan again, or restore the file."
+        ) from error
     if asked.threads < 1:
-        raise FormatError(f"The plan's settings say threads = {asked.threads}: at least 1 is needed. Plan again, or restore the file.")
+        raise FormatError(
+            f"The plan's settings say threads = {asked.threads}: at least 1 is needed. Plan again, or "
+            "restore the file."
+        )
     return replace(asked, threads=min(asked.threads, usable_cores()))
 
 
@@ -76,7 +87,11 @@ def usable_cores() -> int:
 def candidates() -> list[Settings]:
     """The settings worth timing: all cores with and without spinning, no arena, and one thread less."""
     cores = usable_cores()
-    several = [Settings(threads=cores), Settings(threads=cores, spinning=False), Settings(threads=cores, arena=False)]
+    several = [
+        Settings(threads=cores),
+        Settings(threads=cores, spinning=False),
+        Settings(threads=cores, arena=False),
+    ]
     return several if cores <= 2 else [*several, Settings(threads=cores // 2)]
 
 
@@ -95,7 +110,8 @@ def open_session(model: Path | bytes, settings: Settings | None = None) -> onnxr
     options.enable_cpu_mem_arena = settings.arena
     options.log_severity_level = 4  # what fails is raised, with the same words
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if settings.spinning else "0")
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # threads do not burn a core between calls
+    # threads do not burn a core between calls
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     source = str(model) if isinstance(model, Path) else model
     library = library_for(model)
     try:
@@ -103,13 +119,17 @@ def open_session(model: Path | bytes, settings: Settings | None = None) -> onnxr
             options.register_custom_ops_library(str(library))
         opened = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise LoweringError(f"ONNX Runtime cannot load the model that the plan describes: {first_line(error)}") from error
+        raise LoweringError(
+            f"ONNX Runtime cannot load the model that the plan describes: {first_line(error)}"
+        ) from error
     _open.add(opened)
     return opened
 
 
 def _keep_in_a_forked_child() -> None:
-    """A session that is freed waits for its threads, and a forked child has none of them: there it is never freed."""
+    """A session that is freed waits for its threads, and a forked child has none of them: there it is never
+    freed.
+    """
     for opened in _open:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
 
@@ -127,25 +147,31 @@ def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> li
     try:
         outputs: list[Array] = session.run(None, dict(feeds))
     except Exception as error:
-        raise LoweringError(f"ONNX Runtime failed while running the lowered model: {first_line(error)}") from error
+        raise LoweringError(
+            f"ONNX Runtime failed while running the lowered model: {first_line(error)}"
+        ) from error
     return outputs
 
 
 def tune(path: Path, feeds: Mapping[str, Array]) -> tuple[Settings, dict[str, float]]:
-    """The fastest settings by measurement, the candidates between two runs of the defaults, and each one's seconds.
+    """The fastest settings by measurement, the candidates between two runs of the defaults, and each one's
+    seconds.
 
-    A session holds the weights, so that one is open at a time. Defaults stay unless another candidate is at least 2 % faster: a smaller
-    difference is noise.
+    A session holds the weights, so that one is open at a time. Defaults stay unless another candidate is at
+    least 2 % faster: a smaller difference is noise.
     """
     default, *others = candidates()
     before = _seconds(path, feeds, default)
-    seconds = {default.describe(): before} | {other.describe(): _seconds(path, feeds, other) for other in others}
+    seconds = {default.describe(): before} | {
+        other.describe(): _seconds(path, feeds, other) for other in others
+    }
     beside = (before + _seconds(path, feeds, default)) / 2
     fastest = min(others, key=lambda other: seconds[other.describe()])
     return (fastest if seconds[fastest.describe()] < 0.98 * beside else default), seconds
 
 
-#: Timed calls of a session when settings are compared, at the most and at the least, and the seconds after which fewer do.
+#: Timed calls of a session when settings are compared, at the most and at the least, and the seconds after
+#: which fewer do.
 _TIMED, _FEWEST, _ENOUGH = 12, 4, 0.6
 
 
@@ -181,10 +207,18 @@ session.run(None, dict(zip(names, inputs)))
 def peak_bytes(path: Path, feeds: Mapping[str, Array], settings: Settings) -> int | None:
     """Peak resident bytes of weights and activations over one call, in a fresh process; None off Linux.
 
-    ORT has no allocator statistics for CPU, so the process's high-water mark (reset after loading) is read, less
-    what the process held before the session was made.
+    ORT has no allocator statistics for CPU, so the process's high-water mark (reset after loading) is read,
+    less what the process held before the session was made.
     """
-    return resident.peak_bytes(_MEASURE_PEAK, path, list(feeds.values()), settings.threads, settings.arena, library_for(path) or "", *feeds)
+    return resident.peak_bytes(
+        _MEASURE_PEAK,
+        path,
+        list(feeds.values()),
+        settings.threads,
+        settings.arena,
+        library_for(path) or "",
+        *feeds,
+    )
 
 
 def settings_dict(settings: Settings) -> dict[str, Any]:
@@ -194,4 +228,7 @@ def settings_dict(settings: Settings) -> dict[str, Any]:
 
 def numpy_feeds(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
     """Torch tensors as numpy arrays by input name, without copying contiguous CPU tensors."""
-    return {name: tensor.detach().cpu().resolve_neg().contiguous().numpy() for name, tensor in zip(names, tensors, strict=True)}
+    return {
+        name: tensor.detach().cpu().resolve_neg().contiguous().numpy()
+        for name, tensor in zip(names, tensors, strict=True)
+    }

@@ -1,7 +1,9 @@
-"""Block-sparse linears on the ONNX side: planned ones become our operator, and are read again off the written model.
+"""Block-sparse linears on the ONNX side: planned ones become our operator, and are read again off the written
+model.
 
-The other way, ONNX Runtime on the pieces between the sparse products and these by torch (benchmarks/_split_graph.py), was slower: two
-layers of BERT-base, 1×128, blocks of 16 at 0.9, one thread: 6.6 ms of CPU time against 4.7 (AMD EPYC, 2026-11-21, least of 80 in turn).
+The other way, ONNX Runtime on the pieces between the sparse products and these by torch
+(benchmarks/_split_graph.py), was slower: two layers of BERT-base, 1×128, blocks of 16 at 0.9, one thread: 6.6
+ms of CPU time against 4.7 (AMD EPYC, 2026-11-21, least of 80 in turn).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from effcompile.sparse.pattern import BlockPattern
 
 
 def make_sparse(exported: OnnxExport, blocks: Mapping[str, int]) -> None:
-    """Turn the named nodes, MatMul or Gemm with a constant weight, into BlockSparseLinear with blocks of that side.
+    """Turn the named nodes, MatMul or Gemm with a constant weight, into BlockSparseLinear with blocks of that
+    side.
 
     A node of another form is left as it is, and then found to be so.
     """
@@ -41,7 +44,11 @@ def make_sparse(exported: OnnxExport, blocks: Mapping[str, int]) -> None:
 def found_forms(model: ir.Model, nodes: Iterable[str]) -> dict[str, WeightFormat]:
     """Node → its sparse format, read from the pattern that it carries, for those that are block-sparse."""
     wanted = set(nodes)
-    return {str(node.name): form for node in model.graph if node.name in wanted and (form := _form(node)) is not None}
+    return {
+        str(node.name): form
+        for node in model.graph
+        if node.name in wanted and (form := _form(node)) is not None
+    }
 
 
 def _form(node: ir.Node) -> WeightFormat | None:
@@ -52,7 +59,9 @@ def _form(node: ir.Node) -> WeightFormat | None:
     if crow is None or col is None:
         return None
     try:
-        pattern = BlockPattern.from_indices(rows, cols, block, torch.from_numpy(crow.copy()), torch.from_numpy(col.copy()))
+        pattern = BlockPattern.from_indices(
+            rows, cols, block, torch.from_numpy(crow.copy()), torch.from_numpy(col.copy())
+        )
     except UsageError:
         return None
     return pattern_format(pattern.blocks(), block)
@@ -86,9 +95,19 @@ def _replace_product(graph: ir.Graph, node: ir.Node, weight: np.ndarray, block: 
         return  # what is added is no bias
     pattern, values = BlockPattern.from_dense(torch.from_numpy(np.ascontiguousarray(weight)), block)
     arrays = {"values": values.numpy(), "crow": pattern.crow.numpy(), "col": pattern.col.numpy()}
-    inputs = [node.inputs[0], *(_initializer(graph, f"{node.name}.{name}", array) for name, array in arrays.items())]
+    inputs = [
+        node.inputs[0],
+        *(_initializer(graph, f"{node.name}.{name}", array) for name, array in arrays.items()),
+    ]
     attributes = [ir.AttrInt64("rows", rows), ir.AttrInt64("cols", cols), ir.AttrInt64("block", block)]
-    sparse = ir.Node(DOMAIN, BLOCK_SPARSE, [*inputs, *([bias] if bias is not None else [])], attributes, num_outputs=1, name=node.name)
+    sparse = ir.Node(
+        DOMAIN,
+        BLOCK_SPARSE,
+        [*inputs, *([bias] if bias is not None else [])],
+        attributes,
+        num_outputs=1,
+        name=node.name,
+    )
     replace(graph, last, sparse)
     if last is not node:
         graph.remove(node, safe=True)
@@ -113,6 +132,8 @@ def _is_bias(value: ir.Value | None, rows: int) -> bool:
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     tensor = ir.tensor(np.ascontiguousarray(array), name=name)
-    value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(list(array.shape)))
+    value = ir.Value(
+        name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(list(array.shape))
+    )
     graph.register_initializer(value)
     return value

@@ -1,4 +1,6 @@
-"""The OpenVINO backend (`pip install 'effcompile[openvino]'`): fp32, static int8 per linear, bf16 for all the rest or none."""
+"""The OpenVINO backend (`pip install 'effcompile[openvino]'`): fp32, static int8 per linear, bf16 for all the
+rest or none.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ request.infer(inputs)
 
 
 class OpenVino:
-    """Converts the exported program; NNCF quantises exactly what is planned as `int8_static`, `int8` or `sdpa_int8`."""
+    """Converts the exported program; NNCF quantises exactly what is planned as `int8_static`, `int8` or
+    `sdpa_int8`.
+    """
 
     name: ClassVar[str] = "openvino"
     #: the bf16 hint holds for a whole model
@@ -58,7 +62,11 @@ class OpenVino:
 
     def unavailable(self) -> Unsupported | None:
         missing = [package for package in ("openvino", "nncf") if importlib.util.find_spec(package) is None]
-        return Unsupported.of("the package {} is not installed. Install it with: {}", repr(missing[0]), INSTALL) if missing else None
+        return (
+            Unsupported.of("the package {} is not installed. Install it with: {}", repr(missing[0]), INSTALL)
+            if missing
+            else None
+        )
 
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode != "inference":
@@ -66,7 +74,9 @@ class OpenVino:
         if program.on_gpu:
             return Unsupported("its models run on the processor here, and the model lies on a GPU")
         if name := program.at_boundary("bfloat16"):
-            return Unsupported.of("{} is bfloat16, and OpenVINO is given NumPy's arrays, which have no such dtype", name)
+            return Unsupported.of(
+                "{} is bfloat16, and OpenVINO is given NumPy's arrays, which have no such dtype", name
+            )
         return _why_not(program)
 
     def lacks(self, call: KernelCall) -> Reason | None:
@@ -78,7 +88,9 @@ class OpenVino:
     def measure(self, call: KernelCall) -> float | None:
         return None if self.unavailable() else measure(call)
 
-    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> OpenVinoLowered:
+    def lower(
+        self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]
+    ) -> OpenVinoLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`.
 
         Raises:
@@ -103,7 +115,10 @@ class OpenVino:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVinoLowered:
-    """See `backends.base.Lowered`. Saved as OpenVINO IR, which plain OpenVINO loads with the same precision."""
+    """See `backends.base.Lowered`.
+
+    Saved as OpenVINO IR, which plain OpenVINO loads with the same precision.
+    """
 
     model: Any
     shaped: Shaped
@@ -112,7 +127,9 @@ class OpenVinoLowered:
     weight_bytes: int
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.from_numpy(value) for value in self.shaped.infer([t.detach().cpu().numpy() for t in inputs])]
+        return [
+            torch.from_numpy(value) for value in self.shaped.infer([t.detach().cpu().numpy() for t in inputs])
+        ]
 
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Write `model.xml` and `model.bin`.
@@ -127,7 +144,9 @@ class OpenVinoLowered:
         try:
             openvino.save_model(self.model, path, compress_to_fp16=False)
         except RuntimeError as error:  # its writer's, also for a full disk
-            raise UsageError(f"OpenVINO cannot write {str(path)!r}: {first_line(error)}. Choose another folder with -o.") from error
+            raise UsageError(
+                f"OpenVINO cannot write {str(path)!r}: {first_line(error)}. Choose another folder with -o."
+            ) from error
         return path, path.with_suffix(".bin")
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
@@ -137,14 +156,18 @@ class OpenVinoLowered:
         """What it converted lies in memory, in no file."""
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
-        """Peak resident bytes over one call, in a process of its own (OpenVINO reports no memory); None off Linux.
+        """Peak resident bytes over one call, in a process of its own (OpenVINO reports no memory); None off
+        Linux.
 
-        What OpenVINO itself takes, its CPU plugin included, is not counted; pages of the model's file that it reads are.
+        What OpenVINO itself takes, its CPU plugin included, is not counted; pages of the model's file that it
+        reads are.
         """
         with tempfile.TemporaryDirectory(prefix="effcompile-openvino-") as folder:
             path, _ = self.save(Path(folder))
             arrays = [t.detach().cpu().numpy() for t in inputs]
-            return resident.peak_bytes(_MEASURE_PEAK, path, arrays, self.settings["threads"], self.settings["precision_hint"])
+            return resident.peak_bytes(
+                _MEASURE_PEAK, path, arrays, self.settings["threads"], self.settings["precision_hint"]
+            )
 
 
 def load(path: Path) -> Callable[..., list[torch.Tensor]]:
@@ -163,7 +186,9 @@ def load(path: Path) -> Callable[..., list[torch.Tensor]]:
         model = openvino.Core().read_model(path)
         shaped = Shaped(model, _precision(model))
     except RuntimeError as error:
-        raise FormatError(f"{str(path)!r} is not an OpenVINO model: {first_line(error)}. Write it again.") from error
+        raise FormatError(
+            f"{str(path)!r} is not an OpenVINO model: {first_line(error)}. Write it again."
+        ) from error
 
     def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
         return [torch.from_numpy(value) for value in shaped.infer([t.detach().cpu().numpy() for t in inputs])]
@@ -176,7 +201,9 @@ def _compile(program: Program, model: Any, names: Mapping[str, str], precision: 
     try:
         shaped.infer([t.numpy() for t in program.flat_inputs()])
     except RuntimeError as error:
-        raise LoweringError(f"OpenVINO cannot run {program.name}: {first_line(error)}. Choose another backend.") from error
+        raise LoweringError(
+            f"OpenVINO cannot run {program.name}: {first_line(error)}. Choose another backend."
+        ) from error
     return OpenVinoLowered(
         model=model,
         shaped=shaped,
@@ -200,15 +227,22 @@ def _why_not(program: Program) -> Unsupported | None:
         return None
     formats = _linear_formats(program)
     if other := sorted(held.name for held in formats - set(_LINEAR_FORMATS)):
-        return Unsupported.of("OpenVINO has no linear {} here; it has {}", repr(other[0]), ", ".join(held.name for held in _LINEAR_FORMATS))
+        return Unsupported.of(
+            "OpenVINO has no linear {} here; it has {}",
+            repr(other[0]),
+            ", ".join(held.name for held in _LINEAR_FORMATS),
+        )
     if {BF16, FP32} <= formats:
-        return Unsupported("OpenVINO's bf16 is one switch for the whole model: no linear may stay fp32 beside bf16 ones")
+        return Unsupported(
+            "OpenVINO's bf16 is one switch for the whole model: no linear may stay fp32 beside bf16 ones"
+        )
     return None
 
 
 def _unchanged(program: Program) -> dict[str, Form]:
     """Sites that OpenVINO takes as the graph has them."""
-    found = {site.site: Form(word="folded") for site in embeddings(program)}  # lookups of constant ids became constants
+    # lookups of constant ids became constants
+    found = {site.site: Form(word="folded") for site in embeddings(program)}
     found.update({site.site: Form(word="causal" if site.causal else "sdpa") for site in attentions(program)})
     found.update({site.site: Form(word="split") for site in add_norms(program)})
     found.update({site.site: Form(word="erf") for site in gelus(program)})

@@ -1,7 +1,7 @@
 """Times one operator at a time in OpenVINO, compiled with the settings of the lowered model.
 
-Several copies run in one model, each with constants and inputs of its own: what a call of any model costs is then shared
-among them as in a real model, and constants do not stay in the cache from one call to the next.
+Several copies run in one model, each with constants and inputs of its own: what a call of any model costs is
+then shared among them as in a real model, and constants do not stay in the cache from one call to the next.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _linear(dims: Dims) -> Made:
 
 
 def _linear_int8(dims: Dims) -> Made:
-    """As NNCF writes it: FakeQuantize to 256 levels on the activation, s8 weights with a scale per output channel."""
+    """As NNCF writes it: FakeQuantize to 256 levels on the activation, s8 weights with a scale per output
+    channel.
+    """
     from openvino import opset13 as ops
 
     m, k, n = dims
@@ -179,7 +181,10 @@ def _embedding_int8(dims: Dims) -> Made:
     from openvino import opset13 as ops
 
     table = ops.constant(np.random.default_rng(0).integers(-127, 128, (_TABLE_ROWS, dims[1]), dtype=np.int8))
-    return _lookup(dims, ops.multiply(ops.convert(table, "f32"), ops.constant(np.full((_TABLE_ROWS, 1), 0.01, np.float32))))
+    return _lookup(
+        dims,
+        ops.multiply(ops.convert(table, "f32"), ops.constant(np.full((_TABLE_ROWS, 1), 0.01, np.float32))),
+    )
 
 
 def _lookup(dims: Dims, table: object) -> Made:

@@ -43,16 +43,25 @@ def convert(program: Program) -> Untyped:
     try:
         model = openvino.convert_model(reexport(without_ours(program)))
     except Exception as error:
-        raise LoweringError(f"OpenVINO cannot convert {program.name}: {first_line(error)}. Choose another backend.") from error
+        raise LoweringError(
+            f"OpenVINO cannot convert {program.name}: {first_line(error)}. Choose another backend."
+        ) from error
     if len(model.inputs) != len(program.inputs):
-        raise LoweringError(f"OpenVINO kept {len(model.inputs)} of {program.name}'s {len(program.inputs)} inputs. Choose another backend.")
+        raise LoweringError(
+            f"OpenVINO kept {len(model.inputs)} of {program.name}'s {len(program.inputs)} inputs. Choose "
+            "another backend."
+        )
     shapes = [[-1 if isinstance(dim, str) else dim for dim in spec.shape] for spec in program.inputs]
-    model.reshape({port: openvino.PartialShape(shape) for port, shape in zip(model.inputs, shapes, strict=True)})
+    model.reshape(
+        {port: openvino.PartialShape(shape) for port, shape in zip(model.inputs, shapes, strict=True)}
+    )
     return model
 
 
 def names_of_sites(program: Program, model: Untyped) -> dict[str, str]:
-    """site → friendly name of its MatMul or Gather, matched by the weight's values (names are renumbered on the way)."""
+    """site → friendly name of its MatMul or Gather, matched by the weight's values (names are renumbered on
+    the way).
+    """
     readers = [(op, constant) for op in model.get_ordered_ops() if (constant := _constant_of(op)) is not None]
     tables = [(s.site, program.tensor(s.weight), "Gather") for s in embeddings(program)]
     products = [(s.site, program.tensor(s.weight), "MatMul") for s in linears(program)]
@@ -61,40 +70,61 @@ def names_of_sites(program: Program, model: Untyped) -> dict[str, str]:
         assert weight is not None
         values = weight.detach().float().numpy()
         for op, constant in readers:
-            if op.get_type_name() == kind and op.get_friendly_name() not in names.values() and _same(constant.get_data(), values):
+            if (
+                op.get_type_name() == kind
+                and op.get_friendly_name() not in names.values()
+                and _same(constant.get_data(), values)
+            ):
                 names[site] = op.get_friendly_name()
                 break
     return names
 
 
 def names_of_attentions(program: Program, model: Untyped) -> dict[str, str]:
-    """site → friendly name of its ScaledDotProductAttention, matched by order; nothing where their numbers differ."""
+    """site → friendly name of its ScaledDotProductAttention, matched by order; nothing where their numbers
+    differ.
+    """
     products = [op.get_friendly_name() for op in model.get_ordered_ops() if op.get_type_name() == _ATTENTION]
     found = attentions(program)
-    return dict(zip((s.site for s in found), sorted(products, key=_number), strict=True)) if len(products) == len(found) else {}
+    return (
+        dict(zip((s.site for s in found), sorted(products, key=_number), strict=True))
+        if len(products) == len(found)
+        else {}
+    )
 
 
-def quantize(program: Program, model: Untyped, names: Mapping[str, str], calibration: Sequence[Sequence[torch.Tensor]]) -> Untyped:
-    """The model with the sites tagged int8 quantised by NNCF (SmoothQuant and its transformer preset), all else untouched.
+def quantize(
+    program: Program, model: Untyped, names: Mapping[str, str], calibration: Sequence[Sequence[torch.Tensor]]
+) -> Untyped:
+    """The model with the sites tagged int8 quantised by NNCF (SmoothQuant and its transformer preset), all
+    else untouched.
 
     Raises:
         LoweringError: no calibration inputs, a site that conversion lost, or NNCF failed.
     """
     products = {site.site for site in linears(program) if program.format_at(site.site) == INT8_STATIC}
-    tables = {site.site for site in embeddings(program) if program.format_at(site.site) == TABLE_INT8_ROWS} & set(
-        names
-    )  # others were folded
+    tables = {
+        site.site for site in embeddings(program) if program.format_at(site.site) == TABLE_INT8_ROWS
+    } & set(names)  # others were folded
     heads = {site.site for site in attentions(program) if program.word_at(site.site) == "sdpa_int8"}
     if not products | tables | heads:
         return model
     if lost := sorted(heads - set(names)):
         raise LoweringError(f"OpenVINO's conversion took {lost[0]} apart; it cannot be quantised as one.")
     if lost := sorted(products - set(names)):
-        raise LoweringError(f"OpenVINO's conversion merged {lost[0]} with another linear; it cannot be quantised alone.")
+        raise LoweringError(
+            f"OpenVINO's conversion merged {lost[0]} with another linear; it cannot be quantised alone."
+        )
     if not calibration:
-        raise LoweringError("int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them.")
+        raise LoweringError(
+            "int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them."
+        )
     chosen = {names[site] for site in products | tables | heads}
-    kept = [op.get_friendly_name() for op in model.get_ordered_ops() if _quantisable(op) and op.get_friendly_name() not in chosen]
+    kept = [
+        op.get_friendly_name()
+        for op in model.get_ordered_ops()
+        if _quantisable(op) and op.get_friendly_name() not in chosen
+    ]
     samples = [[t.detach().cpu().numpy() for t in inputs] for inputs in calibration]
     order = [port.get_any_name() for port in model.inputs]
     try:
@@ -108,11 +138,15 @@ def quantize(program: Program, model: Untyped, names: Mapping[str, str], calibra
                 **_within_16_bits(nncf),
             )
     except Exception as error:
-        raise LoweringError(f"NNCF cannot quantise {program.name}: {first_line(error)}. Choose another backend.") from error
+        raise LoweringError(
+            f"NNCF cannot quantise {program.name}: {first_line(error)}. Choose another backend."
+        ) from error
 
 
 def _within_16_bits(nncf: Untyped) -> dict[str, Untyped]:
-    """All weights in 7 bits where oneDNN adds products in 16: the remedy of NNCF, which else gives it to the first layer only."""
+    """All weights in 7 bits where oneDNN adds products in 16: the remedy of NNCF, which else gives it to the
+    first layer only.
+    """
     if not products_saturate():
         return {}
     return {"advanced_parameters": nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)}
@@ -120,14 +154,17 @@ def _within_16_bits(nncf: Untyped) -> dict[str, Untyped]:
 
 @contextlib.contextmanager
 def _silent_nncf() -> Iterator[Untyped]:
-    """The package nncf, which else draws progress bars on stdout and logs there, through a handler it makes when imported."""
+    """The package nncf, which else draws progress bars on stdout and logs there, through a handler it makes
+    when imported.
+    """
     nowhere = io.StringIO()
     with contextlib.redirect_stdout(nowhere):
         import nncf
 
         logger = logging.getLogger("nncf")
         for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is nowhere:  # this was the import
+            if isinstance(handler, logging.StreamHandler) and handler.stream is nowhere:
+                # this was the import
                 handler.setStream(sys.stderr)
         level = logger.level
         logger.setLevel(logging.ERROR)
@@ -138,16 +175,25 @@ def _silent_nncf() -> Iterator[Untyped]:
 
 
 def applied(compiled: object, model: Untyped, names: Mapping[str, str]) -> dict[str, Form]:
-    """site → form found: int8 by the quantised model's constants, the rest by what the compiled layers report.
+    """site → form found: int8 by the quantised model's constants, the rest by what the compiled layers
+    report.
 
     A compiled layer that contradicts the model (an int8 product run in fp32) is believed.
     """
     layers = _layer_forms(compiled)
-    ops = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() in ("Gather", "MatMul", _ATTENTION)}
+    ops = {
+        op.get_friendly_name(): op
+        for op in model.get_ordered_ops()
+        if op.get_type_name() in ("Gather", "MatMul", _ATTENTION)
+    }
     found = {}
     for site, name in names.items():
         if name in ops and ops[name].get_type_name() == _ATTENTION:
-            found[site] = Form(word="sdpa_int8" if all(_quantised_on_the_way(ops[name].input_value(port)) for port in (0, 1)) else "sdpa")
+            found[site] = Form(
+                word="sdpa_int8"
+                if all(_quantised_on_the_way(ops[name].input_value(port)) for port in (0, 1))
+                else "sdpa"
+            )
             continue
         op, constant = ops.get(name), _constant_of(ops[name]) if name in ops else None
         narrow = constant is not None and constant.get_element_type().get_type_name() in ("i8", "u8")
@@ -155,7 +201,8 @@ def applied(compiled: object, model: Untyped, names: Mapping[str, str]) -> dict[
             found[site] = Form(weights=TABLE_INT8_ROWS if narrow else FP32) if op is not None else NOT_FOUND
             continue
         fed_by = op.input_value(0).get_node().get_type_name()
-        in_model = Form(weights=INT8_STATIC) if narrow and fed_by == "FakeQuantize" else NOT_FOUND  # some fused int8 layers lose their name
+        # some fused int8 layers lose their name
+        in_model = Form(weights=INT8_STATIC) if narrow and fed_by == "FakeQuantize" else NOT_FOUND
         found[site] = layers.get(_stem(name), in_model)
     return found
 
@@ -177,18 +224,25 @@ def _layer_forms(compiled: Untyped) -> dict[str, Form]:
             continue
         precision = info["runtimePrecision"].astype(str)
         for original in info["originalLayersNames"].astype(str).split(","):
-            layers.setdefault(_stem(original), Form(weights=_FORMATS[precision]) if precision in _FORMATS else Form(word=precision))
+            layers.setdefault(
+                _stem(original),
+                Form(weights=_FORMATS[precision]) if precision in _FORMATS else Form(word=precision),
+            )
     return layers
 
 
 def _number(name: str) -> int:
-    """The 3 of `scaled_dot_product_attention_3/...`, 0 without one: the exporter numbers an operator's calls in their order."""
+    """The 3 of `scaled_dot_product_attention_3/...`, 0 without one: the exporter numbers an operator's calls
+    in their order.
+    """
     tail = name.split("/")[0].rpartition("_")[2]
     return int(tail) if tail.isdigit() else 0
 
 
 def _stem(name: str) -> str:
-    """`linear_1/aten.linear.default` of `linear_1/aten.linear.default/Add`: a layer is named after whatever was fused into it."""
+    """`linear_1/aten.linear.default` of `linear_1/aten.linear.default/Add`: a layer is named after whatever
+    was fused into it.
+    """
     return "/".join(name.split("/")[:2])
 
 
@@ -216,4 +270,7 @@ def _same(stored: Array, values: Array) -> bool:
     if stored.size != values.size or stored.ndim < 2:
         return False
     matrix = stored.reshape(stored.shape[-2:]) if stored.ndim > 2 else stored
-    return any(matrix.shape == v.shape and matrix[0, -1] == v[0, -1] and np.array_equal(matrix, v) for v in (values, values.T))
+    return any(
+        matrix.shape == v.shape and matrix[0, -1] == v[0, -1] and np.array_equal(matrix, v)
+        for v in (values, values.T)
+    )

@@ -19,9 +19,11 @@ Untyped = Any
 
 
 class Shaped:
-    """Compiled for the sizes of its first call; when other sizes come, compiled once more for any and both kept.
+    """Compiled for the sizes of its first call; when other sizes come, compiled once more for any and both
+    kept.
 
-    With sizes known OpenVINO plans memory and fuses once instead of at each call: BERT-base 1×128 int8 took 3 % less.
+    With sizes known OpenVINO plans memory and fuses once instead of at each call: BERT-base 1×128 int8 took 3
+    % less.
 
     Args:
         model: an `openvino.Model`; left as it is.
@@ -39,14 +41,16 @@ class Shaped:
         """One call.
 
         Raises:
-            RuntimeError: OpenVINO cannot compile or run it. InputsError: an input has NaN, which OpenVINO takes for a number.
+            RuntimeError: OpenVINO cannot compile or run it. InputsError: an input has NaN, which OpenVINO
+                takes for a number.
             LoweringError: an index that the model computed is in no row.
         """
         for port, array in zip(self._model.inputs, arrays, strict=True):
             if array.dtype.kind == "f" and bool(np.isnan(array).any()):
                 raise InputsError(
-                    f"The input {port.get_any_name()} has NaN. OpenVINO's operators take it for a number (relu makes 0 of it, the largest "
-                    "value passes over it) where the model's answer is NaN. Mend the input, or choose another backend."
+                    f"The input {port.get_any_name()} has NaN. OpenVINO's operators take it for a number "
+                    "(relu makes 0 of it, the largest value passes over it) where the model's answer is "
+                    "NaN. Mend the input, or choose another backend."
                 )
         sizes = tuple(array.shape for array in arrays)
         if self._sizes is None:
@@ -58,8 +62,8 @@ class Shaped:
         outputs = list(request.infer(list(arrays), share_inputs=True).values())
         if self._flagged and not bool(outputs.pop()):
             raise LoweringError(
-                "An index that the model computes from these inputs is negative or too large for what is looked up, and the model itself "
-                "raises for it, too. Give other inputs."
+                "An index that the model computes from these inputs is negative or too large for what is "
+                "looked up, and the model itself raises for it, too. Give other inputs."
             )
         return outputs
 
@@ -77,5 +81,7 @@ class Shaped:
         if not any(port.get_partial_shape().is_dynamic for port in self._model.inputs):
             return self._model
         copy = self._model.clone()
-        copy.reshape({port: openvino.PartialShape(list(shape)) for port, shape in zip(copy.inputs, sizes, strict=True)})
+        copy.reshape(
+            {port: openvino.PartialShape(list(shape)) for port, shape in zip(copy.inputs, sizes, strict=True)}
+        )
         return copy

@@ -44,7 +44,9 @@ class TorchEager:
     def measure(self, call: KernelCall) -> float | None:
         return measure(call, "eager")
 
-    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
+    def lower(
+        self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]
+    ) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
         return on_gpu(lower_eager(edit(program, calibration)), plan)
 
@@ -53,7 +55,9 @@ class TorchEager:
 
 
 class TorchInductor:
-    """Compiles the edited graph with Inductor, weights frozen: element-wise work is fused, linears stay oneDNN calls."""
+    """Compiles the edited graph with Inductor, weights frozen: element-wise work is fused, linears stay
+    oneDNN calls.
+    """
 
     name: ClassVar[str] = "torch-inductor"
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -63,7 +67,9 @@ class TorchInductor:
     def unavailable(self) -> Unsupported | None:
         compilers = (os.environ.get("CXX"), "g++", "clang++", "cl")
         if not any(name and shutil.which(name) for name in compilers):
-            return Unsupported("Inductor needs a C++ compiler and none was found. Install one with: apt-get install g++")
+            return Unsupported(
+                "Inductor needs a C++ compiler and none was found. Install one with: apt-get install g++"
+            )
         if importlib.util.find_spec("torch._inductor") is None:
             return Unsupported("this torch was built without Inductor. Install one with: pip install torch")
         return None
@@ -77,7 +83,9 @@ class TorchInductor:
     def measure(self, call: KernelCall) -> float | None:
         return None if self.unavailable() else measure(call, "inductor")
 
-    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
+    def lower(
+        self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]
+    ) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
         return on_gpu(lower_inductor(edit(program, calibration)), plan)
 
@@ -93,4 +101,8 @@ def opened(directory: Path, plan: Plan) -> Run:
 
 
 def _only_forward(goal: Goal) -> Unsupported | None:
-    return None if goal.mode != "training" else Unsupported("it lowers forward calls only; training runs through the training backend")
+    return (
+        None
+        if goal.mode != "training"
+        else Unsupported("it lowers forward calls only; training runs through the training backend")
+    )

@@ -1,7 +1,9 @@
-"""Runs a torch.fx graph and frees every value after its last reader: arguments are handed over in a list that it empties.
+"""Runs a torch.fx graph and frees every value after its last reader: arguments are handed over in a list that
+it empties.
 
-torch.fx's own code keeps the caller's arguments alive. Here one straight Python function is written per graph: an argument
-is dropped from the list and, like every other value, set to None after the operator that reads it last.
+torch.fx's own code keeps the caller's arguments alive. Here one straight Python function is written per
+graph: an argument is dropped from the list and, like every other value, set to None after the operator that
+reads it last.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def boxed(graph: fx.Graph) -> Boxed:
-    """A function of the list of the placeholders' values (in graph order; it empties the list) → the graph's flat outputs."""
+    """A function of the list of the placeholders' values (in graph order; it empties the list) → the graph's
+    flat outputs.
+    """
     return _Writer(graph).compile()
 
 

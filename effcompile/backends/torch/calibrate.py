@@ -27,7 +27,9 @@ def activation_ranges(
     if not nodes:
         return {}
     if not calibration:
-        raise LoweringError("int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them.")
+        raise LoweringError(
+            "int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them."
+        )
     observers = {node: torch_compat.activation_observer() for node in nodes}
     interpreter = _Observing(program.module, observers)
     with torch.no_grad():
@@ -44,7 +46,9 @@ def _qparams(observer: Any) -> Range:
 class _Observing(fx.Interpreter):
     """Shows every value of some nodes to their observers."""
 
-    def __init__(self, module: fx.GraphModule, observers: Mapping[fx.Node, Callable[[torch.Tensor], object]]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, observers: Mapping[fx.Node, Callable[[torch.Tensor], object]]
+    ) -> None:
         super().__init__(module)
         self._observers = observers
 

@@ -1,4 +1,6 @@
-"""What stands in `parameter.grad` where the backward has handed the gradient to the optimizer: who reads it is told so."""
+"""What stands in `parameter.grad` where the backward has handed the gradient to the optimizer: who reads it
+is told so.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from effcompile.core.errors import InputsError
 
 
 class ConsumedGradient(torch.Tensor):
-    """A gradient that is gone, of no bytes. With none at all clip_grad_norm_ would take it for 0, and the step would not be clipped."""
+    """A gradient that is gone, of no bytes.
+
+    With none at all clip_grad_norm_ would take it for 0, and the step would not be clipped.
+    """
 
     place: str
 
@@ -30,9 +35,10 @@ class ConsumedGradient(torch.Tensor):
         """Raises InputsError: whatever is asked of it."""
         name = getattr(function, "__name__", "")
         raise InputsError(
-            f"{'Something' if name.startswith('__') or not name else name} reads a gradient that this plan's backward has consumed: the "
-            "parameters are updated already, so that gradients can be neither clipped nor read nor accumulated. Plan with "
-            "--pass states.in_backward=false, or leave clipping out (max_grad_norm=0 of Hugging Face's Trainer)."
+            f"{'Something' if name.startswith('__') or not name else name} reads a gradient that this plan's "
+            "backward has consumed: the parameters are updated already, so that gradients can be neither "
+            "clipped nor read nor accumulated. Plan with --pass states.in_backward=false, or leave clipping "
+            "out (max_grad_norm=0 of Hugging Face's Trainer)."
         )
 
     __torch_dispatch__ = __torch_function__  # type: ignore[assignment]  # the base's has no name for what it is called with

@@ -1,7 +1,8 @@
-"""Carries out the tags on the graph: each tagged site becomes the operators of its option, nothing else changes.
+"""Carries out the tags on the graph: each tagged site becomes the operators of its option, nothing else
+changes.
 
-The result is plain torch.fx with plain weights (s8, bf16, …) and explicit packing operators: it can be exported and
-saved. `pack.py` folds the packing for eager execution, Inductor's freezing for compiled code.
+The result is plain torch.fx with plain weights (s8, bf16, …) and explicit packing operators: it can be
+exported and saved. `pack.py` folds the packing for eager execution, Inductor's freezing for compiled code.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from effcompile.sites.parts import LinearSite, embeddings, linears
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
-#: Arguments of a oneDNN linear without a fused element-wise function. (The list may not be empty: torch.export cannot save it.)
+#: Arguments of a oneDNN linear without a fused element-wise function. (The list may not be empty:
+#: torch.export cannot save it.)
 _NO_POST_OP = ("none", [None], "")
 
 
@@ -43,7 +45,8 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
         calibration: flat inputs; read only where a linear is `int8_static`.
 
     Raises:
-        LoweringError: an option that this torch cannot run at that site, or no calibration inputs for `int8_static`.
+        LoweringError: an option that this torch cannot run at that site, or no calibration inputs for
+            `int8_static`.
     """
     torch_compat.allow_tracing_packing()
     edited = program.editable("torch")
@@ -58,13 +61,16 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
     edit_attentions(edited)
     edited.graph.eliminate_dead_code()
     edited.graph.lint()
-    lean = fx.GraphModule(edited.module, edited.graph, class_name=type(edited.module).__name__)  # only what the graph reads
+    # only what the graph reads
+    lean = fx.GraphModule(edited.module, edited.graph, class_name=type(edited.module).__name__)
     lean.meta = edited.module.meta
     return replace(edited, module=lean)
 
 
 def tidy(module: fx.GraphModule) -> None:
-    """Remove what costs time and does nothing: metadata asserts, and copies in a graph without in-place operators."""
+    """Remove what costs time and does nothing: metadata asserts, and copies in a graph without in-place
+    operators.
+    """
     functional = not any(writes(node) for node in module.graph.nodes)
     for node in list(module.graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
@@ -79,7 +85,8 @@ class _Editor:
 
     def __init__(self, program: Program, ranges: Mapping[fx.Node, Range]) -> None:
         self.program, self.graph, self.ranges = program, program.graph, dict(ranges)
-        self._replaced: dict[fx.Node, fx.Node] = {}  # what a linear was → what it is now, which further linears read
+        # what a linear was → what it is now, which further linears read
+        self._replaced: dict[fx.Node, fx.Node] = {}
         self._quantized: dict[tuple[fx.Node, str], tuple[object, ...]] = {}
         self._zeros: dict[int, fx.Node] = {}
         self._count = 0
@@ -90,7 +97,9 @@ class _Editor:
         assert stored is not None
         refusal = _refusal(site, stored, held)
         if refusal is not None:
-            raise LoweringError(f"Cannot run {site.site} as {held.name}: {refusal}. Plan again with another backend.")
+            raise LoweringError(
+                f"Cannot run {site.site} as {held.name}: {refusal}. Plan again with another backend."
+            )
         weight = (stored.t() if site.transposed else stored).detach()  # (N, K)
         dtype = dtype_of(site.node)
         wide = dtype == torch.float64 and held != FP32 and not held.block
@@ -101,7 +110,11 @@ class _Editor:
             if cores:
                 result = _two_of_four(self, site, weight)
             else:
-                result = _sparse(self, site, weight, held) if held.block else _EMITTERS[held.family](self, site, weight, held)
+                result = (
+                    _sparse(self, site, weight, held)
+                    if held.block
+                    else _EMITTERS[held.family](self, site, weight, held)
+                )
             rounded = result is not site.node and held != FP32 and not held.block  # such products make fp32
             if rounded and dtype is not None and dtype != torch.float32:
                 result = self.call(None, aten.to.dtype, result, dtype)
@@ -185,7 +198,8 @@ def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
 
 def _bf16(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     on_cpu = weight.device.type == "cpu"
-    if not on_cpu and weight.dtype in two_of_four.DTYPES:  # a model in 16 bits is there already; its graph wants results in its own
+    if not on_cpu and weight.dtype in two_of_four.DTYPES:
+        # a model in 16 bits is there already; its graph wants results in its own
         site.node.meta[SITE] = site.site
         return site.node
     narrow = editor.constant(weight.to(torch.bfloat16).contiguous())
@@ -204,17 +218,21 @@ def _in_fp32(editor: _Editor, y: fx.Node, bias: fx.Node | None) -> fx.Node:
     return y if bias is None else editor.call(None, aten.add.Tensor, y, bias)
 
 
-def _packed_float(editor: _Editor, site: LinearSite, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
+def _packed_float(
+    editor: _Editor, site: LinearSite, x: fx.Node, weight: fx.Node, bias: fx.Node | None
+) -> fx.Node:
     packed = editor.call(None, torch.ops.mkldnn._reorder_linear_weight.default, weight, site.m)
     product = torch.ops.mkldnn._linear_pointwise.default
-    return _on_rows(editor, site, x, lambda rows: editor.call(site, product, rows, packed, bias, *_NO_POST_OP))
+    return _on_rows(
+        editor, site, x, lambda rows: editor.call(site, product, rows, packed, bias, *_NO_POST_OP)
+    )
 
 
 def _on_rows(editor: _Editor, site: LinearSite, x: fx.Node, product: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """The product of x as a matrix, in x's leading shape.
 
-    Weight-only products take matrices only. For oneDNN's the reshape matters to Inductor (2.11-2.13): it takes a sum right
-    after the product for a bias and then asserts that the weight was packed by itself.
+    Weight-only products take matrices only. For oneDNN's the reshape matters to Inductor (2.11-2.13): it
+    takes a sum right after the product for a bias and then asserts that the weight was packed by itself.
     """
     axes = len(shape_of(site.x)) - 1
     if axes == 1:
@@ -238,7 +256,9 @@ def _int8(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
 def _int8_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     """Ours, which quantises x itself; nothing but fp32 goes in."""
     codes, scales = numerics.quantize_rows(weight.float())
-    return _ours(editor, site, int8_linear.default, editor.constant(pack(codes)), editor.constant(scales.flatten()))
+    return _ours(
+        editor, site, int8_linear.default, editor.constant(pack(codes)), editor.constant(scales.flatten())
+    )
 
 
 def _groups(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
@@ -248,7 +268,11 @@ def _groups(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: Weigh
 
 
 def _ours(editor: _Editor, site: LinearSite, product: Callable[..., object], *weight: object) -> fx.Node:
-    x = site.x if dtype_of(site.x) == torch.float32 else editor.call(None, aten.to.dtype, site.x, torch.float32)
+    x = (
+        site.x
+        if dtype_of(site.x) == torch.float32
+        else editor.call(None, aten.to.dtype, site.x, torch.float32)
+    )
     whole = site.bias is None or (shape_of(site.bias), dtype_of(site.bias)) == ((site.n,), torch.float32)
     y = editor.call(site, product, x, *weight, site.bias if whole else None)
     return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
@@ -256,18 +280,29 @@ def _ours(editor: _Editor, site: LinearSite, product: Callable[..., object], *we
 
 def _w8_channel(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     q, scale = numerics.quantize_w8(weight)
-    return _weight_only(editor, site, aten._weight_int8pack_mm.default, editor.constant(q), editor.constant(scale))
+    return _weight_only(
+        editor, site, aten._weight_int8pack_mm.default, editor.constant(q), editor.constant(scale)
+    )
 
 
 def _w4(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     nibbles, scales = numerics.quantize_w4(weight, held.group)
     return _weight_only(
-        editor, site, aten._weight_int4pack_mm_for_cpu.default, editor.constant(nibbles), held.group, editor.constant(scales)
+        editor,
+        site,
+        aten._weight_int4pack_mm_for_cpu.default,
+        editor.constant(nibbles),
+        held.group,
+        editor.constant(scales),
     )
 
 
-def _weight_only(editor: _Editor, site: LinearSite, product: Callable[..., object], *operands: object) -> fx.Node:
-    """In bf16, of rows that lie one after the other: torch's kernels take no others, and neither x nor a cast or view of it need be so."""
+def _weight_only(
+    editor: _Editor, site: LinearSite, product: Callable[..., object], *operands: object
+) -> fx.Node:
+    """In bf16, of rows that lie one after the other: torch's kernels take no others, and neither x nor a cast
+    or view of it need be so.
+    """
 
     def of_rows(x: fx.Node) -> fx.Node:
         return editor.call(site, product, editor.call(None, aten.contiguous.default, x), *operands)
@@ -280,7 +315,13 @@ def _sparse(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: Weigh
     pattern, values = BlockPattern.from_dense(weight, held.block)
     constants = [editor.constant(tensor) for tensor in (values, *pattern.indices)]
     whole = site.bias is None or shape_of(site.bias) == (site.n,)
-    y = editor.call(site, torch.ops.effcompile.block_sparse_linear.default, site.x, *constants, site.bias if whole else None)
+    y = editor.call(
+        site,
+        torch.ops.effcompile.block_sparse_linear.default,
+        site.x,
+        *constants,
+        site.bias if whole else None,
+    )
     return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
 
 
@@ -290,7 +331,9 @@ def _two_of_four(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.
     constants = editor.constant(packed), None if meta is None else editor.constant(meta)
     target = torch.ops.effcompile.two_of_four_linear.default
     if weight.dtype not in two_of_four.DTYPES:
-        return _in_fp32(editor, editor.call(site, target, editor.bf16(site.x), *constants, None, site.n), site.bias)
+        return _in_fp32(
+            editor, editor.call(site, target, editor.bf16(site.x), *constants, None, site.n), site.bias
+        )
     whole = site.bias is None or shape_of(site.bias) == (site.n,)
     y = editor.call(site, target, site.x, *constants, site.bias if whole else None, site.n)
     return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)

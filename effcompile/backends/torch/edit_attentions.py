@@ -21,7 +21,9 @@ SITE = "effcompile_site"
 
 
 def inlined(graph: fx.Graph, function: Callable[..., object], *args: object) -> object:
-    """Trace `function` (of aten calls) into a graph at its insertion point; returns what it returns, as nodes."""
+    """Trace `function` (of aten calls) into a graph at its insertion point; returns what it returns, as
+    nodes.
+    """
     traced = fx.symbolic_trace(function).graph
     holders = [node for node in traced.nodes if node.op == "placeholder"]
     return graph.graph_copy(traced, dict(zip(holders, args, strict=True)))  # type: ignore[arg-type]
@@ -41,7 +43,8 @@ def edit_attentions(program: Program) -> None:
             args[3] = added.get(site.mask) or added.setdefault(site.mask, _as_summand(program, site))
         options = {"scale": argument(site.node, "scale"), "enable_gqa": argument(site.node, "enable_gqa")}
         with program.graph.inserting_before(site.node):
-            pair = program.graph.call_function(aten._scaled_dot_product_attention_math.default, (*args, None), options)  # type: ignore[arg-type]
+            math = aten._scaled_dot_product_attention_math.default
+            pair = program.graph.call_function(math, (*args, None), options)  # type: ignore[arg-type]
             heads = program.graph.call_function(operator.getitem, (pair, 0))
             result = inlined(program.graph, _heads_last, heads)
         assert isinstance(result, fx.Node)
@@ -60,13 +63,18 @@ def _group(node: fx.Node) -> None:
     before = [_before_repetition(argument(node, name)) for name in ("key", "value")]
     if None in before:
         return
-    given = {"attn_mask": argument(node, "attn_mask"), "dropout_p": argument(node, "dropout_p"), "is_causal": argument(node, "is_causal")}
+    given = {
+        "attn_mask": argument(node, "attn_mask"),
+        "dropout_p": argument(node, "dropout_p"),
+        "is_causal": argument(node, "is_causal"),
+    }
     node.args = (node.args[0], *before, *given.values())  # type: ignore[arg-type]
     node.kwargs = {"scale": argument(node, "scale"), "enable_gqa": True}  # type: ignore[dict-item]
 
 
 def _before_repetition(node: object) -> fx.Node | None:
-    """x (B, H, S, D) of a value that holds each of its heads several times, one after the other; None for any other value.
+    """x (B, H, S, D) of a value that holds each of its heads several times, one after the other; None for any
+    other value.
 
     As every model writes it: a new axis behind the heads, expanded, and both axes made one.
     """
@@ -77,7 +85,11 @@ def _before_repetition(node: object) -> fx.Node | None:
     if not isinstance(value, fx.Node) or value.target is not aten.expand.default:
         return None
     inner = value.args[0]
-    if not isinstance(inner, fx.Node) or inner.target is not aten.unsqueeze.default or inner.args[1] not in (2, -3):
+    if (
+        not isinstance(inner, fx.Node)
+        or inner.target is not aten.unsqueeze.default
+        or inner.args[1] not in (2, -3)
+    ):
         return None
     x = inner.args[0]
     if not isinstance(x, fx.Node) or x.meta["val"].device.type != "cpu":
@@ -89,18 +101,26 @@ def _before_repetition(node: object) -> fx.Node | None:
 
 
 def _as_summand(program: Program, site: AttentionSite) -> fx.Node:
-    """The boolean mask as what is added to the scores: 0 where it is true, -inf elsewhere, in the dtype of the query.
+    """The boolean mask as what is added to the scores: 0 where it is true, -inf elsewhere, in the dtype of
+    the query.
 
-    `scaled_dot_product_attention` does this before it calls its decomposition; that itself would add a mask as 0 and 1.
+    `scaled_dot_product_attention` does this before it calls its decomposition; that itself would add a mask
+    as 0 and 1.
     """
     dtype = dtype_of(site.node) or torch.float32
     with program.graph.inserting_before(site.node):
-        result = inlined(program.graph, lambda mask: aten.to.dtype(aten.where.Scalar(mask, 0.0, -math.inf), dtype), site.mask)
+        result = inlined(
+            program.graph,
+            lambda mask: aten.to.dtype(aten.where.Scalar(mask, 0.0, -math.inf), dtype),
+            site.mask,
+        )
     assert isinstance(result, fx.Node)
     return result
 
 
 def _heads_last(heads: torch.Tensor) -> torch.Tensor:
-    """The same values in memory order (B, S, H, D): sdpa returns them so, and the `view` that follows relies on it."""
+    """The same values in memory order (B, S, H, D): sdpa returns them so, and the `view` that follows relies
+    on it.
+    """
     rows = aten.clone.default(aten.transpose.int(heads, 1, 2), memory_format=torch.contiguous_format)
     return aten.transpose.int(rows, 1, 2)

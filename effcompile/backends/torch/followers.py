@@ -19,10 +19,17 @@ _FOLLOWS = (int8_linear.default, group_linear.default)
 
 
 def fuse_followers(program: Program) -> None:
-    """A GELU or SiLU that alone reads one of our linears in 8 bits, into it: results are in registers there."""
+    """A GELU or SiLU that alone reads one of our linears in 8 bits, into it: results are in
+    registers there.
+    """
     for node in list(program.graph.nodes):
         source, after = node.args[0] if node.args else None, _after(node)
-        if not after or not isinstance(source, fx.Node) or source.target not in _FOLLOWS or len(source.users) > 1:
+        if (
+            not after
+            or not isinstance(source, fx.Node)
+            or source.target not in _FOLLOWS
+            or len(source.users) > 1
+        ):
             continue
         source.args = (*source.args, after)
         source.meta[FOLLOWED] = module_path(node) or node.name

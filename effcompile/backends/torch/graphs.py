@@ -1,4 +1,6 @@
-"""CUDA graphs for calls of shapes that come again: what the host says kernel by kernel is said once, and replayed."""
+"""CUDA graphs for calls of shapes that come again: what the host says kernel by kernel is said once, and
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ Form = tuple[tuple[object, ...], ...]
 _WARM = 3
 #: Graphs that are kept; a shape is recorded when it comes for the second time.
 _MOST = 8
-#: Calls of another shape after which it takes the place of the graph that was idle for longest: to record costs some five calls.
+#: Calls of another shape after which it takes the place of the graph that was idle for longest: to record
+#: costs some five calls.
 _OFTEN = 32
 #: Shapes that are remembered.
 _REMEMBERED = 1024
@@ -34,10 +37,15 @@ _REMEMBERED = 1024
 def declines(graph: fx.Graph) -> str | None:
     """None, or why calls of this graph cannot be replayed."""
     if os.environ.get("EFFCOMPILE_CUDA_GRAPHS", "").lower() not in ("on", "1", "yes"):
-        return "EFFCOMPILE_CUDA_GRAPHS=1 records calls (new: one of our own runs on an H100 ended in a launch failure)"
+        return (
+            "EFFCOMPILE_CUDA_GRAPHS=1 records calls (new: one of our own runs on an H100 ended in a "
+            "launch failure)"
+        )
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
-        if (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags) and not _indexed_by_places(node):
+        if (
+            torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        ) and not _indexed_by_places(node):
             return f"{node.target} waits for the GPU: its result is read on the host"
         if draws(node):
             return f"{node.target} draws random numbers"
@@ -47,15 +55,20 @@ def declines(graph: fx.Graph) -> str | None:
 
 
 def _indexed_by_places(node: fx.Node) -> bool:
-    """Whether it reads at given places: the operator that does so is tagged for the masks that it takes too, whose sums it waits for."""
+    """Whether it reads at given places: the operator that does so is tagged for the masks that it takes too,
+    whose sums it waits for.
+    """
     if node.target is not torch.ops.aten.index.Tensor:
         return False
     indices = [index.meta.get("val") for index in node.args[1] if isinstance(index, fx.Node)]  # type: ignore[union-attr]
-    return all(isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8) for index in indices)
+    return all(
+        isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8) for index in indices
+    )
 
 
 def replayed(run: Run, example: Sequence[torch.Tensor], most: int = _MOST) -> Replayed | str:
-    """The function, captured now at these inputs; or why CUDA would not capture it (an operator that waits for the GPU in its own code).
+    """The function, captured now at these inputs; or why CUDA would not capture it (an operator that waits
+    for the GPU in its own code).
 
     Args:
         run: from tensors to tensors, all on one GPU.
@@ -65,14 +78,18 @@ def replayed(run: Run, example: Sequence[torch.Tensor], most: int = _MOST) -> Re
     try:
         return Replayed(run, example, most)
     except RuntimeError as error:
-        return f"it cannot be captured: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        return (
+            "it cannot be captured: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        )
 
 
 class Replayed:
-    """A function of tensors, by graphs that were captured at the shapes of an example and at others when they came for the second time.
+    """A function of tensors, by graphs that were captured at the shapes of an example and at others when they
+    came for the second time.
 
-    Inputs are copied into a graph's own, results are copied out of it: a result stays as it is when the next call is made. Calls
-    from several threads and streams take turns, on the GPU too.
+    Inputs are copied into a graph's own, results are copied out of it: a result stays as it is when the next
+    call is made. Calls from several threads and streams take turns, on the GPU too.
     """
 
     def __init__(self, run: Run, example: Sequence[torch.Tensor], most: int = _MOST) -> None:
@@ -101,7 +118,11 @@ class Replayed:
         if graph is not None:
             self._graphs.move_to_end(form)
             return graph
-        if self._most == 1 or form in self._refused or (form not in self._seen and len(self._seen) >= _REMEMBERED):
+        if (
+            self._most == 1
+            or form in self._refused
+            or (form not in self._seen and len(self._seen) >= _REMEMBERED)
+        ):
             return None
         self._seen[form] += 1
         full = len(self._graphs) >= self._most
@@ -113,7 +134,8 @@ class Replayed:
             self._graphs.popitem(last=False)
         try:
             self._graphs[form] = _Graph(self._run, inputs)
-        except RuntimeError:  # no memory for another graph, or CUDA does not capture it at this shape: kernel by kernel, then
+        except RuntimeError:
+            # no memory for another graph, or CUDA does not capture it at this shape: kernel by kernel, then
             self._refused.add(form)
         return self._graphs.get(form)
 
@@ -124,15 +146,22 @@ class _Graph:
     def __init__(self, run: Run, example: Sequence[torch.Tensor]) -> None:
         self._done: Any = None
         before = _held()
-        with torch.cuda.device(_index(example)), torch.inference_mode(False), torch.no_grad(), keeping() as self._read:
-            self._inputs = [t.clone() for t in example]  # in inference mode they could be written in that mode alone
+        with (
+            torch.cuda.device(_index(example)),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            keeping() as self._read,
+        ):
+            # in inference mode they could be written in that mode alone
+            self._inputs = [t.clone() for t in example]
             self._graph, self._outputs = _captured(run, self._inputs)
         self.nbytes = max(0, _held() - before)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.cuda.device(_index(self._inputs)):
             if self._done is not None:
-                torch.cuda.current_stream().wait_event(self._done)  # the last call may be under way on another stream
+                # the last call may be under way on another stream
+                torch.cuda.current_stream().wait_event(self._done)
             for own, given in zip(self._inputs, inputs, strict=True):
                 own.copy_(given)
             self._graph.replay()
@@ -143,10 +172,12 @@ class _Graph:
 
 
 def _captured(run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """One call's graph and outputs, recorded after some calls on a stream of their own (as torch.cuda.graph's documentation asks).
+    """One call's graph and outputs, recorded after some calls on a stream of their own (as torch.cuda.graph's
+    documentation asks).
 
-    Workspaces of cuBLAS are kept per stream by torch, and all recordings are on one stream: a graph would go on to write where an earlier
-    one's pool lay when that was given back. So they are forgotten before, for a graph to have its own in its own pool, and behind.
+    Workspaces of cuBLAS are kept per stream by torch, and all recordings are on one stream: a graph would go
+    on to write where an earlier one's pool lay when that was given back. So they are forgotten before, for a
+    graph to have its own in its own pool, and behind.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

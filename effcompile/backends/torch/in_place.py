@@ -1,7 +1,8 @@
-"""A step of generation as it runs token by token: its cache grows where it stands, and is read once for all queries of a group.
+"""A step of generation as it runs token by token: its cache grows where it stands, and is read once for all
+queries of a group.
 
-The graph's concatenations become appends (ops/append.py), its attentions those of ops/cached_attention.py, and what lies between them one
-call each (regions.py).
+The graph's concatenations become appends (ops/append.py), its attentions those of ops/cached_attention.py,
+and what lies between them one call each (regions.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from effcompile.sites.parts import argument
 aten = torch.ops.aten
 
 
-def in_place(module: fx.GraphModule, capacities: Mapping[int, int], narrow: Collection[int] = ()) -> fx.GraphModule:
+def in_place(
+    module: fx.GraphModule, capacities: Mapping[int, int], narrow: Collection[int] = ()
+) -> fx.GraphModule:
     """The module with rows of its cache appended in place.
 
     Args:
@@ -52,10 +55,18 @@ def _check_readers(holder: fx.Node) -> None:
     """Raises LoweringError where a cache is read by anything but an append and the attentions behind it."""
     appended = [user for user in holder.users if user.target is append]
     others = [user for user in holder.users if user not in appended and user.target is not aten.sym_size.int]
-    others += [user for node in appended for user in node.users if user.op != "output" and not _only_attends(user, node)]
+    others += [
+        user
+        for node in appended
+        for user in node.users
+        if user.op != "output" and not _only_attends(user, node)
+    ]
     if others or not appended:
         name = others[0].name if others else holder.name
-        raise LoweringError(f"A narrower cache is read by attentions alone; {name} takes the model's own dtype. Leave the cache as it is.")
+        raise LoweringError(
+            f"A narrower cache is read by attentions alone; {name} takes the model's own dtype. Leave the "
+            "cache as it is."
+        )
 
 
 def _only_attends(user: fx.Node, rows: fx.Node) -> bool:

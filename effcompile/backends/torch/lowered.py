@@ -47,7 +47,8 @@ class TorchLowered:
     weight_bytes: int
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        with torch.inference_mode(False), torch.no_grad():  # else a caller within inference_mode has everything compiled once more
+        with torch.inference_mode(False), torch.no_grad():
+            # else a caller within inference_mode has everything compiled once more
             return list(self.run(*inputs))
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
@@ -57,7 +58,9 @@ class TorchLowered:
         """Its weights are the program's, or packed from them: there is no file to read them from."""
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
-        """Weights plus the highest sum of live CPU allocations during one call, from the profiler's memory events."""
+        """Weights plus the highest sum of live CPU allocations during one call, from the profiler's memory
+        events.
+        """
         self(*inputs)
         with torch_compat_memory.memory_profile() as profile:
             self(*inputs)
@@ -73,9 +76,15 @@ class TorchLowered:
         content = io.BytesIO()
         try:
             # into memory first: on a full disk torch's own file writer does not raise but aborts the process
-            torch.export.save(_without_source_paths(reexport(self.program)), content, extra_files={_HEADER: json.dumps(header)})
+            torch.export.save(
+                _without_source_paths(reexport(self.program)),
+                content,
+                extra_files={_HEADER: json.dumps(header)},
+            )
         except Exception as error:
-            raise LoweringError(f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend.") from error
+            raise LoweringError(
+                f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend."
+            ) from error
         directory.mkdir(parents=True, exist_ok=True)
         (directory / ARTIFACT).write_bytes(content.getbuffer())
         return (directory / ARTIFACT,)
@@ -90,7 +99,8 @@ def _without_source_paths(exported: torch.export.ExportedProgram) -> torch.expor
 
 
 def load(path: Path) -> Forward:
-    """The saved artifact as a callable with the original model's signature; compiled at the first call for Inductor.
+    """The saved artifact as a callable with the original model's signature; compiled at the first call for
+    Inductor.
 
     Raises:
         UsageError: no such file. FormatError: not a model.pt2 of effcompile.
@@ -99,7 +109,8 @@ def load(path: Path) -> Forward:
 
 
 def load_flat(path: Path) -> tuple[Callable[..., list[torch.Tensor]], fx.Graph]:
-    """The same as a function of the flat tensors alone, to tensors, and its graph: what else the model was given stands in the artifact.
+    """The same as a function of the flat tensors alone, to tensors, and its graph: what else the model was
+    given stands in the artifact.
 
     Raises what `load` does.
     """
@@ -116,7 +127,10 @@ def load_flat(path: Path) -> tuple[Callable[..., list[torch.Tensor]], fx.Graph]:
 
 
 def open_flat(path: Path) -> fx.GraphModule:
-    """The same as a graph of flat tensors, run operator by operator, with its weights packed. Raises what `load` does."""
+    """The same as a graph of flat tensors, run operator by operator, with its weights packed.
+
+    Raises what `load` does.
+    """
     exported = _exported(path)[0]
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
@@ -137,7 +151,9 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
         exported = torch.export.load(path, extra_files=files)
         header = json.loads(files[_HEADER])
     except Exception as error:
-        raise FormatError(f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again.") from error
+        raise FormatError(
+            f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again."
+        ) from error
     int8 = {torch.ops.onednn.qlinear_pointwise} if torch_compat.has_onednn_int8() else set()
     packets = {getattr(node.target, "overloadpacket", None) for node in exported.graph.nodes}
     if int8 & packets and products_saturate():
@@ -148,7 +164,8 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
 def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Forward]:
     exported, engine = _exported(path)
     inductor = engine == "inductor"
-    module = exported.module(check_guards=not inductor)  # Dynamo cannot trace export's guards and hooks, and makes its own
+    # Dynamo cannot trace export's guards and hooks, and makes its own
+    module = exported.module(check_guards=not inductor)
     assert isinstance(module, fx.GraphModule)
     run = _compile(fx.GraphModule(module, module.graph), None) if inductor else pack(module)
 
@@ -177,7 +194,9 @@ def lower_eager(program: Program) -> TorchLowered:
 
 
 def lower_inductor(program: Program) -> TorchLowered:
-    """Compile the edited graph at the example's shapes, weights frozen into it, packed once for these shapes and all others."""
+    """Compile the edited graph at the example's shapes, weights frozen into it, packed once for these shapes
+    and all others.
+    """
     module = flatten(program)
     packed = packed_weights(module)
     put_plain_aside(module, program.made)
@@ -204,33 +223,42 @@ def lower_inductor(program: Program) -> TorchLowered:
 
 
 def _kernels(program: Program) -> dict[str, str]:
-    """Which instruction set multiplies bytes, where the program has such linears, and why not a better one."""
+    """Which instruction set multiplies bytes, where the program has such linears, and why not a
+    better one.
+    """
     used = {node.target for node in program.graph.nodes}
     ours = {"int8 linears": (int8_linear, int8_told), "linears in groups": (group_linear, groups_told)}
     return {name: told() for name, (operator, told) in ours.items() if operator.default in used}
 
 
 class _Shaped:
-    """The compiled function at the shapes it was compiled for; at any other the same graph, packed and uncompiled.
+    """The compiled function at the shapes it was compiled for; at any other the same graph, packed and
+    uncompiled.
 
-    So a new sequence length costs a slower call, not half a minute of compiling. `packed`: the weights that both hold.
+    So a new sequence length costs a slower call, not half a minute of compiling. `packed`: the weights that
+    both hold.
     """
 
-    def __init__(self, program: Program, compiled: Callable[..., object], packed: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, program: Program, compiled: Callable[..., object], packed: Sequence[torch.Tensor]
+    ) -> None:
         self._program, self._compiled, self._packed = program, compiled, packed
         self._shapes = [(t.shape, t.dtype, t.device) for t in program.flat_inputs()]
         self._eager: fx.GraphModule | None = None
 
     def __call__(self, *inputs: torch.Tensor) -> Outputs:
         if [(t.shape, t.dtype, t.device) for t in inputs] == self._shapes:
-            return self._compiled(*(t.clone() if t.is_inference() else t for t in inputs))  # it was compiled for what is none
+            # it was compiled for what is none
+            return self._compiled(*(t.clone() if t.is_inference() else t for t in inputs))
         if self._eager is None:
             self._eager = pack(flatten(self._program), self._packed)
         return self._eager(*inputs)
 
 
 def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> Forward:
-    """torch.compile with frozen weights, which go when the result goes; `kept` receives the kernels found in Inductor's final graph."""
+    """torch.compile with frozen weights, which go when the result goes; `kept` receives the kernels found in
+    Inductor's final graph.
+    """
     options: dict[str, Any] = {}
     if kept is not None:
         options["post_grad_custom_post_pass"] = torch_compat_inductor.graph_reader(
@@ -239,7 +267,8 @@ def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> F
     compiled = torch.compile(module.forward, dynamic=False, fullgraph=True, options=options)
 
     def call(*args: object, **kwargs: object) -> Any:
-        with torch_compat_inductor.freezing():  # Dynamo reads it whenever it compiles; as an option it would reach Inductor only
+        with torch_compat_inductor.freezing():
+            # Dynamo reads it whenever it compiles; as an option it would reach Inductor only
             return compiled(*args, **kwargs)
 
     weakref.finalize(call, torch_compat_inductor.forget_compiled, module.forward.__code__).atexit = False
@@ -251,7 +280,9 @@ def _try(run: Callable[..., object], program: Program) -> None:
         with torch.no_grad():
             run(*program.flat_inputs())
     except Exception as error:
-        raise LoweringError(f"torch cannot run {program.name} as planned: {_line(error)}. Plan again with another backend.") from error
+        raise LoweringError(
+            f"torch cannot run {program.name} as planned: {_line(error)}. Plan again with another backend."
+        ) from error
 
 
 def _artifact_bytes(program: Program) -> int:

@@ -1,4 +1,7 @@
-"""Times single kernels as each engine would run them. Results are for this machine and torch's current thread count."""
+"""Times single kernels as each engine would run them.
+
+Results are for this machine and torch's current thread count.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,16 @@ _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machine
 _MOST_COPIES = 8
 
 
-#: Of operators that are one to every engine of ours: (which engine it was timed for, seconds), for the other one to take once.
+#: Of operators that are one to every engine of ours: (which engine it was timed for, seconds), for the other
+#: one to take once.
 _timed: dict[tuple[KernelCall, str, int], tuple[str, float | None]] = {}
 
 
 def measure(call: KernelCall, engine: str, *, device: str | None = None) -> float | None:
     """Seconds of one warm call, or None where torch has no such kernel on this type of device.
 
-    `engine`: "eager" and "inductor" as lowered by us, "stock" for the original model's own operators. `device`: if None torch's default.
+    `engine`: "eager" and "inductor" as lowered by us, "stock" for the original model's own operators.
+    `device`: if None torch's default.
     """
     device = device or torch.get_default_device().type
     if engine == "stock" or not _one_operator(call):
@@ -62,7 +67,11 @@ def _measured(call: KernelCall, engine: str, device: str) -> float | None:
         elif make is not None:
             body = make(call.dims, engine)
         else:  # what is neither there nor a linear is nowhere
-            body = in_turn(linears(held, call.dims[:3], engine, copies(call))) if held and is_linear(call) else None
+            body = (
+                in_turn(linears(held, call.dims[:3], engine, copies(call)))
+                if held and is_linear(call)
+                else None
+            )
         return None if body is None else seconds_of(body, device)
 
 
@@ -72,7 +81,9 @@ def seconds_of(body: Body, device: str) -> float:
 
 
 def copies(call: KernelCall) -> int:
-    """Linears with weights of their own that together exceed the last-level cache, as the layers of a model do."""
+    """Linears with weights of their own that together exceed the last-level cache, as the layers of a model
+    do.
+    """
     if call.kernel == "linear/sparse":
         kept, block = call.dims[3:]
         return max(1, min(_MOST_COPIES, _CACHE_BYTES // (4 * kept * block**2)))
@@ -93,7 +104,9 @@ def is_linear(call: KernelCall) -> bool:
     return call.kernel.startswith("linear/") and call.format is not None
 
 
-def _on_random(function: Callable[..., object], shapes: Callable[[Dims], list[tuple[int, ...]]]) -> Callable[[Dims, str], Body]:
+def _on_random(
+    function: Callable[..., object], shapes: Callable[[Dims], list[tuple[int, ...]]]
+) -> Callable[[Dims, str], Body]:
     def make(dims: Dims, engine: str) -> Body:
         inputs = [torch.randn(shape) for shape in shapes(dims)]
         run = as_run_by(function, engine)
@@ -114,7 +127,9 @@ def _attention(function: Forward) -> Callable[[Dims, str], Body]:
 
 
 def _seeing(function: Forward) -> Callable[[Dims, str], Body]:
-    """The same where a query sees `visible` keys in the mean: the band on its left that does so, or all before it."""
+    """The same where a query sees `visible` keys in the mean: the band on its left that does so, or all
+    before it.
+    """
 
     def make(dims: Dims, engine: str) -> Body:
         b, h, sq, sk, d, visible = dims
@@ -144,9 +159,13 @@ def _tiles(dims: Dims, engine: str) -> Body:
     others = min(columns - 1, max(0, round(visible / block) - 1))
     ranks = torch.rand(1, h, rows, columns).masked_fill(diagonal, 2.0).argsort(-1).argsort(-1)
     form = {"block_q": block, "block_k": block}
-    found = TileList.from_grids(diagonal.expand(1, h, -1, -1), ranks < others, q_len=sq, k_len=sk, **form).tensors()[:4]
+    found = TileList.from_grids(
+        diagonal.expand(1, h, -1, -1), ranks < others, q_len=sq, k_len=sk, **form
+    ).tensors()[:4]
     run = torch.ops.effcompile.attention
-    return lambda: run(q, k, v, tiles=found, scale=d**-0.5, hi=sk - sq, **form)[0].transpose(1, 2).reshape(b, sq, h * d)
+    return lambda: (
+        run(q, k, v, tiles=found, scale=d**-0.5, hi=sk - sq, **form)[0].transpose(1, 2).reshape(b, sq, h * d)
+    )
 
 
 def _predictor(dims: Dims, engine: str, *, method: str) -> Body:
@@ -155,7 +174,16 @@ def _predictor(dims: Dims, engine: str, *, method: str) -> Body:
     q, k = (torch.randn(b, s, h, d).transpose(1, 2) for s in (sq, sk))
     lo, hi = _band(sq, sk, visible)
     factors = [torch.randn(h, d, detail) for _ in range(2)] if METHODS[method].fitted else None
-    form = {"method": method, "detail": detail, "pool": pool, "block": block, "mass": 0.95, "scale": d**-0.5, "lo": lo, "hi": hi}
+    form = {
+        "method": method,
+        "detail": detail,
+        "pool": pool,
+        "block": block,
+        "mass": 0.95,
+        "scale": d**-0.5,
+        "lo": lo,
+        "hi": hi,
+    }
     return lambda: torch.ops.effcompile.predicted_tiles(q, k, None, factors, **form)
 
 
@@ -168,13 +196,19 @@ def _tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lo: int | None, hi
     return result
 
 
-def _tiled_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lo: int | None, hi: int | None) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.effcompile.attention(q, k, v, scale=q.shape[3] ** -0.5, softcap=50.0, lo=lo, hi=hi)[0]
+def _tiled_scores(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lo: int | None, hi: int | None
+) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.effcompile.attention(
+        q, k, v, scale=q.shape[3] ** -0.5, softcap=50.0, lo=lo, hi=hi
+    )[0]
     return result
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lo: int | None, hi: int | None) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.effcompile.attention_flex(q, k, v, scale=q.shape[3] ** -0.5, lo=lo, hi=hi)
+    result: torch.Tensor = torch.ops.effcompile.attention_flex(
+        q, k, v, scale=q.shape[3] ** -0.5, lo=lo, hi=hi
+    )
     return result
 
 
@@ -190,7 +224,9 @@ def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight)
 
 
-def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
     return F.layer_norm(x + residual, (x.shape[-1],), weight, bias)
 
 
@@ -253,7 +289,10 @@ _KERNELS: dict[str, Callable[[Dims, str], Body | None]] = {
     "norm/layer": _on_random(_norm, lambda d: [d, d[1:], d[1:]]),
     "norm/rms": _on_random(_rms, lambda d: [d, d[1:]]),
     "add_norm/split": _on_random(_add_norm, lambda d: [d, d, d[1:], d[1:]]),
-    **{f"rows/{kernel}": functools.partial(_rows, kernel) for kernel in ("rms_norm", "add_rms_norm", "swiglu", "rotary")},
+    **{
+        f"rows/{kernel}": functools.partial(_rows, kernel)
+        for kernel in ("rms_norm", "add_rms_norm", "swiglu", "rotary")
+    },
     "gelu/erf": _on_random(F.gelu, lambda d: [d]),
     "gelu/tanh": _on_random(_gelu_tanh, lambda d: [d]),
     "embedding/fp32": _embedding,

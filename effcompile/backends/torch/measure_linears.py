@@ -14,7 +14,15 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.packing import packs
 from effcompile.core.errors import LoweringError
 from effcompile.core.types import Forward
-from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, INT8_TOKEN, W8_CHANNEL, WeightFormat
+from effcompile.ir.formats import (
+    FP32,
+    INT8_CHANNEL,
+    INT8_DYNAMIC,
+    INT8_STATIC,
+    INT8_TOKEN,
+    W8_CHANNEL,
+    WeightFormat,
+)
 from effcompile.machine.target import Dims
 from effcompile.ops import group_codes
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
@@ -45,7 +53,10 @@ def linears(held: WeightFormat, dims: Dims, engine: str, count: int) -> list[Bod
     """So many of them, each on weights of its own."""
     first = _linear(held, dims, engine)
     others = range(count - 1)
-    return [first, *(first.copy() if isinstance(first, _OnWeights) else _linear(held, dims, engine) for _ in others)]
+    return [
+        first,
+        *(first.copy() if isinstance(first, _OnWeights) else _linear(held, dims, engine) for _ in others),
+    ]
 
 
 def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
@@ -61,11 +72,15 @@ def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
         return _groups(held, x, weight, bias)
     if held.bits > 8:
         return _float(held, x, weight, bias, engine)
-    return (_int8 if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) else _weight_only)(held, x, weight, bias, engine)
+    return (_int8 if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) else _weight_only)(
+        held, x, weight, bias, engine
+    )
 
 
 def sparse(dims: Dims) -> Body | None:
-    """A linear of `kept` blocks at random places, one operator to every engine; None where its compiled kernels are lacking."""
+    """A linear of `kept` blocks at random places, one operator to every engine; None where its compiled
+    kernels are lacking.
+    """
     m, k, n, kept, block = dims
     x, bias = torch.randn(m, k), torch.randn(n)
     blocks = (n // block) * (k // block)
@@ -76,7 +91,9 @@ def sparse(dims: Dims) -> Body | None:
     return lambda: block_sparse_linear(x, values, *pattern.indices, bias)
 
 
-def _float(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+def _float(
+    held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str
+) -> Body:
     if held == FP32 and (engine == "stock" or x.is_cuda or not packs(len(x), x.shape[1], len(weight))):
         return lambda: F.linear(x, weight, bias)
     if x.is_cuda:
@@ -94,7 +111,18 @@ def _float(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torc
 def _int8(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
     q, scale = numerics.quantize_weight(weight, per_channel=held.scale == "channel")
     packed = torch.ops.onednn.qlinear_prepack(q, None)
-    tail: tuple[Any, ...] = (packed, scale, torch.zeros(len(scale), dtype=torch.int32), bias, 1.0, 0, torch.float32, "none", [], "")
+    tail: tuple[Any, ...] = (
+        packed,
+        scale,
+        torch.zeros(len(scale), dtype=torch.int32),
+        bias,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )
     qlinear = torch.ops.onednn.qlinear_pointwise
     if held == INT8_STATIC:
         quantize = as_run_by(_static_at_unit_range, engine)
@@ -113,16 +141,27 @@ def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Bo
 def _groups(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
     """The same."""
     packed = group_codes.pack(*group_codes.quantize(weight, held.bits), held.bits)
-    return None if x.is_cuda else _OnWeights(lambda held, bias: group_linear.default(x, held, len(bias), bias), (packed, bias))
+    return (
+        None
+        if x.is_cuda
+        else _OnWeights(lambda held, bias: group_linear.default(x, held, len(bias), bias), (packed, bias))
+    )
 
 
-def _weight_only(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+def _weight_only(
+    held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str
+) -> Body:
     narrow, widen = as_run_by(_to_bf16, engine), as_run_by(_widen_and_add, engine)
     if held == W8_CHANNEL:
         q, scale = numerics.quantize_w8(weight)
-        return _OnWeights(lambda q, scale, bias: widen(aten._weight_int8pack_mm(narrow(x), q, scale), bias), (q, scale, bias))
+        return _OnWeights(
+            lambda q, scale, bias: widen(aten._weight_int8pack_mm(narrow(x), q, scale), bias),
+            (q, scale, bias),
+        )
     group = held.group
-    by_group = lambda packed, scales, bias: widen(aten._weight_int4pack_mm_for_cpu(narrow(x), packed, group, scales), bias)  # noqa: E731
+    by_group = lambda packed, scales, bias: widen(  # noqa: E731
+        aten._weight_int4pack_mm_for_cpu(narrow(x), packed, group, scales), bias
+    )
     return _OnWeights(by_group, (*numerics.quantize_w4(weight, group), bias))
 
 
@@ -144,5 +183,8 @@ def _compiled(function: Callable[..., object]) -> Forward:
 
 
 def as_run_by(function: Callable[..., object], engine: str) -> Forward:
-    """The function as the engine runs it. One compilation serves all shapes, 1-3 s each, kept for the process."""
+    """The function as the engine runs it.
+
+    One compilation serves all shapes, 1-3 s each, kept for the process.
+    """
     return _compiled(function) if engine == "inductor" else function

@@ -1,7 +1,8 @@
-"""The arithmetic of each precision in plain aten calls: written once, traced into graphs and timed on its own.
+"""The arithmetic of each precision in plain aten calls: written once, traced into graphs and timed on its
+own.
 
-u8 activations are affine, q = round(x / scale) + zero, s8 weights symmetric; oneDNN computes in s32 and returns fp32.
-Ranges always include 0, so that padding stays exact.
+u8 activations are affine, q = round(x / scale) + zero, s8 weights symmetric; oneDNN computes in s32 and
+returns fp32. Ranges always include 0, so that padding stays exact.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ import torch
 from effcompile.core import torch_compat
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.torch_compat_narrow import has_bf16_products, products_saturate
-from effcompile.ir.formats import BF16, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, INT8_TOKEN, LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
+from effcompile.ir.formats import (
+    BF16,
+    INT8_CHANNEL,
+    INT8_DYNAMIC,
+    INT8_STATIC,
+    INT8_TOKEN,
+    LINEAR_FORMATS,
+    TABLE_INT8,
+    W8,
+    WeightFormat,
+)
 from effcompile.machine.target import KernelCall
 from effcompile.ops import group_linear, int8_linear
 
@@ -42,7 +53,9 @@ def quantize_static(x: torch.Tensor, scale: float, zero: int) -> torch.Tensor:
 
 
 def quantize_weight(weight: torch.Tensor, *, per_channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(s8 (N, K), fp32 scales (N,) or (1,)) of an (N, K) weight, with the ranges that torch's own observers choose."""
+    """(s8 (N, K), fp32 scales (N,) or (1,)) of an (N, K) weight, with the ranges that torch's own observers
+    choose.
+    """
     observer = torch_compat.weight_observer(per_channel=per_channel)
     observer(weight)
     scale, _ = observer.calculate_qparams()
@@ -60,7 +73,8 @@ def quantize_w8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_w4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed 4-bit weight, (K/group, N, 2) bf16 of scale and zero), where w ≈ (q − 8) · scale + zero, q in 0…15.
+    """(packed 4-bit weight, (K/group, N, 2) bf16 of scale and zero), where w ≈ (q − 8) · scale + zero, q in
+    0…15.
 
     Symmetric, as every backend has it: zero is 0, and the scale makes the value of largest magnitude −8.
     """
@@ -99,18 +113,30 @@ def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
     if held.activation == "int8 groups":
         return group_linear.refusal(held.group)
     if held.group and held.group not in _W4_GROUPS:
-        return Unsupported("torch's 4-bit weights come in groups of {name}, not of {}", (", ".join(map(str, _W4_GROUPS)), held.group))
+        return Unsupported(
+            "torch's 4-bit weights come in groups of {name}, not of {}",
+            (", ".join(map(str, _W4_GROUPS)), held.group),
+        )
     if held.family == "w4" and (k % held.group or n % W4_COLUMNS):
-        return Unsupported("4-bit weights need K a multiple of {} and N of {}; here K = {}, N = {}", (held.group, W4_COLUMNS, k, n))
+        return Unsupported(
+            "4-bit weights need K a multiple of {} and N of {}; here K = {}, N = {}",
+            (held.group, W4_COLUMNS, k, n),
+        )
     if held.family == "w8_channel" and k % 16:
-        return Unsupported("torch's 8-bit weight-only kernel crashes where K is no multiple of 16; here K = {}", (k,))
+        return Unsupported(
+            "torch's 8-bit weight-only kernel crashes where K is no multiple of 16; here K = {}", (k,)
+        )
     if not torch_compat.has_onednn():
         return Unsupported("this torch was built without oneDNN")
     if "int8" in held.activation and not held.group and not torch_compat.has_onednn_int8():
         return Unsupported("this torch has no oneDNN int8 linear")
     operator = {"w8_channel": "_weight_int8pack_mm", "w4": "_weight_int4pack_mm_for_cpu"}.get(held.family)
     there = operator is None or hasattr(aten, operator)
-    return None if there else Unsupported("this torch has no linear with weights in {} bits on CPU", (held.bits,))
+    return (
+        None
+        if there
+        else Unsupported("this torch has no linear with weights in {} bits on CPU", (held.bits,))
+    )
 
 
 def not_here(held: WeightFormat) -> Reason | None:
@@ -118,7 +144,10 @@ def not_here(held: WeightFormat) -> Reason | None:
     if held == BF16 and not has_bf16_products():
         return Unsupported("oneDNN has no bf16 products on this processor")
     if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) and products_saturate():
-        return Unsupported("oneDNN cuts sums of int8 products at 16 bits on this processor, which has no VNNI; int8_token does not")
+        return Unsupported(
+            "oneDNN cuts sums of int8 products at 16 bits on this processor, which has no VNNI; "
+            "int8_token does not"
+        )
     return None
 
 
@@ -128,6 +157,10 @@ def lacks(call: KernelCall) -> Reason | None:
     if held is None:
         return None
     if call.kernel.startswith("embedding/"):
-        return Unsupported("torch's tables of 8 bits have a scale per row: int8_rows") if held == TABLE_INT8 else None
+        return (
+            Unsupported("torch's tables of 8 bits have a scale per row: int8_rows")
+            if held == TABLE_INT8
+            else None
+        )
     m, k, n = call.dims[:3]
     return why_not(held, m, k, n)

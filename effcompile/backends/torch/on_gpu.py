@@ -1,4 +1,6 @@
-"""What torch's engines make of a program whose tensors lie on a GPU: calls replayed as CUDA graphs, memory as its allocator counts it."""
+"""What torch's engines make of a program whose tensors lie on a GPU: calls replayed as CUDA graphs, memory as
+its allocator counts it.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,22 @@ class OnGPU(TorchLowered):
 
 
 def on_gpu(lowered: TorchLowered, plan: Plan, **told: Any) -> TorchLowered:
-    """The same with its calls recorded, where a program's inputs lie on a GPU; `told`: further settings, wherever they lie."""
+    """The same with its calls recorded, where a program's inputs lie on a GPU; `told`: further settings,
+    wherever they lie.
+    """
     inputs = lowered.program.flat_inputs()
     if not _there(inputs):
         return replace(lowered, settings={**lowered.settings, **told}) if told else lowered
     run = recorded(lowered.run, lowered.program.graph, plan, inputs)
-    settings = {**lowered.settings, **told, "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}
+    settings = {
+        **lowered.settings,
+        **told,
+        "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call",
+    }
     settings.pop("threads", None)
-    return OnGPU(**{**vars(lowered), "run": lowered.run if isinstance(run, str) else run, "settings": settings})
+    return OnGPU(
+        **{**vars(lowered), "run": lowered.run if isinstance(run, str) else run, "settings": settings}
+    )
 
 
 class Recorded:
@@ -56,7 +66,9 @@ class Recorded:
         return self._run(*inputs) if isinstance(self._recorded, str) else self._recorded(*inputs)
 
 
-def recorded(run: Callable[..., list[torch.Tensor]], graph: fx.Graph, plan: Plan, inputs: Sequence[torch.Tensor]) -> graphs.Replayed | str:
+def recorded(
+    run: Callable[..., list[torch.Tensor]], graph: fx.Graph, plan: Plan, inputs: Sequence[torch.Tensor]
+) -> graphs.Replayed | str:
     """The calls of a lowered graph as CUDA graphs, or why not."""
     if plan.goal.mode == "generation":
         return "the cache grows with every token, so that no shape comes again"

@@ -1,7 +1,9 @@
-"""The optimizer as planned: the user's parameter groups, with states in another form, on the host, or updated in the backward.
+"""The optimizer as planned: the user's parameter groups, with states in another form, on the host, or updated
+in the backward.
 
-A plain loop works: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. Learning rates are read from `param_groups`
-at every step. Each parameter has an inner optimizer of its own, so that it can be updated as soon as its gradient is there.
+A plain loop works: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. Learning rates are read from
+`param_groups` at every step. Each parameter has an inner optimizer of its own, so that it can be updated as
+soon as its gradient is there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class PlannedOptimizer(OneByOne):
     """An optimizer of the given one's groups. Its state_dict is the given one's where states are in its form.
 
     Attributes:
-        form: of the inner optimizers. on_host: whether states lie in the host's memory. by_name: the model's parameters that it has.
+        form: of the inner optimizers. on_host: whether states lie in the host's memory. by_name: the model's
+            parameters that it has.
     """
 
     def __init__(self, given: Optimizer, form: StatesForm, *, on_host: bool, names: Mapping[int, str]):
@@ -34,8 +37,11 @@ class PlannedOptimizer(OneByOne):
         self._given, self.form, self.on_host = given, form, on_host
         super().__init__([dict(group) for group in given.param_groups], dict(given.defaults))
         self._workers: dict[int, Worker] = {}
-        self.by_name = {names[id(p)]: p for group in self.param_groups for p in group["params"] if id(p) in names}
-        self._group_of: dict[int, Group] = {}  # as they stand when the backward begins: they may be moved, and loading replaces them
+        self.by_name = {
+            names[id(p)]: p for group in self.param_groups for p in group["params"] if id(p) in names
+        }
+        # as they stand when the backward begins: they may be moved, and loading replaces them
+        self._group_of: dict[int, Group] = {}
         self._consumed: set[str] = set()
         self._options: list[dict[str, object]] = []  # of all groups, as the backward read them
 
@@ -53,15 +59,21 @@ class PlannedOptimizer(OneByOne):
         used, self._options = bool(self._consumed), []
         self._consumed.clear()
         if used and before != now:
-            name = next(name for a, b in zip(before, now, strict=False) for name in b if a.get(name) != b[name])
+            name = next(
+                name for a, b in zip(before, now, strict=False) for name in b if a.get(name) != b[name]
+            )
             raise InputsError(
-                f"{name} was changed between the backward and optimizer.step(), but this plan consumes gradients in the backward, which "
-                "has updated the parameters by what it was. Change it before the backward, or plan with --pass states.in_backward=false."
+                f"{name} was changed between the backward and optimizer.step(), but this plan consumes "
+                "gradients in the backward, which has updated the parameters by what it was. Change it "
+                "before the backward, or plan with --pass states.in_backward=false."
             )
         return loss
 
     def _plain_options(self) -> list[dict[str, object]]:
-        return [{name: value for name, value in group.items() if isinstance(value, int | float | tuple)} for group in self.param_groups]
+        return [
+            {name: value for name, value in group.items() if isinstance(value, int | float | tuple)}
+            for group in self.param_groups
+        ]
 
     @torch.no_grad()
     def consume(self, name: str, gradient: torch.Tensor) -> None:
@@ -72,8 +84,9 @@ class PlannedOptimizer(OneByOne):
         """
         if name in self._consumed:
             raise InputsError(
-                f"A second backward came before optimizer.step(): {name} was updated by the first one already, as this plan consumes "
-                "gradients in the backward. Call step() after every backward, or plan with --pass states.in_backward=false to accumulate."
+                f"A second backward came before optimizer.step(): {name} was updated by the first one "
+                "already, as this plan consumes gradients in the backward. Call step() after every "
+                "backward, or plan with --pass states.in_backward=false to accumulate."
             )
         if not self._consumed:
             self._options = self._plain_options()
@@ -81,8 +94,9 @@ class PlannedOptimizer(OneByOne):
         parameter = self.by_name[name]
         if (group := self._group_of.get(id(parameter))) is None:
             raise InputsError(
-                f"{name} is in none of the optimizer's groups any more, and this plan's backward hands its gradient to the optimizer at "
-                "once. Put it back, or plan again without it (or with --pass states.in_backward=false)."
+                f"{name} is in none of the optimizer's groups any more, and this plan's backward hands its "
+                "gradient to the optimizer at once. Put it back, or plan again without it (or with --pass "
+                "states.in_backward=false)."
             )
         if parameter.grad is not None and not isinstance(parameter.grad, ConsumedGradient):
             gradient = gradient + parameter.grad  # the user's own, or of a loss beside: a backward adds to it
@@ -112,20 +126,28 @@ class PlannedOptimizer(OneByOne):
         self.state[parameter] = worker.state
 
     def _worker(self, parameter: torch.Tensor, group: Group) -> Worker:
-        """Who updates it, with the states that stand in `state` now: they may be cleared, or others be put there."""
+        """Who updates it, with the states that stand in `state` now: they may be cleared, or others be put
+        there.
+        """
         known = self.state.get(parameter)
         worker = self._workers.get(id(parameter))
         if worker is None or not worker.has(known):
-            self._workers[id(parameter)] = worker = Worker(parameter, group, self._given, self.form, self.on_host)
+            self._workers[id(parameter)] = worker = Worker(
+                parameter, group, self._given, self.form, self.on_host
+            )
             if known:
                 self.state[parameter] = worker.load(known)
         return worker
 
 
 class Worker:
-    """Updates one parameter: as it is, in pieces, or by a copy on the host where the parameter is on another device."""
+    """Updates one parameter: as it is, in pieces, or by a copy on the host where the parameter is on another
+    device.
+    """
 
-    def __init__(self, parameter: torch.Tensor, group: Group, given: Optimizer, form: StatesForm, on_host: bool) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, group: Group, given: Optimizer, form: StatesForm, on_host: bool
+    ) -> None:
         self.parameter, self.form, self.on_host = parameter, form, on_host
         self.apart = on_host and parameter.device.type != "cpu"
         self.master = host_copies([parameter.detach()])[0] if self.apart else None
@@ -145,19 +167,23 @@ class Worker:
         """Whether these are its own states."""
         if state is None:
             return False
-        found = [state] if len(self.leaves) == 1 else [state.get(f"piece {i}") for i in range(len(self.leaves))]
+        found = (
+            [state] if len(self.leaves) == 1 else [state.get(f"piece {i}") for i in range(len(self.leaves))]
+        )
         return all(one is self.inner.state.get(leaf) for one, leaf in zip(found, self.leaves, strict=True))
 
     def step(self, gradient: torch.Tensor, group: Group) -> None:
         update_options(self.inner, self.form, group)
-        if self.master is not None and self.parameter._version != self.version:  # loaded, or otherwise changed, since
+        if self.master is not None and self.parameter._version != self.version:
+            # loaded, or otherwise changed, since
             self.master.copy_(self.parameter)
         gradients = pieces(self.form, gradient.contiguous() if self.form.piece else gradient)
         moved = [host_copies([g])[0] for g in gradients] if self.apart else gradients
         for leaf, piece, g in zip(self.leaves, pieces(self.form, self._values()), moved, strict=True):
             leaf.data, leaf.grad = piece, g
         if self.form.name != EIGHT_BIT or not step8(self.inner):
-            stance = "default" if self.parameter.is_cuda and not self.apart else "force_eager"  # torchao compiles its update
+            # torchao compiles its update
+            stance = "default" if self.parameter.is_cuda and not self.apart else "force_eager"
             with torch.compiler.set_stance(stance):
                 self.inner.step()
         for leaf in self.leaves:
@@ -176,14 +202,20 @@ class Worker:
         Raises:
             FormatError: they are of another form.
         """
-        found = [state] if len(self.leaves) == 1 else [state.get(f"piece {i}") for i in range(len(self.leaves))]
+        found = (
+            [state] if len(self.leaves) == 1 else [state.get(f"piece {i}") for i in range(len(self.leaves))]
+        )
         if None in found or (len(self.leaves) == 1 and "piece 0" in state):
             raise FormatError(
-                f"The saved states are not of the form {self.form.name!r} that is planned here: plan as when they were saved."
+                f"The saved states are not of the form {self.form.name!r} that is planned here: plan as "
+                "when they were saved."
             )
         device = self.leaves[0].device
         for leaf, values in zip(self.leaves, found, strict=True):
-            held = {k: _placed(v, device) if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in (values or {}).items()}
+            held = {
+                k: _placed(v, device) if isinstance(v, torch.Tensor) else copy.deepcopy(v)
+                for k, v in (values or {}).items()
+            }
             self.inner.state[leaf] = held
         if self.on_host:
             self._to_host()
@@ -211,10 +243,17 @@ class Worker:
 
 def _placed(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the parameter's device; counters, which have no dimensions, stay where they are."""
-    return _mapped(value, lambda parts: [p.detach().clone() if p.dim() == 0 else p.detach().to(device, copy=True) for p in parts])
+    return _mapped(
+        value,
+        lambda parts: [
+            p.detach().clone() if p.dim() == 0 else p.detach().to(device, copy=True) for p in parts
+        ],
+    )
 
 
-def _mapped(value: torch.Tensor, change: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> torch.Tensor:
+def _mapped(
+    value: torch.Tensor, change: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+) -> torch.Tensor:
     """A tensor with its memory changed; of a quantised one (torchao's), the tensors that it is made of."""
     if type(value) in (torch.Tensor, nn.Parameter):
         return change([value])[0]
@@ -225,7 +264,9 @@ def _mapped(value: torch.Tensor, change: Callable[[Sequence[torch.Tensor]], list
     return made
 
 
-def planned_optimizer(given: Optimizer, form: StatesForm, *, on_host: bool, consumes: frozenset[str], model: nn.Module) -> Optimizer:
+def planned_optimizer(
+    given: Optimizer, form: StatesForm, *, on_host: bool, consumes: frozenset[str], model: nn.Module
+) -> Optimizer:
     """The optimizer that carries out a plan: the given one itself where only its kernels change."""
     if form.name == GIVEN and not on_host and not consumes:
         for group in given.param_groups if form.fused else ():

@@ -1,4 +1,6 @@
-"""From a program to something to run: flat tensors in and out, constants folded, weights packed for oneDNN."""
+"""From a program to something to run: flat tensors in and out, constants folded, weights packed
+for oneDNN.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def flatten(program: Program) -> fx.GraphModule:
     holders = [node for node in graph.nodes if node.op == "placeholder"]
     leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
     if len(holders) != len(leaves):
-        raise LoweringError(f"{program.name}: the graph takes {len(holders)} inputs and the example has {len(leaves)}. Capture again.")
+        raise LoweringError(
+            f"{program.name}: the graph takes {len(holders)} inputs and the example has {len(leaves)}. "
+            "Capture again."
+        )
     for holder, leaf in zip(holders, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             _replace_by_value(graph, holder, leaf)
@@ -61,7 +66,8 @@ def _replace_by_value(graph: fx.Graph, node: fx.Node, value: Value) -> None:
 
 
 def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -> fx.GraphModule:
-    """The module with its packing operators carried out: weights in oneDNN's blocked layout, plain copies dropped.
+    """The module with its packing operators carried out: weights in oneDNN's blocked layout, plain copies
+    dropped.
 
     packed: what they return (`packed_weights`), where it is there already.
     """
@@ -84,7 +90,8 @@ def packed_weights(module: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def packed_elsewhere(module: fx.GraphModule, packed: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The module with lookups of what its packing operators return, so that a compiler that folds them holds these very tensors.
+    """The module with lookups of what its packing operators return, so that a compiler that folds them holds
+    these very tensors.
 
     They are found as long as the caller holds them.
     """
@@ -96,12 +103,18 @@ def packed_elsewhere(module: fx.GraphModule, packed: Sequence[torch.Tensor]) -> 
 
 
 def put_plain_aside(module: fx.GraphModule, made: Collection[str]) -> None:
-    """Weights that passes made and that packing operators alone read, in files: whoever saves them reads them there, and no call does."""
+    """Weights that passes made and that packing operators alone read, in files: whoever saves them reads them
+    there, and no call does.
+    """
     packers = torch_compat.packing_operators()
     readers: dict[str, set[object]] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         readers.setdefault(str(node.target), set()).update(user.target for user in node.users)
-    found = [_attribute(module, name) for name, targets in readers.items() if name in made and targets <= set(packers)]
+    found = [
+        _attribute(module, name)
+        for name, targets in readers.items()
+        if name in made and targets <= set(packers)
+    ]
     plain = [weight for weight in found if isinstance(weight, nn.Parameter)]
     if sum(weight.nbytes for weight in plain) > LARGE:
         with contextlib.suppress(OSError):  # a full disk: they stay where they are

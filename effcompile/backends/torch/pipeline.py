@@ -1,13 +1,15 @@
-"""Runs the stages of a pipeline that stand on this rank: each micro-batch's forward and backward in the schedule's order.
+"""Runs the stages of a pipeline that stand on this rank: each micro-batch's forward and backward in the
+schedule's order.
 
-torch.distributed.pipelining is not what runs them: its stages keep the outputs of all micro-batches, and what is alive at an instant is
-not the plan's. All receives of a step are posted when it begins, so that whoever sends does not wait; what arrives is there from then on.
+torch.distributed.pipelining is not what runs them: its stages keep the outputs of all micro-batches, and what
+is alive at an instant is not the plan's. All receives of a step are posted when it begins, so that whoever
+sends does not wait; what arrives is there from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -53,9 +55,10 @@ class Course:
     """Where a rank stands in a pipeline.
 
     Attributes:
-        order: its tasks. stages: how many there are in all; handed: the shape and dtype of what each hands on.
-        group: the ranks of the pipeline, in its order. data: those with the same stages and other examples, where the stages' graphs do
-            not average their gradients.
+        order: its tasks. stages: how many there are in all; handed: the shape and dtype of what each hands
+            on.
+        group: the ranks of the pipeline, in its order. data: those with the same stages and other examples,
+            where the stages' graphs do not average their gradients.
         shared: parameter → the ranks of `group` that have it, where there are several.
     """
 
@@ -82,7 +85,14 @@ class Course:
 class PipelineRunner(MicrobatchRunner):
     """The step of a rank's stages. Gradients are made when the loss is; `loss.backward()` hands them out."""
 
-    def __init__(self, model: nn.Module, divided: DividedStep, chunks: Mapping[int, Chunk], course: Course, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        divided: DividedStep,
+        chunks: Mapping[int, Chunk],
+        course: Course,
+        ranks: Ranks,
+    ) -> None:
         first = next(iter(chunks.values()))
         super().__init__(model, divided, first.runner.step, first.emitted, ranks=ranks)
         self.chunks, self.course = chunks, course
@@ -93,14 +103,17 @@ class PipelineRunner(MicrobatchRunner):
         """The same for a copy of the model, whose parameters its stages read then."""
         other = super().bound_to(model)
         assert isinstance(other, PipelineRunner)
-        other.chunks = {stage: replace(chunk, runner=chunk.runner.bound_to(model)) for stage, chunk in self.chunks.items()}
+        other.chunks = {
+            stage: replace(chunk, runner=chunk.runner.bound_to(model)) for stage, chunk in self.chunks.items()
+        }
         return other
 
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
         """Raises UsageError: a rank has its own stages alone."""
         raise UsageError(
-            "The layers of a pipelined model stand on several ranks. Evaluate the whole model, with the checkpoint of all ranks."
+            "The layers of a pipelined model stand on several ranks. Evaluate the whole model, with the "
+            "checkpoint of all ranks."
         )
         yield
 
@@ -108,7 +121,9 @@ class PipelineRunner(MicrobatchRunner):
         """That of all stages, on all ranks together; what several ranks of the pipeline have counts once."""
         group = self.course.group
         me = group.rank()
-        own = {name: value for name, value in gradients.items() if self.course.shared.get(name, (me,))[0] == me}
+        own = {
+            name: value for name, value in gradients.items() if self.course.shared.get(name, (me,))[0] == me
+        }
         norm = super().gradient_norm(own, kind).float().to(next(self.model.parameters()).device)
         norms = [torch.empty_like(norm) for _ in range(group.size())]
         with answered(group):
@@ -126,14 +141,28 @@ class PipelineRunner(MicrobatchRunner):
         division = self.divided
         step = division.pair or division.part
         if division.pair is not None:
-            leaves = [torch.cat([leaf, leaf]) if yes else leaf for leaf, yes in zip(leaves, division.batched, strict=True)]
+            leaves = [
+                torch.cat([leaf, leaf]) if yes else leaf
+                for leaf, yes in zip(leaves, division.batched, strict=True)
+            ]
         given = dict(zip(step.inputs, leaves, strict=True))
-        holders = [n for n in step.graph.nodes if n.op == "placeholder" and step.roles.entering[n].role is not Entering.TANGENT]
+        holders = [
+            n
+            for n in step.graph.nodes
+            if n.op == "placeholder" and step.roles.entering[n].role is not Entering.TANGENT
+        ]
         found: Tensor = counts([given.get(node, step.constants.get(node)) for node in holders])[0]
         return found
 
     def accumulate(self, parts: list[list[Value]]) -> tuple[Tensor, list[Tensor | None]]:
-        """(loss of the whole batch, gradients in the order of `names`): all tasks of this rank, in their order."""
+        """(loss of the whole batch, gradients in the order of `names`): all tasks of this rank, in their
+        order.
+        """
+        with _own_numbers(self.divided.random) as seed:
+            return self._accumulated(parts, seed)
+
+    def _accumulated(self, parts: list[list[Value]], seed: int | None) -> tuple[Tensor, list[Tensor | None]]:
+        """The same; `seed`: of the random numbers of all forwards."""
         weights, course, count = self.weights(parts), self.course, len(parts)
         sums = {name: self._zeros(name) for name in self.names}
         inbox = self._listening(count)
@@ -152,6 +181,8 @@ class PipelineRunner(MicrobatchRunner):
                     leaves.append(self._arrived(inbox, task))
                 values = runner._values(leaves)
                 del leaves
+                if seed is not None:  # whichever rank runs it when
+                    torch.manual_seed(seed + i * course.stages + stage)
                 results, saved = runner.run_forward(values)
                 alive[stage, i] = values, saved
                 if stage < course.stages - 1:
@@ -161,7 +192,11 @@ class PipelineRunner(MicrobatchRunner):
                 continue
             values, saved = alive.pop((stage, i))
             runner.sink = add
-            tangent = self._arrived(inbox, task) if stage < course.stages - 1 else torch.full_like(total, weights[i])
+            tangent = (
+                self._arrived(inbox, task)
+                if stage < course.stages - 1
+                else torch.full_like(total, weights[i])
+            )
             found = list(runner.differentiate(saved, values, tangent))
             runner.sink = None  # it holds the sums
             del values, tangent
@@ -175,7 +210,9 @@ class PipelineRunner(MicrobatchRunner):
 
     def _zeros(self, name: str) -> Tensor:
         """Of what this rank has of a parameter's gradient."""
-        return torch.zeros_like(self._local(name, held(self.model, name)), dtype=self._dtypes[name], requires_grad=False)
+        return torch.zeros_like(
+            self._local(name, held(self.model, name)), dtype=self._dtypes[name], requires_grad=False
+        )
 
     def _listening(self, count: int) -> dict[Task, Message]:
         """All that will arrive at this rank, asked for."""
@@ -188,7 +225,12 @@ class PipelineRunner(MicrobatchRunner):
                 shape, dtype = self.course.handed[stage - 1 if what == "F" else stage]
                 buffer = torch.empty(shape, dtype=dtype, device=device)
                 before = torch_compat_ranks.holders(buffer)
-                work = dist.irecv(buffer, self.course.rank_of(source), group=self.course.group, tag=self.course.tag(task, count))
+                work = dist.irecv(
+                    buffer,
+                    self.course.rank_of(source),
+                    group=self.course.group,
+                    tag=self.course.tag(task, count),
+                )
                 assert work is not None
                 inbox[task] = Message(buffer, work, before)
         return inbox
@@ -205,13 +247,17 @@ class PipelineRunner(MicrobatchRunner):
         """Hand on what a task of another rank waits for."""
         value = value.contiguous()
         with torch_compat_ranks.lent([value]), answered(self.course.group):
-            work = dist.isend(value, self.course.rank_of(task[1]), group=self.course.group, tag=self.course.tag(task, count))
+            work = dist.isend(
+                value, self.course.rank_of(task[1]), group=self.course.group, tag=self.course.tag(task, count)
+            )
             assert work is not None
             work.wait()
             del work
 
     def _joined(self, sums: dict[str, Tensor], count: int) -> None:
-        """The gradients of parameters that several stages have, summed in the pipeline's order; all of them averaged over `data`."""
+        """The gradients of parameters that several stages have, summed in the pipeline's order; all of them
+        averaged over `data`.
+        """
         course, me = self.course, self.course.group.rank()
         first = 2 * course.stages * count
         for number, (name, ranks) in enumerate(course.shared.items()):
@@ -219,8 +265,14 @@ class PipelineRunner(MicrobatchRunner):
                 continue
             others = {rank: torch.empty_like(sums[name]) for rank in ranks if rank != me}
             with torch_compat_ranks.lent([sums[name], *others.values()]), answered(course.group):
-                works = [dist.irecv(buffer, course.peer(r), group=course.group, tag=first + number) for r, buffer in others.items()]
-                works += [dist.isend(sums[name], course.peer(r), group=course.group, tag=first + number) for r in others]
+                works = [
+                    dist.irecv(buffer, course.peer(r), group=course.group, tag=first + number)
+                    for r, buffer in others.items()
+                ]
+                works += [
+                    dist.isend(sums[name], course.peer(r), group=course.group, tag=first + number)
+                    for r in others
+                ]
                 for work in works:
                     assert work is not None
                     work.wait()
@@ -236,3 +288,21 @@ class PipelineRunner(MicrobatchRunner):
                     with torch_compat_ranks.lent([sums[name]]):
                         dist.all_reduce(sums[name], group=course.data)
                     sums[name].div_(course.data.size())
+
+
+@contextmanager
+def _own_numbers(random: bool) -> Iterator[int | None]:
+    """A seed of the step's own, drawn from the user's generator, which goes on from there; None where nothing
+    is drawn.
+    """
+    if not random:
+        yield None
+        return
+    seed = int(torch.randint(2**62, ()))
+    # in NumPy's memory: it would be alive at the highest instant
+    state = torch.get_rng_state().numpy().copy()
+    try:
+        with torch.random.fork_rng() if torch.cuda.is_initialized() else nullcontext():
+            yield seed
+    finally:
+        torch.set_rng_state(torch.from_numpy(state))

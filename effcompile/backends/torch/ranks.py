@@ -1,7 +1,9 @@
-"""A planned step on one of several ranks: the parameters that the user sees are DTensors, the graph's are their padded local shards.
+"""A planned step on one of several ranks: the parameters that the user sees are DTensors, the graph's are
+their padded local shards.
 
-The mesh has the axes "pp" (each rank has some of the layers), "tp" (each has a part of the heads and neurons) and "dp" (each has examples
-of its own), in this order: a parameter is divided along tp first, and what a rank has of it along dp.
+The mesh has the axes "pp" (each rank has some of the layers), "tp" (each has a part of the heads and neurons)
+and "dp" (each has examples of its own), in this order: a parameter is divided along tp first, and what a rank
+has of it along dp.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,7 +39,9 @@ def ordered_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 1 or names == wanted:
         return mesh
     layout = mesh.mesh.permute([names.index(axis) for axis in wanted]).contiguous()
-    return DeviceMesh.from_group([mesh.get_group(axis) for axis in wanted], mesh.device_type, mesh=layout, mesh_dim_names=wanted)
+    return DeviceMesh.from_group(
+        [mesh.get_group(axis) for axis in wanted], mesh.device_type, mesh=layout, mesh_dim_names=wanted
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,10 @@ class Ranks:
     def placements(self, name: str) -> tuple[Placement, ...]:
         """How a parameter lies along each axis of its holders."""
         parts, shapes = self.spread.parts, self.spread.shapes
-        along = {"tp": Shard(parts[name].axis) if name in parts else Replicate(), "dp": Shard(0) if name in shapes else Replicate()}
+        along = {
+            "tp": Shard(parts[name].axis) if name in parts else Replicate(),
+            "dp": Shard(0) if name in shapes else Replicate(),
+        }
         return tuple(along.get(axis, Replicate()) for axis in self.among)
 
     @property
@@ -100,7 +107,9 @@ class Ranks:
         return local[me * rows : (me + 1) * rows]
 
     def local(self, name: str, value: Tensor) -> Tensor:
-        """What the graph takes for a parameter: of a DTensor its shard with ⌈N / W⌉ rows, a view of its memory where that has them."""
+        """What the graph takes for a parameter: of a DTensor its shard with ⌈N / W⌉ rows, a view of its
+        memory where that has them.
+        """
         if not isinstance(value, DTensor):
             return value
         local = value.to_local()
@@ -134,12 +143,19 @@ class Ranks:
             local = padded[: max(0, min(rows, count - me * rows))]
         whole = parts[name].shape if name in parts else shapes.get(name, tuple(padded.shape))
         return DTensor.from_local(
-            local, self.holders, self.placements(name), run_check=False, shape=torch.Size(whole), stride=_contiguous_strides(whole)
+            local,
+            self.holders,
+            self.placements(name),
+            run_check=False,
+            shape=torch.Size(whole),
+            stride=_contiguous_strides(whole),
         )
 
     @contextlib.contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
-        """The model with its parameters gathered, for its own forward: on all ranks together, and all of them at once."""
+        """The model with its parameters gathered, for its own forward: on all ranks together, and all of them
+        at once.
+        """
         swapped: list[tuple[dict[str, Any], str, Tensor]] = []
         gathered: dict[int, Tensor] = {}
         try:
@@ -149,7 +165,9 @@ class Ranks:
                     if isinstance(value, DTensor):
                         if id(value) not in gathered:
                             with collectives.answered(self.holders.get_group(0)):
-                                gathered[id(value)] = value.full_tensor(grad_placements=[Partial("avg")] * self.holders.ndim)
+                                gathered[id(value)] = value.full_tensor(
+                                    grad_placements=[Partial("avg")] * self.holders.ndim
+                                )
                         swapped.append((table, name, value))
                         table[name] = gathered[id(value)]
             yield
@@ -161,25 +179,51 @@ class Ranks:
         """Raise GuardError for a parameter that is no longer spread as it was."""
         if not self.divides or (isinstance(value, DTensor) and value.placements == self.placements(name)):
             return
-        how = f"a DTensor {value.placements}" if isinstance(value, DTensor) else f"a plain {type(value).__name__} {tuple(value.shape)}"
+        how = (
+            f"a DTensor {value.placements}"
+            if isinstance(value, DTensor)
+            else f"a plain {type(value).__name__} {tuple(value.shape)}"
+        )
         raise GuardError(
-            f"{name} is {how} now; the step was planned for a DTensor {self.placements(name)} over {self.holders.size()} ranks "
-            "(something else has sharded or gathered the model: fully_shard, distribute_tensor, .data = ...). A planned step shards "
-            "its parameters itself: leave that out, or call effcompile.optimize again.",
+            f"{name} is {how} now; the step was planned for a DTensor {self.placements(name)} over "
+            f"{self.holders.size()} ranks (something else has sharded or gathered the model: fully_shard, "
+            "distribute_tensor, .data = ...). A planned step shards its parameters itself: leave that out, "
+            "or call effcompile.optimize again.",
             place=f"model.{name}",
             of_model=True,
         )
 
 
+class Alone:
+    """Whether ranks still treat their parameters alike, of a step that is one process's (else:
+    runtime/agreement.py).
+    """
+
+    def begin(self) -> Callable[[], None]:
+        """Ask the others; what is returned waits for their answers, and raises GuardError where they
+        differ.
+        """
+        return _nothing
+
+    def bound_to(self, model: nn.Module) -> Alone:
+        """The same for a copy of the model."""
+        return self
+
+
+def _nothing() -> None:
+    """Nobody was asked."""
+
+
 #: What to do about ranks of one place along "dp" that have different inputs.
 SAMPLER = (
-    "Ranks along 'tp' and 'pp' compute parts of one result: give them the same examples (a sampler over mesh['dp'].size() replicas, not "
-    "over all ranks)."
+    "Ranks along 'tp' and 'pp' compute parts of one result: give them the same examples (a sampler over "
+    "mesh['dp'].size() replicas, not over all ranks)."
 )
 
 
 def refuse_other_inputs(ranks: Ranks, leaves: Iterable[object]) -> None:
-    """Require that ranks which compute parts of one result were called with equal tensors; all of them call this.
+    """Require that ranks which compute parts of one result were called with equal tensors; all of them call
+    this.
 
     Raises:
         InputsError: they were not; on all of these ranks.
@@ -194,27 +238,34 @@ def refuse_other_inputs(ranks: Ranks, leaves: Iterable[object]) -> None:
             digest.update(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     said = int.from_bytes(digest.digest()[:7], "big")
     for group in groups:
-        ends = _numbers([said, -said], ranks.mesh.device_type)
+        ends = told_as([said, -said], ranks.mesh.device_type)
         with collectives.answered(group):
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
         if int(ends[0]) != -int(ends[1]):
             first, second = _differing(said, group, ranks.mesh.device_type)
-            raise InputsError(f"Ranks {first} and {second} stand in one place along 'dp' and were called with different inputs. {SAMPLER}")
+            raise InputsError(
+                f"Ranks {first} and {second} stand in one place along 'dp' and were called with different "
+                f"inputs. {SAMPLER}"
+            )
 
 
-def _numbers(values: list[int], device: str) -> Tensor:
+def told_as(values: list[int], device: str) -> Tensor:
     """Numbers for other ranks; on a CPU in NumPy's memory.
 
     gloo's threads may let go of what they carried in the midst of the step, of whose peak it is no part.
     """
-    return torch.from_numpy(np.array(values, dtype=np.int64)) if device == "cpu" else torch.tensor(values, device=device)
+    return (
+        torch.from_numpy(np.array(values, dtype=np.int64))
+        if device == "cpu"
+        else torch.tensor(values, device=device)
+    )
 
 
 def _differing(said: int, group: dist.ProcessGroup, device: str) -> tuple[int, int]:
     """The first rank of a group, and the first that says another number."""
-    found = [_numbers([0], device) for _ in range(group.size())]
+    found = [told_as([0], device) for _ in range(group.size())]
     with collectives.answered(group):
-        dist.all_gather(found, _numbers([said], device), group=group)
+        dist.all_gather(found, told_as([said], device), group=group)
     other = next(at for at, each in enumerate(found) if not torch.equal(each, found[0]))
     return dist.get_global_rank(group, 0), dist.get_global_rank(group, other)
 
@@ -223,9 +274,10 @@ def refuse_distributed(name: str, parameter: Tensor) -> None:
     """Raise GuardError for a parameter that was sharded after its step was planned for one process."""
     if isinstance(parameter, DTensor):
         raise GuardError(
-            f"{name} is a DTensor {parameter.placements} now; the step was planned for a whole parameter in one process. fully_shard or "
-            "parallelize_module was applied to a planned model, whose one graph they cannot shard. Give effcompile.optimize the original "
-            "model with mesh=..., which shards it within its memory; or apply fully_shard to the original, and plan its blocks with "
+            f"{name} is a DTensor {parameter.placements} now; the step was planned for a whole parameter in "
+            "one process. fully_shard or parallelize_module was applied to a planned model, whose one "
+            "graph they cannot shard. Give effcompile.optimize the original model with mesh=..., which "
+            "shards it within its memory; or apply fully_shard to the original, and plan its blocks with "
             "block.compile(backend='effcompile').",
             place=f"model.{name}",
             of_model=True,
@@ -233,20 +285,25 @@ def refuse_distributed(name: str, parameter: Tensor) -> None:
 
 
 def spread_parameters(model: nn.Module, ranks: Ranks) -> None:
-    """Replace the model's parameters by DTensors of their own values, in place; tied ones stay tied. Nothing where none is divided.
+    """Replace the model's parameters by DTensors of their own values, in place; tied ones stay tied.
+
+    Nothing where none is divided.
 
     The whole values are freed one after the other.
     """
     if not ranks.divides:
         return
     names = {id(p): name for name, p in model.named_parameters()}
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one is held, so that its id is not given out again
+    # the old one is held, so that its id is not given out again
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in model.modules():
         for name, old in list(module._parameters.items()):
             if old is None:
                 continue
             if id(old) not in made:
-                new = nn.Parameter(_spread(names[id(old)], old.detach(), ranks), requires_grad=old.requires_grad)
+                new = nn.Parameter(
+                    spread_value(names[id(old)], old.detach(), ranks), requires_grad=old.requires_grad
+                )
                 made[id(old)] = old, new
                 vars(new).update(vars(old))
                 with torch.no_grad():
@@ -254,10 +311,13 @@ def spread_parameters(model: nn.Module, ranks: Ranks) -> None:
             module._parameters[name] = made[id(old)][1]
 
 
-def _spread(name: str, whole: Tensor, ranks: Ranks) -> DTensor:
+def spread_value(name: str, whole: Tensor, ranks: Ranks) -> DTensor:
+    """A whole value of a parameter as the DTensor of which this rank has its part."""
     mine = ranks.mine(name, whole)
     if name not in ranks.spread.shapes:
-        return ranks.as_dtensor(name, whole if mine is whole else mine.clone(memory_format=torch.contiguous_format))
+        return ranks.as_dtensor(
+            name, whole if mine is whole else mine.clone(memory_format=torch.contiguous_format)
+        )
     shape = ranks.spread.shapes[name]
     padded = whole.new_zeros((rows_of_shard(shape[0], ranks.spread.ranks), *shape[1:]))
     padded[: mine.shape[0]].copy_(mine)

@@ -1,4 +1,6 @@
-"""Reads off an emitted graph what was applied at each site: from operators and the dtypes of tensors, never from tags."""
+"""Reads off an emitted graph what was applied at each site: from operators and the dtypes of tensors, never
+from tags.
+"""
 
 from __future__ import annotations
 
@@ -57,39 +59,59 @@ _ROWS_LAST = (aten.slice.Tensor, aten.select.int, aten.index_select.default)
 def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
     """site → form of everything in `module`, the graph that runs; `program` is what it was made of."""
     held = {node.meta[SITE]: signature[0] for node, signature in signatures(module) if SITE in node.meta}
-    as_given = stored_format(program) == BF16  # what nobody asked for is then as it was given, by the baseline's name
+    # what nobody asked for is then as it was given, by the baseline's name
+    as_given = stored_format(program) == BF16
     found = {
-        site: Form(weights=FP32 if as_given and weights in (BF16, FP16) and program.format_at(site) == FP32 else weights)
+        site: Form(
+            weights=FP32
+            if as_given and weights in (BF16, FP16) and program.format_at(site) == FP32
+            else weights
+        )
         for site, weights in held.items()
     }
     found.update(_attentions(module))
     found.update(_gelus(module))
     found.update({site.site: Form(word="separate") for site in row_sites(program)})
     found.update(
-        {node.meta[ROW_SITE]: Form(word="fused") for node in module.graph.nodes if ROW_SITE in node.meta and _packet(node) in _ROWS}
+        {
+            node.meta[ROW_SITE]: Form(word="fused")
+            for node in module.graph.nodes
+            if ROW_SITE in node.meta and _packet(node) in _ROWS
+        }
     )
     found.update(_structure(program, found))
     return found
 
 
 def signatures(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Signature]]:
-    """Each linear and embedding with a constant weight: its option, and K and N (or rows and columns of the table)."""
+    """Each linear and embedding with a constant weight: its option, and K and N (or rows and columns of the
+    table).
+    """
     for node in module.graph.nodes:
         signature = _signature(module, node) if node.op == "call_function" else None
         if signature is not None:
             yield node, signature
 
 
-def confirm(found: Mapping[str, Form], edited: fx.GraphModule, compiled: Counter[Signature]) -> dict[str, Form]:
-    """`found` with NOT_FOUND at every site whose kind of kernel occurs less often in the compiled graph than in the edited one.
+def confirm(
+    found: Mapping[str, Form], edited: fx.GraphModule, compiled: Counter[Signature]
+) -> dict[str, Form]:
+    """`found` with NOT_FOUND at every site whose kind of kernel occurs less often in the compiled graph than
+    in the edited one.
 
-    A compiler may not lose reduced precision; fp32 linears it may rewrite as it likes, and lookups of constant ids it folds.
+    A compiler may not lose reduced precision; fp32 linears it may rewrite as it likes, and lookups of
+    constant ids it folds.
     """
     by_signature: dict[Signature, list[str]] = defaultdict(list)
     for node, signature in signatures(edited):
         if SITE in node.meta and signature[0] != FP32 and _packet(node) is not aten.embedding:
             by_signature[signature].append(node.meta[SITE])
-    missing = {site for signature, sites in by_signature.items() if compiled[signature] < len(sites) for site in sites}
+    missing = {
+        site
+        for signature, sites in by_signature.items()
+        if compiled[signature] < len(sites)
+        for site in sites
+    }
     return {site: NOT_FOUND if site in missing else form for site, form in found.items()}
 
 
@@ -108,7 +130,10 @@ def _constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
     """The tensor behind a get_attr node, also behind the packing of one."""
     if not isinstance(node, fx.Node):
         return None
-    if node.op == "call_function" and _packet(node) in (torch.ops.onednn.qlinear_prepack, torch.ops.mkldnn._reorder_linear_weight):
+    if node.op == "call_function" and _packet(node) in (
+        torch.ops.onednn.qlinear_prepack,
+        torch.ops.mkldnn._reorder_linear_weight,
+    ):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
@@ -118,7 +143,9 @@ def _constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _float_linear(position: int, *, transposed: bool = False) -> Callable[[fx.GraphModule, fx.Node], Signature | None]:
+def _float_linear(
+    position: int, *, transposed: bool = False
+) -> Callable[[fx.GraphModule, fx.Node], Signature | None]:
     def read(module: fx.GraphModule, node: fx.Node) -> Signature | None:
         weight = _constant(module, node.args[position])
         if weight is None or weight.dim() != 2 or weight.dtype not in _FLOAT:
@@ -138,7 +165,9 @@ def _qlinear(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return _int8(module, *(argument(node, name) for name in ("qw", "w_scale", "x_scale")))
 
 
-def _int8(module: fx.GraphModule, weight_node: object, scale_node: object, x_scale: object) -> Signature | None:
+def _int8(
+    module: fx.GraphModule, weight_node: object, scale_node: object, x_scale: object
+) -> Signature | None:
     weight, scale = _constant(module, weight_node), _constant(module, scale_node)
     if weight is None or scale is None or weight.dtype != torch.int8:
         return None
@@ -164,7 +193,11 @@ def _w4(module: fx.GraphModule, node: fx.Node) -> Signature | None:
 def _int8_token(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     """K as it is stored, to whole words of four codes."""
     codes, scales = _constant(module, node.args[1]), _constant(module, node.args[2])
-    return None if codes is None or scales is None else (INT8_TOKEN, 4 * int(codes.shape[1]), int(scales.shape[0]))
+    return (
+        None
+        if codes is None or scales is None
+        else (INT8_TOKEN, 4 * int(codes.shape[1]), int(scales.shape[0]))
+    )
 
 
 def _groups(module: fx.GraphModule, node: fx.Node) -> Signature | None:
@@ -172,7 +205,11 @@ def _groups(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     weight, n = _constant(module, node.args[1]), node.args[2]
     if weight is None or not isinstance(n, int):
         return None
-    return {4: INT4_GROUPS, 8: INT8_GROUPS}[group_codes.bits_of(weight)], group_codes.GROUP * int(weight.shape[1]), n
+    return (
+        {4: INT4_GROUPS, 8: INT8_GROUPS}[group_codes.bits_of(weight)],
+        group_codes.GROUP * int(weight.shape[1]),
+        n,
+    )
 
 
 def _coded(module: fx.GraphModule, node: fx.Node) -> Signature | None:
@@ -182,7 +219,13 @@ def _coded(module: fx.GraphModule, node: fx.Node) -> Signature | None:
         return None
     halves = codes.dtype == torch.uint8
     n, k = int(codes.shape[0]), int(codes.shape[1]) * (2 if halves else 1)
-    return INT8_CHANNEL if node.args[3] is not None else (W4 if halves else W8).grouped_by(k // int(scales.shape[1])), k, n
+    return (
+        INT8_CHANNEL
+        if node.args[3] is not None
+        else (W4 if halves else W8).grouped_by(k // int(scales.shape[1])),
+        k,
+        n,
+    )
 
 
 def _sparse(module: fx.GraphModule, node: fx.Node) -> Signature | None:
@@ -195,7 +238,9 @@ def _sparse(module: fx.GraphModule, node: fx.Node) -> Signature | None:
 
 
 def _two_of_four(module: fx.GraphModule, node: fx.Node) -> Signature | None:
-    """By what is held: half of the values, beside their places (CUTLASS) or before them (cuSPARSELt, in 16ths)."""
+    """By what is held: half of the values, beside their places (CUTLASS) or before them (cuSPARSELt, in
+    16ths).
+    """
     packed, meta, n = _constant(module, node.args[1]), _constant(module, node.args[2]), node.args[4]
     if packed is None or not isinstance(n, int):
         return None
@@ -243,7 +288,9 @@ def _attentions(module: fx.GraphModule) -> dict[str, Form]:
         if SITE in node.meta and _packet(node) in forms:
             word = forms[_packet(node)]
             word = "causal" if word == "sdpa" and argument(node, "is_causal") else word
-            found[node.meta[SITE]] = _predictor(node) or Form(word=word, mask=_mask(node) if word in ("tiled", "flex") else None)
+            found[node.meta[SITE]] = _predictor(node) or Form(
+                word=word, mask=_mask(node) if word in ("tiled", "flex") else None
+            )
     return found
 
 
@@ -254,12 +301,16 @@ def _mask(node: fx.Node) -> MaskForm | None:
         return None
     numbers = {name: value for name, value in given.items() if isinstance(value, int)}
     lo, hi = (Edge(offset=numbers[name]) if name in numbers else None for name in ("lo", "hi"))
-    q_ids, k_ids, valid, mask = (None if given.get(name) is None else () for name in ("q_ids", "k_ids", "valid", "mask"))
+    q_ids, k_ids, valid, mask = (
+        None if given.get(name) is None else () for name in ("q_ids", "k_ids", "valid", "mask")
+    )
     return MaskForm(lo=lo, hi=hi, chunk=numbers["chunk"], q_ids=q_ids, k_ids=k_ids, valid=valid, mask=mask)
 
 
 def _predictor(node: fx.Node) -> Form | None:
-    """Who lists the tiles that an attention visits, a predictor or constants, and how; None where nobody does."""
+    """Who lists the tiles that an attention visits, a predictor or constants, and how; None where nobody
+    does.
+    """
     if _packet(node) is not torch.ops.effcompile.attention:
         return None
     tiles = argument(node, "tiles")
@@ -277,14 +328,18 @@ def _figures(**found: object) -> tuple[tuple[str, float], ...]:
 
 
 #: Chains between the products as one operator each.
-_ROWS = tuple(getattr(torch.ops.effcompile, name) for name in ("rms_norm", "rms_norm_alone", "swiglu", "rotary"))
+_ROWS = tuple(
+    getattr(torch.ops.effcompile, name) for name in ("rms_norm", "rms_norm_alone", "swiglu", "rotary")
+)
 
 
 def _gelus(module: fx.GraphModule) -> dict[str, Form]:
     taken: Counter[str] = Counter()
     found = {}
     for node in module.graph.nodes:
-        fused = node.target in (int8_linear.default, group_linear.default) and str(argument(node, "after")).startswith("gelu")
+        fused = node.target in (int8_linear.default, group_linear.default) and str(
+            argument(node, "after")
+        ).startswith("gelu")
         if fused or node.target is aten.gelu.default:
             name = f"{node.meta[FOLLOWED] if fused else module_path(node) or node.name}:gelu"
             taken[name] += 1
@@ -295,10 +350,14 @@ def _gelus(module: fx.GraphModule) -> dict[str, Form]:
 
 
 def _structure(program: Program, found: Mapping[str, Form]) -> dict[str, Form]:
-    """Sites that are a shape of the graph: norms after sums, and rows of the logits, with the format of the head."""
+    """Sites that are a shape of the graph: norms after sums, and rows of the logits, with the format of the
+    head.
+    """
     result = {site.site: Form(word="split") for site in add_norms(program)}
     for site in linears(program):
         if f"{site.site}:rows" in program.tags:
             last = site.x.target in _ROWS_LAST
-            result[f"{site.site}:rows"] = Form(word="last", weights=found[site.site].weights) if last else Form(word="all")
+            result[f"{site.site}:rows"] = (
+                Form(word="last", weights=found[site.site].weights) if last else Form(word="all")
+            )
     return result

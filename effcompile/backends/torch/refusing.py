@@ -1,4 +1,6 @@
-"""Values that say why they have no gradient, to whoever differentiates them: never a gradient that is lost without a word."""
+"""Values that say why they have no gradient, to whoever differentiates them: never a gradient that is lost
+without a word.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 
 
 def refusing(values: Sequence[object], said: str, of: Sequence[torch.Tensor] = ()) -> Args:
-    """The same values, whose backward raises InputsError with what is `said`. What is no floating-point tensor stays as it is.
+    """The same values, whose backward raises InputsError with what is `said`.
 
-    of: what they were computed of: torch.autograd.grad runs no backward that leads to none of the tensors it is asked for.
+    What is no floating-point tensor stays as it is.
+
+    of: what they were computed of: torch.autograd.grad runs no backward that leads to none of the tensors it
+    is asked for.
     """
     with torch.enable_grad():
         made: tuple[Any, ...] = _Refusing.apply(values, said, *(of or (_ANCHOR,)))
@@ -35,7 +40,8 @@ class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, values: Sequence[object], said: str, *of: torch.Tensor) -> Args:
         ctx.said = said
-        made = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)  # never a caller's own object
+        # never a caller's own object
+        made = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)
         tensors = [value for value in made if isinstance(value, torch.Tensor)]
         ctx.mark_non_differentiable(*(t for t in tensors if not (t.is_floating_point() or t.is_complex())))
         return made
@@ -43,3 +49,12 @@ class _Refusing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, *_: object) -> Value:
         raise InputsError(ctx.said)
+
+
+def cut_off_words(name: str) -> str:
+    """Of a gradient that arrives at an output which the plan does not differentiate."""
+    return (
+        f"A gradient arrived at {name}, which is returned for show (keep_outputs=True): the plan has the "
+        f"gradients of the loss alone, and those through {name} would be lost. Make it a part of the loss, "
+        f"effcompile.optimize(..., loss=lambda outputs, inputs: outputs.loss + ...), or take {name}.detach()."
+    )

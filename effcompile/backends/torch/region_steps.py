@@ -1,4 +1,6 @@
-"""Nodes of a graph that take each token by itself, and attentions over a cache, as steps of a program (ops/row_program.py)."""
+"""Nodes of a graph that take each token by itself, and attentions over a cache, as steps of a program
+(ops/row_program.py).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from effcompile.sites.parts import argument
 
 #: (heads, width) of a value that tells heads apart.
 Heads = tuple[int, int]
-#: Of a result: its place among what a program makes or among the caches, its heads, and whether it is a cache.
+#: Of a result: its place among what a program makes or among the caches, its heads, and whether it is a
+#: cache.
 Told = tuple[int, Heads | None, bool]
 
 aten = torch.ops.aten
@@ -73,7 +76,9 @@ class Builder:
         return step is not None
 
     def _same(self, node: fx.Node, source: fx.Node) -> bool:
-        """The same values in another shape: heads apart, in front of the tokens or behind them, or side by side again."""
+        """The same values in another shape: heads apart, in front of the tokens or behind them, or side by
+        side again.
+        """
         if source not in self._slots:
             return False
         self._slots[node] = self._slots[source]
@@ -101,13 +106,17 @@ class Builder:
 
     def tellable(self, node: fx.Node) -> bool:
         """Whether a result can be handed out: a longer cache, dense rows, or heads in front of the tokens."""
-        return node in self.caches or (node in self._slots and (node not in self._heads or node in self._front))
+        return node in self.caches or (
+            node in self._slots and (node not in self._heads or node in self._front)
+        )
 
     def built(self, results: Sequence[fx.Node]) -> tuple[RowProgram, list[Told]]:
         """The program, and what each result is of what it makes."""
         slots = list(dict.fromkeys(self._slots[node] for node in results if node not in self.caches))
         told = [
-            (self.caches[node], None, True) if node in self.caches else (slots.index(self._slots[node]), self._heads.get(node), False)
+            (self.caches[node], None, True)
+            if node in self.caches
+            else (slots.index(self._slots[node]), self._heads.get(node), False)
             for node in results
         ]
         return RowProgram(self._steps, len(self._inputs), self._widths, slots), told
@@ -128,11 +137,22 @@ class Builder:
         given = {name: argument(node, name) for name in ("x", "after", *names)}
         if any(isinstance(given[name], fx.Node) and given[name].op != "get_attr" for name in names):  # type: ignore[attr-defined]
             return None
-        held = {name: constant(self._module, each) if isinstance(each := given[name], fx.Node) else None for name in names}
+        held = {
+            name: constant(self._module, each) if isinstance(each := given[name], fx.Node) else None
+            for name in names
+        }
         k, n = shape_of(given["x"])[-1], shape_of(node)[-1]  # type: ignore[arg-type]
         kind = row_program.GROUPS if node.target is group_linear.default else row_program.BYTES
         constants = (held["weight"], held.get("scales"), held["bias"])
-        return RowStep(kind=kind, a=self.slot(given["x"]), out=self.new(node, n), n=n, k=k, constants=constants, after=str(given["after"]))
+        return RowStep(
+            kind=kind,
+            a=self.slot(given["x"]),
+            out=self.new(node, n),
+            n=n,
+            k=k,
+            constants=constants,
+            after=str(given["after"]),
+        )
 
     def norm(self, node: fx.Node) -> RowStep | None:
         """With the residual sum, which it makes too, or of one value."""
@@ -147,14 +167,28 @@ class Builder:
             self._widths.append(n)
             self._norms[node] = (out, more)
         return RowStep(
-            kind=row_program.NORM, a=self.slot(x), b=self.slot(rest[0] if rest else None), out=out, more=more, n=n, constants=held, eps=eps
+            kind=row_program.NORM,
+            a=self.slot(x),
+            b=self.slot(rest[0] if rest else None),
+            out=out,
+            more=more,
+            n=n,
+            constants=held,
+            eps=eps,
         )
 
     def pair(self, node: fx.Node) -> RowStep:
         """Of two values of one shape."""
-        kind = {ours.swiglu.default: row_program.GATE, aten.add.Tensor: row_program.ADD, aten.mul.Tensor: row_program.MULTIPLY}[node.target]  # type: ignore[index]
+        kinds: dict[Any, int] = {
+            ours.swiglu.default: row_program.GATE,
+            aten.add.Tensor: row_program.ADD,
+            aten.mul.Tensor: row_program.MULTIPLY,
+        }
+        kind = kinds[node.target]
         n = shape_of(node)[-1]
-        return RowStep(kind=kind, a=self.slot(node.args[0]), b=self.slot(node.args[1]), out=self.new(node, n), n=n)
+        return RowStep(
+            kind=kind, a=self.slot(node.args[0]), b=self.slot(node.args[1]), out=self.new(node, n), n=n
+        )
 
     def turn(self, node: fx.Node) -> RowStep | None:
         """Of heads that were told apart inside."""
@@ -165,7 +199,15 @@ class Builder:
         made = self.new(node, heads * width)
         self._heads[node] = (heads, width)
         self._front.add(node)
-        return RowStep(kind=row_program.TURN, a=self.slot(x), b=self.slot(cos), more=self.slot(sin), out=made, n=heads, k=width // 2)
+        return RowStep(
+            kind=row_program.TURN,
+            a=self.slot(x),
+            b=self.slot(cos),
+            more=self.slot(sin),
+            out=made,
+            n=heads,
+            k=width // 2,
+        )
 
     def append(self, node: fx.Node) -> RowStep | None:
         """Rows at the end of a cache."""
@@ -174,7 +216,9 @@ class Builder:
             return None
         heads, width = self._heads[new]  # type: ignore[index]
         self.caches[node] = len(self.caches)
-        return RowStep(kind=row_program.APPEND, a=self.slot(new), b=self.caches[node], out=-1, n=heads, k=width)
+        return RowStep(
+            kind=row_program.APPEND, a=self.slot(new), b=self.caches[node], out=-1, n=heads, k=width
+        )
 
     def attention(self, node: fx.Node) -> RowStep | None:
         """Over two of these caches."""
@@ -191,7 +235,17 @@ class Builder:
         hidden = self._masks.index(mask) if isinstance(mask, fx.Node) else -1
         self.attentions.append((hidden, of[0], of[1]))
         size = width**-0.5 if scale is None else float(scale)  # type: ignore[arg-type]
-        return RowStep(kind=row_program.ATTEND, a=self.slot(query), b=of[0], more=of[1], out=made, n=heads, k=width, mask=hidden, eps=size)
+        return RowStep(
+            kind=row_program.ATTEND,
+            a=self.slot(query),
+            b=of[0],
+            more=of[1],
+            out=made,
+            n=heads,
+            k=width,
+            mask=hidden,
+            eps=size,
+        )
 
 
 STEPS: dict[object, Callable[[Builder, fx.Node], RowStep | None]] = {

@@ -1,8 +1,9 @@
 """Runs of operators over rows of tokens as programs (ops/row_program.py) for calls of few tokens.
 
-A region is a run of operators that take each token by itself, norms, gates, rotations, linears with codes, sums, and of attentions over a
-cache that grows: of a model whose linears all have codes, all of its layers. One call runs it where there are few tokens; its operators run
-one by one where there are many, or another dtype or layout comes.
+A region is a run of operators that take each token by itself, norms, gates, rotations, linears with codes,
+sums, and of attentions over a cache that grows: of a model whose linears all have codes, all of its layers.
+One call runs it where there are few tokens; its operators run one by one where there are many, or another
+dtype or layout comes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _LEAST = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """The caches of a region. `rooms`: rows that a new buffer of each has room for; `read`: (mask, keys, values) of each attention."""
+    """The caches of a region.
+
+    `rooms`: rows that a new buffer of each has room for; `read`: (mask, keys, values) of each attention.
+    """
 
     rooms: tuple[int, ...] = ()
     read: tuple[tuple[int, int, int], ...] = ()
@@ -45,18 +49,28 @@ class Shelf:
         kinds = {cache.dtype for cache in caches}
         alike = len(kinds) < 2 and kinds <= FORMS.keys() and all(each.shape[0] == batch for each in caches)
         return alike and all(
-            caches[keys].shape == caches[values].shape and (mask < 0 or masks_so(masks[mask], new, caches[keys].shape[2] + new))
+            caches[keys].shape == caches[values].shape
+            and (mask < 0 or masks_so(masks[mask], new, caches[keys].shape[2] + new))
             for mask, keys, values in self.read
         )
 
 
 class Region:
-    """A region at work: values, masks and caches in, and sizes that views name; values out, in the order of its nodes."""
+    """A region at work: values, masks and caches in, and sizes that views name; values out, in the order of
+    its nodes.
+    """
 
     def __init__(
-        self, program: RowProgram, told: Sequence[Told], one_by_one: fx.GraphModule, inputs: tuple[int, int], shelf: Shelf
+        self,
+        program: RowProgram,
+        told: Sequence[Told],
+        one_by_one: fx.GraphModule,
+        inputs: tuple[int, int],
+        shelf: Shelf,
     ) -> None:
-        """`told`: what each value is; `inputs`: how many of them are rows, the first ones, and how many are masks behind these."""
+        """`told`: what each value is; `inputs`: how many of them are rows, the first ones, and how many are
+        masks behind these.
+        """
         self._program, self._told, self._one_by_one, self._shelf = program, tuple(told), one_by_one, shelf
         self._rows, self._masked = inputs[0], sum(inputs)
         self.__name__ = "region"
@@ -69,19 +83,31 @@ class Region:
         first, values, masks = inputs[0].shape, inputs[: self._rows], inputs[self._rows : self._masked]
         caches = inputs[self._masked : self._masked + len(self._shelf.rooms)]
         few = len(first) == 3 and 0 < first[0] * first[1] <= FEW
-        if not few or not all(_dense(each, first) for each in values) or not self._shelf.fits(caches, masks, *first[:2]):
+        if (
+            not few
+            or not all(_dense(each, first) for each in values)
+            or not self._shelf.fits(caches, masks, *first[:2])
+        ):
             found: Sequence[Tensor] = self._one_by_one(*inputs)
             return found
-        longer = [lengthened(cache, first[1], most) for cache, most in zip(caches, self._shelf.rooms, strict=True)]
+        longer = [
+            lengthened(cache, first[1], most) for cache, most in zip(caches, self._shelf.rooms, strict=True)
+        ]
         made = self._program(*values, caches=longer, masks=masks)
         return [
-            longer[at] if cached else made[at] if heads is None else made[at].view(first[0], first[1], *heads).transpose(1, 2)
+            longer[at]
+            if cached
+            else made[at]
+            if heads is None
+            else made[at].view(first[0], first[1], *heads).transpose(1, 2)
             for at, heads, cached in self._told
         ]
 
 
 def _dense(value: Tensor, leading: torch.Size) -> bool:
-    """Whether a program takes it: fp32, dense, a row for each token (or, of cos and sin, for each token of one row)."""
+    """Whether a program takes it: fp32, dense, a row for each token (or, of cos and sin, for each token of
+    one row).
+    """
     fits = value.dim() == 3 and value.shape[1] == leading[1] and value.shape[0] in (1, leading[0])
     return fits and value.dtype is torch.float32 and value.is_contiguous() and not value.is_cuda
 
@@ -91,13 +117,23 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
 
     As it is where it has none of our operators, on a GPU, and where nothing can be compiled.
     """
-    on_cpu = all(node.meta["val"].device.type == "cpu" for node in module.graph.nodes if isinstance(node.meta.get("val"), Tensor))
-    if not on_cpu or not any(node.target in _PLAIN for node in module.graph.nodes) or not row_program.available():
+    on_cpu = all(
+        node.meta["val"].device.type == "cpu"
+        for node in module.graph.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    )
+    if (
+        not on_cpu
+        or not any(node.target in _PLAIN for node in module.graph.nodes)
+        or not row_program.available()
+    ):
         return module
     order = {node: at for at, node in enumerate(module.graph.nodes)}
     for found in list(_found(module, order, order)):
         if not _replace(module, found, order):
-            for part in list(_found(module, order, [node for node in found if node.target is not cached_attention])):
+            for part in list(
+                _found(module, order, [node for node in found if node.target is not cached_attention])
+            ):
                 _replace(module, part, order)
     module.graph.eliminate_dead_code()
     _direct(module.graph)
@@ -106,7 +142,8 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-#: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than they do for one token.
+#: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than
+#: they do for one token.
 _PLAIN: dict[object, Callable[..., object]] = {
     group_linear.default: group_linear_on_cpu,
     int8_linear.default: int8_linear_on_cpu,
@@ -119,7 +156,9 @@ _PLAIN: dict[object, Callable[..., object]] = {
 
 def _direct(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        read = [user for user in node.users if user.target is not operator.getitem or user.args[1] not in (0, 1)]
+        read = [
+            user for user in node.users if user.target is not operator.getitem or user.args[1] not in (0, 1)
+        ]
         if node.target in _PLAIN and (node.target is not ours.rms_norm.default or not read):
             node.target = _PLAIN[node.target]
 
@@ -136,14 +175,18 @@ class _Run:
     first: int = 0
 
     def takes(self, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-        """Whether the node may join: what it reads from outside is there before anything outside reads the region."""
+        """Whether the node may join: what it reads from outside is there before anything outside reads the
+        region.
+        """
         outside = [source for source in _read(node) if source not in self.nodes]
         if any(source in self.tainted for source in outside):
             return False
         return not self.tainted or all(order[source] < self.first for source in outside)
 
 
-def _found(module: fx.GraphModule, order: dict[fx.Node, int], among: Collection[fx.Node]) -> Iterator[list[fx.Node]]:
+def _found(
+    module: fx.GraphModule, order: dict[fx.Node, int], among: Collection[fx.Node]
+) -> Iterator[list[fx.Node]]:
     """The nodes of each region, of those that are `among` what may be in one."""
     run = _Run()
     for node in module.graph.nodes:
@@ -172,7 +215,10 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _row_wise(module: fx.GraphModule, node: fx.Node, run: _Run) -> bool:
-    """Whether a node takes each token by itself, and a program has it. Heads told apart, and results of a norm, follow what is inside."""
+    """Whether a node takes each token by itself, and a program has it.
+
+    Heads told apart, and results of a norm, follow what is inside.
+    """
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -180,18 +226,28 @@ def _row_wise(module: fx.GraphModule, node: fx.Node, run: _Run) -> bool:
     if node.target in (aten.view.default, aten.reshape.default) and len(shape_of(node)) == 4:
         return node.args[0] in run.nodes and all(user.target is aten.transpose.int for user in node.users)
     if node.target in SHAPES:
-        return node.args[0] in run.nodes and (node.target is not aten.transpose.int or set(node.args[1:]) == {1, 2})
+        return node.args[0] in run.nodes and (
+            node.target is not aten.transpose.int or set(node.args[1:]) == {1, 2}
+        )
     if node.target is append:
-        return node.args[1] in run.nodes and isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"
+        return (
+            node.args[1] in run.nodes
+            and isinstance(node.args[0], fx.Node)
+            and node.args[0].op == "placeholder"
+        )
     if node.target is cached_attention:
-        return all(each in run.nodes for each in node.args[:3]) and all(each.target is append for each in node.args[1:3])  # type: ignore[union-attr]
+        appended = (each.target is append for each in node.args[1:3])  # type: ignore[union-attr]
+        return all(each in run.nodes for each in node.args[:3]) and all(appended)
     return node.target in STEPS and _fits(module, node)
 
 
 def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether its tensors are rows (B, S, width) in fp32, and its weights constants."""
     sources = _read(node)
-    if any(not isinstance(source.meta.get("val"), Tensor) or dtype_of(source) != torch.float32 for source in sources):
+    if any(
+        not isinstance(source.meta.get("val"), Tensor) or dtype_of(source) != torch.float32
+        for source in sources
+    ):
         return False
     if node.target in (aten.add.Tensor, aten.mul.Tensor):
         alike = all(shape_of(source) == shape_of(node) for source in sources) and len(shape_of(node)) == 3
@@ -200,32 +256,55 @@ def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.target is ours.rotary.default:
         return argument(node, "backwards") is False and sources[0].target is aten.transpose.int
     weights = [constant(module, source) for source in node.all_input_nodes if source.op == "get_attr"]
-    return all(weight.is_contiguous() for weight in weights) and all(len(shape_of(source)) == 3 for source in sources)
+    return all(weight.is_contiguous() for weight in weights) and all(
+        len(shape_of(source)) == 3 for source in sources
+    )
 
 
 # ------------------------------------------------------------------ replacing
 
 
 def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """One call in the place of these nodes, before the first node that reads what they make; False where no program has them."""
+    """One call in the place of these nodes, before the first node that reads what they make; False where no
+    program has them.
+    """
     inside = set(nodes)
     read = list(dict.fromkeys(source for node in nodes for source in _read(node) if source not in inside))
     appends = [node for node in nodes if node.target is append]
     caches = [node.args[0] for node in appends if isinstance(node.args[0], fx.Node)]
     rooms = tuple(room for node in appends if isinstance(room := node.args[2], int))
-    masks = list(dict.fromkeys(node.args[3] for node in nodes if node.target is cached_attention and isinstance(node.args[3], fx.Node)))
+    masks = list(
+        dict.fromkeys(
+            node.args[3]
+            for node in nodes
+            if node.target is cached_attention and isinstance(node.args[3], fx.Node)
+        )
+    )
     turns = {source for node in nodes if node.target is ours.rotary.default for source in node.args[1:3]}
-    tensors = (source for source in read if isinstance(source.meta.get("val"), Tensor) and source not in (*masks, *caches))
+    tensors = (
+        source
+        for source in read
+        if isinstance(source.meta.get("val"), Tensor) and source not in (*masks, *caches)
+    )
     rows = sorted(tensors, key=turns.__contains__)  # rows first
     sizes = [source for source in read if source not in (*rows, *masks, *caches)]
     results = [node for node in nodes if any(user not in inside for user in node.users)]
     builder = Builder(module, rows, masks)
-    if not results or not rows or not all(builder.put(node) for node in nodes) or not all(builder.tellable(node) for node in results):
+    if (
+        not results
+        or not rows
+        or not all(builder.put(node) for node in nodes)
+        or not all(builder.tellable(node) for node in results)
+    ):
         return False
     inputs = [*rows, *masks, *caches, *sizes]
     shelf = Shelf(rooms=rooms, read=tuple(builder.attentions))
-    region = Region(*builder.built(results), _apart(module, nodes, inputs, results), (len(rows), len(masks)), shelf)
-    before = min((user for node in results for user in node.users if user not in inside), key=order.__getitem__)
+    region = Region(
+        *builder.built(results), _apart(module, nodes, inputs, results), (len(rows), len(masks)), shelf
+    )
+    before = min(
+        (user for node in results for user in node.users if user not in inside), key=order.__getitem__
+    )
     with module.graph.inserting_before(before):
         call = module.graph.call_function(region, tuple(inputs))
         order[call] = order[before]
@@ -238,7 +317,9 @@ def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, 
     return True
 
 
-def _apart(module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
+def _apart(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> fx.GraphModule:
     """The same nodes as a module: inputs in, results out."""
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for source in inputs:

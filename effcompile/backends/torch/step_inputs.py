@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx, nn
@@ -12,7 +12,9 @@ from effcompile.core.errors import GuardError, InputsError
 
 
 def held(model: nn.Module, name: str) -> torch.Tensor:
-    """The tensor that the model has under a name now; within torch.func.functional_call that is no parameter."""
+    """The tensor that the model has under a name now; within torch.func.functional_call that is
+    no parameter.
+    """
     path, _, own = name.rpartition(".")
     value = getattr(model.get_submodule(path), own)
     assert isinstance(value, torch.Tensor), name
@@ -21,11 +23,15 @@ def held(model: nn.Module, name: str) -> torch.Tensor:
 
 def autocast_of(devices: list[str]) -> tuple[tuple[str, torch.dtype], ...]:
     """(device, dtype) of each autocast that is on."""
-    return tuple((device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device))
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)
+    )
 
 
 def laid_out(node: fx.Node, value: torch.Tensor) -> torch.Tensor:
-    """An input with the strides that the step was captured with, for which its views are views; a copy where it has others."""
+    """An input with the strides that the step was captured with, for which its views are views; a copy where
+    it has others.
+    """
     wanted = node.meta["val"].stride()
     if value.stride() == wanted:
         return value
@@ -37,24 +43,41 @@ def fitting(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
     wanted = node.meta["val"]
     if (value.shape, value.dtype, value.device.type) != (wanted.shape, wanted.dtype, wanted.device.type):
         raise GuardError(
-            f"{name} is {value.dtype} {tuple(value.shape)} on {value.device} now; the step was planned for {wanted.dtype} "
-            f"{tuple(wanted.shape)} on {wanted.device}. Call effcompile.optimize again.",
+            f"{name} is {value.dtype} {tuple(value.shape)} on {value.device} now; the step was planned for "
+            f"{wanted.dtype} {tuple(wanted.shape)} on {wanted.device}. Call effcompile.optimize again.",
             place=f"model.{name}",
             of_model=True,
         )
     return value
 
 
+def refuse_inference(read_again: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises InputsError for a tensor made within inference_mode that the backward reads, as autograd does
+    for one that it would save: whether it was changed in between is not counted for it.
+    """
+    for name, value in read_again:
+        if value.is_inference():
+            raise InputsError(
+                f"{name} was made within torch.inference_mode(), and the backward reads it: inference "
+                "tensors cannot be saved for backward. Give a clone() of it, or make it within "
+                "torch.no_grad()."
+            )
+
+
 def refuse_others(consumed: Mapping[str, torch.Tensor], updated: Mapping[str, torch.Tensor]) -> None:
-    """Raises InputsError where a hook wants a gradient that goes to the optimizer at once, or that has another parameter there."""
+    """Raises InputsError where a hook wants a gradient that goes to the optimizer at once, or that has
+    another parameter there.
+    """
     for name, parameter in consumed.items():
         if updated.get(name, parameter) is not parameter:
             raise InputsError(
-                f"The parameter {name} is another one than the optimizer has, which this plan's backward hands its gradient to at once: it "
-                "was replaced. Call effcompile.optimize again, or plan with --pass states.in_backward=false."
+                f"The parameter {name} is another one than the optimizer has, which this plan's backward "
+                "hands its gradient to at once: it was replaced. Call effcompile.optimize again, or plan "
+                "with --pass states.in_backward=false."
             )
         if torch_compat.has_gradient_hooks(parameter):
             raise InputsError(
-                f"The parameter {name} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which this plan's "
-                "backward hands to the optimizer at once. Remove the hook, or plan with --pass states.in_backward=false."
+                f"The parameter {name} has a hook on its gradient (register_hook, "
+                "register_post_accumulate_grad_hook), which this plan's backward hands to the optimizer at "
+                "once. Remove the hook, or plan with --pass states.in_backward=false."
             )

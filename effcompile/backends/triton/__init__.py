@@ -1,4 +1,7 @@
-"""Tiled kernels in Triton: `use` makes them a model's. Importing this package imports no triton; `unavailable` says why they cannot run."""
+"""Tiled kernels in Triton: `use` makes them a model's.
+
+Importing this package imports no triton; `unavailable` says why they cannot run.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ _MADE = "NVIDIA GPUs of compute capability 8 to 10 and 12, and AMD gfx942 and gf
 
 
 def unavailable() -> Unsupported | None:
-    """None, or why the kernels cannot run in this process on the current GPU, with what would mend it. Imports no triton."""
+    """None, or why the kernels cannot run in this process on the current GPU, with what would mend it.
+
+    Imports no triton.
+    """
     return _unavailable(_current())
 
 
@@ -51,7 +57,9 @@ def _unavailable(gpu: int | None) -> Unsupported | None:
         return Unsupported("triton is not installed: pip install 'effcompile[triton]'")
     found = _version()
     if found is not None and tuple(map(int, found.split(".")[:2])) < _OLDEST:
-        return Unsupported.of("triton {} is older than {}.{}: pip install --upgrade triton", found, _OLDEST[0], _OLDEST[1])
+        return Unsupported.of(
+            "triton {} is older than {}.{}: pip install --upgrade triton", found, _OLDEST[0], _OLDEST[1]
+        )
     if interpreting():
         return None
     if gpu is None:
@@ -59,7 +67,9 @@ def _unavailable(gpu: int | None) -> Unsupported | None:
     return (
         None
         if architecture(torch.device("cuda", gpu)) is not None
-        else Unsupported.of("no tiles were made for {}: there are some for {}", torch.cuda.get_device_name(gpu), _MADE)
+        else Unsupported.of(
+            "no tiles were made for {}: there are some for {}", torch.cuda.get_device_name(gpu), _MADE
+        )
     )
 
 
@@ -77,7 +87,9 @@ def device() -> str:
 
 
 def register(device: str = "cuda") -> Reason | None:
-    """Make the kernels those of our operators for a type of device, in this process. Returns why not, where they cannot run.
+    """Make the kernels those of our operators for a type of device, in this process.
+
+    Returns why not, where they cannot run.
 
     A family whose results are not PyTorch's on the current device stays PyTorch's there: see `refuted`.
     """
@@ -95,7 +107,10 @@ def register(device: str = "cuda") -> Reason | None:
 
 
 def refuted(device: str) -> Mapping[str, str]:
-    """Families of kernels that are not right on the current device → how that was seen. The interpreter's: see `effcompile doctor`."""
+    """Families of kernels that are not right on the current device → how that was seen.
+
+    The interpreter's: see `effcompile doctor`.
+    """
     return _refuted(device, _current())
 
 
@@ -108,17 +123,24 @@ def _refuted(device: str, gpu: int | None) -> Mapping[str, str]:
 
 
 def examined() -> Iterator[tuple[str, Sequence[KernelVerdict]]]:
-    """Each family of kernels in words, and the verdicts on it in bf16 and fp32, where they can run: on a GPU or in the interpreter."""
+    """Each family of kernels in words, and the verdicts on it in bf16 and fp32, where they can run: on a GPU
+    or in the interpreter.
+    """
     proof = importlib.import_module("effcompile.backends.triton.proof")
     for name, words in _OPERATORS.items():
         yield words, proof.prove([(name, dtype) for dtype in proof.USUAL], device())
 
 
 def use(devices: Collection[str]) -> tuple[Reason, ...]:
-    """Make them the kernels of a model with tensors on these types of device. Returns what the report says of it, if one is a GPU."""
+    """Make them the kernels of a model with tensors on these types of device.
+
+    Returns what the report says of it, if one is a GPU.
+    """
     if device() not in devices:
         foreign = sorted({*devices} - {"cpu", "cuda", "meta"})
-        text = "Triton's kernels are declined, torch's own stand in: they are for {}, and there are none for {}"
+        text = (
+            "Triton's kernels are declined, torch's own stand in: they are for {}, and there are none for {}"
+        )
         return (Because.of(text, _MADE, " and ".join(foreign)),) if foreign else ()
     reason = register(device())
     if reason is not None:
@@ -126,7 +148,8 @@ def use(devices: Collection[str]) -> tuple[Reason, ...]:
     wrong = refuted(device())
     run = ", ".join(words for name, words in _OPERATORS.items() if name not in wrong)
     left = (
-        Because("Triton's kernels of {name} are declined, torch's own stand in: {name}", (_OPERATORS[n], why)) for n, why in wrong.items()
+        Because("Triton's kernels of {name} are declined, torch's own stand in: {name}", (_OPERATORS[n], why))
+        for n, why in wrong.items()
     )
     return (Because("Triton's kernels run {name}: {name}", (run or "nothing", origin())), *left)
 

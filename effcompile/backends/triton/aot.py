@@ -1,7 +1,10 @@
-"""Compile kernels for GPUs that are not here, down to the assembler, and report what they need. Imports no triton.
+"""Compile kernels for GPUs that are not here, down to the assembler, and report what they need.
 
-A `CompileJob` names a launch by the function that makes it, so that what is compiled is what would run. Jobs go to worker processes
-(`aot_worker`), since triton's compiler may abort instead of raising, and a process either interprets or compiles.
+Imports no triton.
+
+A `CompileJob` names a launch by the function that makes it, so that what is compiled is what would run. Jobs
+go to worker processes (`aot_worker`), since triton's compiler may abort instead of raising, and a process
+either interprets or compiles.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ __all__ = ["ARCHITECTURES", "SHARED_LIMIT", "CompileJob", "Report", "compile_job
 
 #: Architectures that a table is made for.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-#: Shared memory (LDS) that one program may take, in bytes (CUDA C++ Programming Guide, table of compute capabilities; CDNA3 ISA).
+#: Shared memory (LDS) that one program may take, in bytes (CUDA C++ Programming Guide, table of compute
+#: capabilities; CDNA3 ISA).
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
 
@@ -26,8 +30,8 @@ SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gf
 class CompileJob:
     """One kernel to compile.
 
-    launch: `module:function`, which is called with `arguments` in the worker, where launches are recorded instead of run.
-    kernel: name of the recorded kernel that is compiled.
+    launch: `module:function`, which is called with `arguments` in the worker, where launches are recorded
+    instead of run. kernel: name of the recorded kernel that is compiled.
     """
 
     arch: str
@@ -40,8 +44,9 @@ class CompileJob:
 class Report:
     """What a compiled kernel needs.
 
-    shared: bytes of shared memory. registers: per thread. spills: bytes stored per thread. tensor_ops: tensor-core instructions in the
-    assembly. additions: of fp32, there. error: why there is none of it, in one line; None when it compiled.
+    shared: bytes of shared memory. registers: per thread. spills: bytes stored per thread. tensor_ops:
+    tensor-core instructions in the assembly. additions: of fp32, there. error: why there is none of it, in
+    one line; None when it compiled.
     """
 
     shared: int = 0
@@ -57,7 +62,10 @@ class Report:
 
 
 def compile_jobs(jobs: Sequence[CompileJob]) -> Iterator[tuple[CompileJob, Report]]:
-    """Each job with its report, as they are done. A job that kills its worker is reported so, and the rest go to a new one."""
+    """Each job with its report, as they are done.
+
+    A job that kills its worker is reported so, and the rest go to a new one.
+    """
     left = list(jobs)
     while left:
         worker = _start()
@@ -78,4 +86,6 @@ def compile_jobs(jobs: Sequence[CompileJob]) -> Iterator[tuple[CompileJob, Repor
 def _start() -> subprocess.Popen[str]:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "effcompile.backends.triton.aot_worker"]
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None, text=True)
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None, text=True
+    )

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from effcompile.backends.triton import attention_calls, block_sparse, compress, group_quant, loss_head, rows, states8
+from effcompile.backends.triton import (
+    attention_calls,
+    block_sparse,
+    compress,
+    group_quant,
+    loss_head,
+    rows,
+    states8,
+)
 from effcompile.backends.triton.configs import LaunchConfig, using
 from effcompile.ops.attention_terms import Terms
 from effcompile.ops.loss_head import MEAN
@@ -16,20 +24,29 @@ _SHAPE = (2, 16, 4, 4096)  # batch, heads, key heads, length
 
 
 def attention_launches(
-    *, dtype: str, d: int, kernel: str, config: dict[str, Any], terms: dict[str, Any] | None = None, tensors: tuple[str, ...] = (),
-    shape: tuple[int, int, int, int] = _SHAPE,
+    *, dtype: str, d: int, kernel: str, config: dict[str, Any], terms: dict[str, Any] | None = None,
+    tensors: tuple[str, ...] = (), shape: tuple[int, int, int, int] = _SHAPE,
 ) -> None:  # fmt: skip
     """Forward and backward of attention of head size d, `kernel` with this configuration.
 
-    `terms` are numbers of `Terms`, causal where none are given; `tensors` names those of its tensors that there are.
+    `terms` are numbers of `Terms`, causal where none are given; `tensors` names those of its tensors that
+    there are.
     """
     made = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     b, h, heads, s = shape
     q, grad = (torch.empty((b, h, s, d), dtype=made, device="meta") for _ in range(2))
     k, v = (torch.empty((b, heads, s, d), dtype=made, device="meta") for _ in range(2))
-    shapes = {"bias": ((1, h, s, s), made), "sink": ((h,), made), "mask": ((b, 1, s, s), torch.bool), "valid": ((b, s), torch.bool),
-              "q_ids": ((b, s), torch.int64), "k_ids": ((b, s), torch.int64)}  # fmt: skip
-    there: dict[str, Any] = {name: torch.empty(shapes[name][0], dtype=shapes[name][1], device="meta") for name in tensors}
+    shapes = {
+        "bias": ((1, h, s, s), made),
+        "sink": ((h,), made),
+        "mask": ((b, 1, s, s), torch.bool),
+        "valid": ((b, s), torch.bool),
+        "q_ids": ((b, s), torch.int64),
+        "k_ids": ((b, s), torch.int64),
+    }
+    there: dict[str, Any] = {
+        name: torch.empty(shapes[name][0], dtype=shapes[name][1], device="meta") for name in tensors
+    }
     given = Terms(scale=d**-0.5, **there, **({"hi": 0} if terms is None else terms))
     with using(**{kernel: LaunchConfig(**config)}):
         if kernel == "forward":
@@ -59,11 +76,15 @@ def block_sparse_launches(*, block: int) -> None:
 
 
 def group_quant_launches(*, weight: str, rows: int = 64) -> None:
-    """A quantised linear: `weight` int4, int8 or fp8 with bf16 rows and groups of 128, or "int8x8", "fp8x8"; and what makes such codes."""
+    """A quantised linear: `weight` int4, int8 or fp8 with bf16 rows and groups of 128, or "int8x8", "fp8x8";
+    and what makes such codes.
+    """
     n, k = 4096, 4096
     both, one = weight.endswith("x8"), torch.float8_e4m3fn if weight.startswith("fp8") else torch.int8
     codes = _made(n, k // 2, dtype=torch.uint8) if weight == "int4" else _made(n, k, dtype=one)
-    x, x_scales = (_made(rows, k, dtype=one), _made(rows, 1, dtype=torch.float32)) if both else (_made(rows, k), None)
+    x, x_scales = (
+        (_made(rows, k, dtype=one), _made(rows, 1, dtype=torch.float32)) if both else (_made(rows, k), None)
+    )
     scales = _made(n, 1 if both else k // 128, dtype=torch.float32)
     group_quant.linear(x, codes, scales, x_scales, _made(n), _made(rows, n), "gelu", torch.bfloat16)
     group_quant.dequantize(*group_quant.quantize(_made(rows, k), 128, torch.float8_e4m3fn), torch.bfloat16)
@@ -84,7 +105,9 @@ def states8_launches() -> None:
 
 
 def rows_launches(*, width: int = 4096) -> None:
-    """A norm with its residual sum, one alone and its backward, a gate on the halves of one product, a rotation: bf16, as in Llama 8B."""
+    """A norm with its residual sum, one alone and its backward, a gate on the halves of one product, a
+    rotation: bf16, as in Llama 8B.
+    """
     x, both, angles = _made(4096, width), _made(4096, 28672), _made(1, 4096, 128)
     rows.norm(x, x, _made(width), 1e-5)
     rows.norm_alone(x, _made(width), 1e-5)

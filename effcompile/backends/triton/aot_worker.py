@@ -1,4 +1,7 @@
-"""The process in which kernels are compiled for absent GPUs: jobs on stdin, one report per line on stdout. See `aot`."""
+"""The process in which kernels are compiled for absent GPUs: jobs on stdin, one report per line on stdout.
+
+See `aot`.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ from effcompile.backends.triton.aot import CompileJob, Report
 _TENSOR_OPS = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_s?mfma")
 _ADDITIONS = re.compile(r"\badd(?:\.rn)?(?:\.ftz)?\.f32\b")
 _POINTERS = {
-    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5", torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
-    torch.bool: "*i1",
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5", torch.int64: "*i64", torch.int32: "*i32",
+    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
@@ -51,7 +54,10 @@ def _said(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' … '.join(dict.fromkeys((lines or ['no reason given'])[:1] + lines[-1:]))}"
+    return (
+        f"{type(error).__name__}: "
+        f"{' … '.join(dict.fromkeys((lines or ['no reason given'])[:1] + lines[-1:]))}"
+    )
 
 
 def run(job: CompileJob) -> Report:
@@ -65,7 +71,9 @@ def run(job: CompileJob) -> Report:
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within this context, kernels are recorded where they would be launched; their outputs stay as they are."""
+    """Within this context, kernels are recorded where they would be launched; their outputs stay
+    as they are.
+    """
     launches: list[Launch] = []
     original: Any = JITFunction.run
 
@@ -84,7 +92,9 @@ def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], ar
     """Compile one launch for an architecture, as the launcher would specialise it."""
     nvidia = arch.startswith("sm_")
     target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
-    made = triton.compile(specialised(kernel, arguments), target=target, options={"enable_fp_fusion": True, **options})
+    made = triton.compile(
+        specialised(kernel, arguments), target=target, options={"enable_fp_fusion": True, **options}
+    )
     return _nvidia(made, int(arch[3:])) if nvidia else _amd(made)
 
 
@@ -102,8 +112,15 @@ def specialised(kernel: Any, arguments: Mapping[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def _type_of(value: Any, path: tuple[int, ...], constants: dict[tuple[int, ...], Any], attributes: dict[tuple[int, ...], Any]) -> Any:
-    """The type of an argument in a signature; what the launcher folds into the code (None, 1) becomes a constant."""
+def _type_of(
+    value: Any,
+    path: tuple[int, ...],
+    constants: dict[tuple[int, ...], Any],
+    attributes: dict[tuple[int, ...], Any],
+) -> Any:
+    """The type of an argument in a signature; what the launcher folds into the code (None, 1) becomes a
+    constant.
+    """
     if isinstance(value, tuple):
         return tuple(_type_of(one, (*path, i), constants, attributes) for i, one in enumerate(value))
     if value is None or (isinstance(value, int) and value == 1):
@@ -113,14 +130,21 @@ def _type_of(value: Any, path: tuple[int, ...], constants: dict[tuple[int, ...],
         return "fp32"
     if isinstance(value, torch.Tensor) or value % 16 == 0:  # tensors of torch's allocator are aligned
         attributes[path] = [["tt.divisibility", 16]]
-    return _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32" if abs(value) < 2**31 else "i64"
+    return (
+        _POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32" if abs(value) < 2**31 else "i64"
+    )
 
 
 def _nvidia(made: Any, capability: int) -> Report:
     ptx = made.asm["ptx"]
     said = _assembled(ptx, capability)
-    numbers: dict[str, Any] = {name: int(found.group(1)) for name, pattern in _PTXAS.items() if (found := re.search(pattern, said))}
-    counts: dict[str, Any] = {"tensor_ops": len(_TENSOR_OPS.findall(ptx)), "additions": len(_ADDITIONS.findall(ptx))}
+    numbers: dict[str, Any] = {
+        name: int(found.group(1)) for name, pattern in _PTXAS.items() if (found := re.search(pattern, said))
+    }
+    counts: dict[str, Any] = {
+        "tensor_ops": len(_TENSOR_OPS.findall(ptx)),
+        "additions": len(_ADDITIONS.findall(ptx)),
+    }
     return Report(shared=made.metadata.shared, **counts, **numbers)
 
 
@@ -133,7 +157,14 @@ def _assembled(ptx: str, capability: int) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx", delete=False) as file:
         file.write(ptx)
     try:
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name=sm_{capability}{suffix}", file.name, "-o", os.devnull]
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name=sm_{capability}{suffix}",
+            file.name,
+            "-o",
+            os.devnull,
+        ]
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
     finally:
         os.unlink(file.name)
@@ -143,7 +174,12 @@ def _amd(made: Any) -> Report:
     text = made.asm["amdgcn"]
     found: Callable[[str], int] = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", text).group(1))  # type: ignore[union-attr]  # noqa: E731
     spilled = found("vgpr_spill_count") * 4
-    return Report(shared=made.metadata.shared, registers=found("vgpr_count"), spills=spilled, tensor_ops=len(_TENSOR_OPS.findall(text)))
+    return Report(
+        shared=made.metadata.shared,
+        registers=found("vgpr_count"),
+        spills=spilled,
+        tensor_ops=len(_TENSOR_OPS.findall(text)),
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Attention on the tiled kernels: `effcompile::attention` and its backward, once `register` has made them a device's kernels.
+"""Attention on the tiled kernels: `effcompile::attention` and its backward, once `register` has made them a
+device's kernels.
 
-What the kernels do not take goes to the default kernel, with a reason (`declines`): never a wrong result. What calls of one form have in
-common is made at the first of them (`AttentionForm`): a model's step waits for the host where a launch takes it longer than the GPU.
+What the kernels do not take goes to the default kernel, with a reason (`declines`): never a wrong result.
+What calls of one form have in common is made at the first of them (`AttentionForm`): a model's step waits for
+the host where a launch takes it longer than the GPU.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ _NEEDED = tuple(one.name for one in fields(NeededGradients))
 _forms: dict[object, AttentionForm] = {}
 
 
-def _form(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object], numbers: Mapping[str, object], *, backward: bool) -> AttentionForm:
+def _form(
+    q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object], numbers: Mapping[str, object], *, backward: bool
+) -> AttentionForm:
     """Of a call with the operators' arguments; it is checked where there was none of its form."""
     if forced():  # what is tried once is not how calls are launched
         return _checked(q, k, v, rest, numbers, backward=backward)
     key = (
-        backward, under_way(), tune.Tuner.measured, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device, tuple([_told(one) for one in rest]), tuple(numbers.items()),
+        backward, under_way(), tune.Tuner.measured, q.shape, q.stride(), q.dtype, q.device, k.shape,
+        k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
+        tuple([_told(one) for one in rest]), tuple(numbers.items()),
     )  # fmt: skip
     found = _forms.get(key)
     if found is None:
@@ -52,10 +57,16 @@ def _told(given: Any) -> object:
     """All that a form hangs on of an operand, or of a list of tiles."""
     if given is None:
         return None
-    return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, Tensor) else tuple(map(_told, given))
+    return (
+        (given.shape, given.stride(), given.dtype, given.device)
+        if isinstance(given, Tensor)
+        else tuple(map(_told, given))
+    )
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object], numbers: Mapping[str, object], *, backward: bool) -> AttentionForm:
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object], numbers: Mapping[str, object], *, backward: bool
+) -> AttentionForm:
     terms = Terms.of(*rest, **numbers)
     check(q, k, v, terms)
     return AttentionForm.of(q, k, v, terms, reason=declines(q, k, v, terms, backward=backward))
@@ -75,7 +86,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: object, **numbers: object
 
 
 def _attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **numbers: object
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: object,
+    **numbers: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wanted = {name: bool(numbers.pop(name)) for name in _NEEDED if name in numbers}
     form = _form(q, k, v, rest, numbers, backward=True)

@@ -1,4 +1,6 @@
-"""Models on a GPU: torch's graph with our operators on their tiled kernels, replayed as one CUDA graph for each shape that comes again."""
+"""Models on a GPU: torch's graph with our operators on their tiled kernels, replayed as one CUDA graph for
+each shape that comes again.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class Triton:
 
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode != "inference":
-            return Unsupported("it lowers forward calls only; training runs through the training backend, on the same kernels")
+            return Unsupported(
+                "it lowers forward calls only; training runs through the training backend, on the same "
+                "kernels"
+            )
         if kernels.unavailable() is not None:
             return None  # a plan for a machine that is not here, where the model will lie on the GPU
         found = device_types(program)
@@ -46,7 +51,11 @@ class Triton:
         return (
             None
             if found == {wanted}
-            else Unsupported.of("its kernels are for tensors on {}; the model's are on {}", wanted, " and ".join(sorted(found)))
+            else Unsupported.of(
+                "its kernels are for tensors on {}; the model's are on {}",
+                wanted,
+                " and ".join(sorted(found)),
+            )
         )
 
     def lacks(self, call: KernelCall) -> Reason | None:
@@ -64,11 +73,15 @@ class Triton:
             run = in_turn(made)
             return None if run is None else seconds_of(run, device)
 
-    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
+    def lower(
+        self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]
+    ) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
         reason = kernels.register(kernels.device())
         if reason is not None:
-            raise LoweringError(f"The Triton kernels cannot run {program.name}: {reason}. Plan again with another backend.")
+            raise LoweringError(
+                f"The Triton kernels cannot run {program.name}: {reason}. Plan again with another backend."
+            )
         lowered = lower_eager(edit(linears.emit(program), calibration))
         return on_gpu(lowered, plan, kernels=_told(lowered.program))
 
@@ -79,13 +92,19 @@ class Triton:
 
 
 def _bodies(call: KernelCall, device: str) -> list[Body | None] | None:
-    """What to run in turn for a kernel of ours, or for a product in 16 bits; None for what torch alone has."""
+    """What to run in turn for a kernel of ours, or for a product in 16 bits; None for what torch
+    alone has.
+    """
     if call.kernel.startswith("rows/"):
         return [rows_bodies.body(call)]
     if call.kernel in linears.HALVES and device == "cuda":
         return [linears.half_body(call) for _ in range(copies(call))]
     if call.format is not None and call.format.family in linears.FAMILIES:
-        return [linears.body(call.format, call.dims) for _ in range(copies(call))] if linears.lacks(call) is None else []
+        return (
+            [linears.body(call.format, call.dims) for _ in range(copies(call))]
+            if linears.lacks(call) is None
+            else []
+        )
     return None
 
 
@@ -97,8 +116,14 @@ def device_types(program: Program) -> set[str]:
 
 def _told(program: Program) -> str:
     """Which of our operators stand in the graph, and where their tiles come from."""
-    names = [getattr(node.target, "_schema", None) for node in program.graph.nodes if node.op == "call_function"]
-    ours = [schema.name.partition("::")[2] for schema in names if schema is not None and schema.name.startswith("effcompile::")]
+    names = [
+        getattr(node.target, "_schema", None) for node in program.graph.nodes if node.op == "call_function"
+    ]
+    ours = [
+        schema.name.partition("::")[2]
+        for schema in names
+        if schema is not None and schema.name.startswith("effcompile::")
+    ]
     counts = {name: ours.count(name) for name in sorted(set(ours))}
     found = ", ".join(f"{name} ×{count}" for name, count in counts.items()) or "none of ours in this plan"
     return f"{found}; {kernels.origin()}"

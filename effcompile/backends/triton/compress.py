@@ -1,4 +1,6 @@
-"""`effcompile::compress8` and `decompress8` on kernels of their own: one read and one write, no working memory."""
+"""`effcompile::compress8` and `decompress8` on kernels of their own: one read and one write, no working
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tile sizes of the kernels per architecture, dtype and head size: read from configs.toml, which benchmarks/triton_aot.py writes."""
+"""Tile sizes of the kernels per architecture, dtype and head size: read from configs.toml, which
+benchmarks/triton_aot.py writes.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,33 @@ from typing import Any
 import torch
 
 __all__ = [
-    "KERNELS", "TABLE", "TILE", "LaunchConfig", "architecture", "architecture_of", "candidates", "dtype_name", "forced", "found_with",
-    "head_class", "here", "interpreting", "shared_memory", "using",
+    "KERNELS", "TABLE", "TILE", "LaunchConfig", "architecture", "architecture_of", "candidates", "dtype_name",
+    "forced", "found_with", "head_class", "here", "interpreting", "shared_memory", "using",
 ]  # fmt: skip
 
 TABLE = Path(__file__).with_name("configs.toml")
 #: The attention kernels that have tiles of their own.
 KERNELS = ("forward", "dq", "dkdv")
-#: What a tile is in the table; `others` of a row are such numbers and their bytes of shared memory, `measured` is where its own tile was
-#: found the fastest of them all.
+#: What a tile is in the table; `others` of a row are such numbers and their bytes of shared memory,
+#: `measured` is where its own tile was found the fastest of them all.
 TILE = ("block_m", "block_n", "warps", "stages")
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def interpreting() -> bool:
-    """Whether this process runs kernels in triton's interpreter: decided by the environment when triton is imported, for good."""
+    """Whether this process runs kernels in triton's interpreter: decided by the environment when triton is
+    imported, for good.
+    """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """block_m × block_n elements of the score matrix per step, warps per program, stages of the software pipeline.
+    """block_m × block_n elements of the score matrix per step, warps per program, stages of the software
+    pipeline.
 
-    precision: how fp32 is multiplied: "ieee", or "tf32x3", which is three tensor-core products as exact as fp32's inputs.
+    precision: how fp32 is multiplied: "ieee", or "tf32x3", which is three tensor-core products as exact as
+    fp32's inputs.
     """
 
     block_m: int
@@ -49,7 +55,10 @@ class LaunchConfig:
 
     @property
     def launch(self) -> dict[str, int]:
-        """Keywords of a launch. Fused multiply-adds are asked for: triton ≥ 3.9 leaves them off by default."""
+        """Keywords of a launch.
+
+        Fused multiply-adds are asked for: triton ≥ 3.9 leaves them off by default.
+        """
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
@@ -58,7 +67,9 @@ _forced: ContextVar[dict[str, LaunchConfig] | None] = ContextVar("forced", defau
 
 @contextmanager
 def using(**configs: LaunchConfig) -> Iterator[None]:
-    """Within this context, kernels are launched so, whatever the table says: for measuring and for compiling without a GPU."""
+    """Within this context, kernels are launched so, whatever the table says: for measuring and for compiling
+    without a GPU.
+    """
     token = _forced.set(configs)
     try:
         yield
@@ -89,10 +100,11 @@ def architecture(device: torch.device | None = None) -> str | None:
 
 
 def architecture_of(major: int, amd: str | None = None) -> str | None:
-    """By compute capability, or AMD's name: where other GPUs than the table's have the same instructions, its tiles are theirs.
+    """By compute capability, or AMD's name: where other GPUs than the table's have the same instructions, its
+    tiles are theirs.
 
-    Capability 12 (consumer Blackwell) has neither Hopper's nor data-centre Blackwell's matrix instructions, and is like sm_80. Before 8
-    there is no bf16 and no asynchronous copy.
+    Capability 12 (consumer Blackwell) has neither Hopper's nor data-centre Blackwell's matrix instructions,
+    and is like sm_80. Before 8 there is no bf16 and no asynchronous copy.
     """
     if amd is not None:
         return "gfx942" if amd.partition(":")[0] in ("gfx942", "gfx950") else None
@@ -101,7 +113,9 @@ def architecture_of(major: int, amd: str | None = None) -> str | None:
 
 @cache
 def shared_memory(device: torch.device | None = None) -> int | None:
-    """Bytes that one program may take on a GPU; None where torch does not say (HIP: the table's own 64 KiB)."""
+    """Bytes that one program may take on a GPU; None where torch does not say (HIP: the table's
+    own 64 KiB).
+    """
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None) or None
 
 
@@ -112,7 +126,9 @@ def _table() -> dict[str, Any]:
 
 def found_with(arch: str) -> str:
     """The versions of triton that the architecture's tiles were compiled with."""
-    versions = {row["triton"] for heads in _table()[arch].values() for rows in heads.values() for row in rows.values()}
+    versions = {
+        row["triton"] for heads in _table()[arch].values() for rows in heads.values() for row in rows.values()
+    }
     return ", ".join(sorted(versions))
 
 
@@ -123,23 +139,40 @@ def here(device: torch.device | None = None) -> str:
 
 
 def candidates(
-    kernel: str, arch: str | None, dtype: torch.dtype, d: int, dv: int, shared: int | None = None, here: str | None = None
+    kernel: str,
+    arch: str | None,
+    dtype: torch.dtype,
+    d: int,
+    dv: int,
+    shared: int | None = None,
+    here: str | None = None,
 ) -> tuple[LaunchConfig, ...]:
-    """Configurations of one of KERNELS that compile and fit, the likeliest first; none where no tile fits, one where it was measured.
+    """Configurations of one of KERNELS that compile and fit, the likeliest first; none where no tile fits,
+    one where it was measured.
 
-    `arch` is of the table (None: the interpreter's); `shared`: bytes that a program may take, where a GPU has less than that architecture;
-    `here`: where they will run.
+    `arch` is of the table (None: the interpreter's); `shared`: bytes that a program may take, where a GPU has
+    less than that architecture; `here`: where they will run.
     """
     forced = (_forced.get() or {}).get(kernel)
     if forced is not None:
         return (forced,)
     if arch is None or interpreting():
-        return (LaunchConfig(block_m=32, block_n=32, warps=4, stages=1, precision="ieee" if dtype == torch.float32 else None),)
+        return (
+            LaunchConfig(
+                block_m=32,
+                block_n=32,
+                warps=4,
+                stages=1,
+                precision="ieee" if dtype == torch.float32 else None,
+            ),
+        )
     return _of_table(kernel, arch, dtype_name(dtype), head_class(d, dv), shared, here)
 
 
 @cache
-def _of_table(kernel: str, arch: str, dtype: str, size: int, shared: int | None, here: str | None) -> tuple[LaunchConfig, ...]:
+def _of_table(
+    kernel: str, arch: str, dtype: str, size: int, shared: int | None, here: str | None
+) -> tuple[LaunchConfig, ...]:
     row = _table().get(arch, {}).get(dtype, {}).get(str(size), {}).get(kernel)
     if row is None:
         return ()

@@ -1,4 +1,6 @@
-"""Group-wise 8-bit codes and quantised linears on tiled kernels: those operators on a device, once `register` has been called."""
+"""Group-wise 8-bit codes and quantised linears on tiled kernels: those operators on a device, once `register`
+has been called.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ import torch
 from torch import Tensor
 
 from effcompile.backends.triton.configs import interpreting
-from effcompile.backends.triton.kernels.group_quant import dequantize_kernel, quantize_kernel, quantized_product
+from effcompile.backends.triton.kernels.group_quant import (
+    dequantize_kernel,
+    quantize_kernel,
+    quantized_product,
+)
 from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2
 from effcompile.backends.triton.places import runs
 from effcompile.ops import group_quant as op
@@ -38,12 +44,24 @@ def quantize(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     if _lacks(dtype, x.device):
         return op.quantize_by_torch(x, group, dtype)
     x = x.contiguous()
-    codes, scales = x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], x.shape[-1] // group), dtype=torch.float32)
+    codes, scales = (
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty((*x.shape[:-1], x.shape[-1] // group), dtype=torch.float32),
+    )
     if scales.numel():
         block, count = _rows(group)
         with torch.cuda.device_of(x):
             quantize_kernel[(cdiv(scales.numel(), count),)](
-                x, codes, scales, scales.numel(), op.LARGEST[dtype], dtype == torch.int8, group, block, count, **_LAUNCH
+                x,
+                codes,
+                scales,
+                scales.numel(),
+                op.LARGEST[dtype],
+                dtype == torch.int8,
+                group,
+                block,
+                count,
+                **_LAUNCH,
             )
     return codes, scales
 
@@ -58,15 +76,20 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         group = codes.shape[-1] // scales.shape[-1]
         block, count = _rows(group)
         with torch.cuda.device_of(codes):
-            dequantize_kernel[(cdiv(scales.numel(), count),)](codes, scales, out, scales.numel(), group, block, count, **_LAUNCH)
+            dequantize_kernel[(cdiv(scales.numel(), count),)](
+                codes, scales, out, scales.numel(), group, block, count, **_LAUNCH
+            )
     return out
 
 
 def linear(
-    x: Tensor, codes: Tensor, scales: Tensor, x_scales: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    activation: str, dtype: torch.dtype,
+    x: Tensor, codes: Tensor, scales: Tensor, x_scales: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, activation: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """See `effcompile::quantized_linear`. Groups that no block of 32 divides, and float8 where a GPU has none, are left to torch."""
+    """See `effcompile::quantized_linear`.
+
+    Groups that no block of 32 divides, and float8 where a GPU has none, are left to torch.
+    """
     n, k = op.check_linear(x, codes, scales, x_scales, activation)
     group = k // scales.shape[1]
     flat = x.reshape(-1, k)
@@ -75,22 +98,27 @@ def linear(
     if block_k < _NARROWEST or x.dtype == torch.float64 or not y.numel() or _lacks(codes.dtype, x.device):
         return op.linear_by_torch(x, codes, scales, x_scales, bias, residual, activation, dtype)
     flat = by_rows(flat)
-    precision = None if x.dtype != torch.float32 else "ieee" if interpreting() or torch.version.hip else "tf32x3"
+    precision = (
+        None if x.dtype != torch.float32 else "ieee" if interpreting() or torch.version.hip else "tf32x3"
+    )
     grid = (cdiv(flat.shape[0], block_m) * cdiv(n, block_n),)
     given = [None if t is None else t.contiguous() for t in (x_scales, bias, residual)]
     with torch.cuda.device_of(x):
         quantized_product[grid](
-            flat, codes.contiguous(), scales.contiguous(), *given, y, flat.shape[0], n, k, flat.stride(0), group,
-            codes.dtype == torch.uint8, activation, block_m, block_n, block_k, precision, **launch,
+            flat, codes.contiguous(), scales.contiguous(), *given, y, flat.shape[0], n, k, flat.stride(0),
+            group, codes.dtype == torch.uint8, activation, block_m, block_n, block_k, precision, **launch,
         )  # fmt: skip
     return y
 
 
 def _tile(rows: int, group: int, codes: bool) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """(rows, columns and K of a program's step; options of a launch). `codes`: x is in codes, too, and there is one group.
+    """(rows, columns and K of a program's step; options of a launch).
 
-    Few rows are bound by reading the weight: narrow tiles make programs enough for all processors, and deep pipelines keep reads under
-    way. Many rows of codes are bound by the tensor cores, which wider tiles feed from fewer reads.
+    `codes`: x is in codes, too, and there is one group.
+
+    Few rows are bound by reading the weight: narrow tiles make programs enough for all processors, and deep
+    pipelines keep reads under way. Many rows of codes are bound by the tensor cores, which wider tiles feed
+    from fewer reads.
     """
     block_k = 64 if codes else math.gcd(group, 128)
     if interpreting():
@@ -105,7 +133,9 @@ def _tile(rows: int, group: int, codes: bool) -> tuple[tuple[int, int, int], dic
 
 
 def _lacks(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether such codes are torch's on a GPU: e4m3fn is there from compute capability 8.9 on; AMD's gfx942 has another e4m3."""
+    """Whether such codes are torch's on a GPU: e4m3fn is there from compute capability 8.9 on; AMD's gfx942
+    has another e4m3.
+    """
     return not runs("group_quant", device) or _has_no(dtype, device)
 
 

@@ -1,13 +1,13 @@
 """Triton's interpreter, mended: with it, kernels are tested against float64 without a GPU.
 
-The stock interpreter (3.6 to 3.9) computes on the bit patterns of bfloat16 and truncates or mis-rounds casts to narrow floats, without an
-error (triton-lang/triton #11584, #11604, #8322). `patch_interpreter` computes in float32 and rounds to nearest even with ml_dtypes;
-`kernels.checks.defects` runs the cases
-that were wrong, so that a new triton whose internals have moved is noticed. Import this module only in a process that was
-started with TRITON_INTERPRET=1.
+The stock interpreter (3.6 to 3.9) computes on the bit patterns of bfloat16 and truncates or mis-rounds casts
+to narrow floats, without an error (triton-lang/triton #11584, #11604, #8322). `patch_interpreter` computes in
+float32 and rounds to nearest even with ml_dtypes; `kernels.checks.defects` runs the cases that were wrong, so
+that a new triton whose internals have moved is noticed. Import this module only in a process that was started
+with TRITON_INTERPRET=1.
 
-What the mend does not do: casts beyond the range of float8 give NaN (infinity for e5m2), where NVIDIA's instructions saturate. Kernels
-clamp before they cast, and a kernel that forgets to is caught here.
+What the mend does not do: casts beyond the range of float8 give NaN (infinity for e5m2), where NVIDIA's
+instructions saturate. Kernels clamp before they cast, and a kernel that forgets to is caught here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from effcompile.core.arrays import Array
 
 __all__ = ["patch_interpreter"]
 
-#: What the stock interpreter hands around: tensors, types and builders of its own, for which it has no annotations.
+#: What the stock interpreter hands around: tensors, types and builders of its own, for which it has no
+#: annotations.
 Handle = Any
 #: Floats that the interpreter stores as unsigned integers.
 _NARROW: dict[str, Any] = {
@@ -47,8 +48,15 @@ def patch_interpreter() -> None:
     if getattr(stock, _MARK, False):
         return
     setattr(stock, _MARK, True)
-    for name, mended in (("binary_op", _binary_op), ("unary_op", _unary_op), ("ternary_op", _ternary_op), ("create_fma", _fma),
-                         ("create_dot", _dot), ("cast_impl", _cast), ("create_fp_to_fp", _fp_to_fp)):  # fmt: skip
+    for name, mended in (
+        ("binary_op", _binary_op),
+        ("unary_op", _unary_op),
+        ("ternary_op", _ternary_op),
+        ("create_fma", _fma),
+        ("create_dot", _dot),
+        ("cast_impl", _cast),
+        ("create_fp_to_fp", _fp_to_fp),
+    ):
         setattr(_BUILDER, name, _method(mended, getattr(_BUILDER, name)))
     for owner, names in ((_REDUCE, ("sum", "min_max")), (_SCAN, ("cumsum", "cumprod"))):
         for name in names:
@@ -94,7 +102,9 @@ def _encode(values: Array, dtype: Handle) -> Handle:
     # float8 by way of float16 would round twice; ml_dtypes rounds float32 and float64 once.
     wide = values if values.dtype in (np.float32, np.float64) else values.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        return stock.TensorHandle(np.ascontiguousarray(wide).astype(narrow).view(stock._get_np_dtype(dtype)), dtype.scalar)
+        return stock.TensorHandle(
+            np.ascontiguousarray(wide).astype(narrow).view(stock._get_np_dtype(dtype)), dtype.scalar
+        )
 
 
 def _binary_op(self: Handle, original: Handle, lhs: Handle, rhs: Handle, op: Handle) -> Handle:
@@ -108,7 +118,9 @@ def _unary_op(self: Handle, original: Handle, arg: Handle, op: Handle) -> Handle
     return original(self, arg, op) if _narrow(arg) is None else _encode(op(_decode(arg)), arg.dtype)
 
 
-def _ternary_op(self: Handle, original: Handle, lhs: Handle, rhs: Handle, other: Handle, op: Handle) -> Handle:
+def _ternary_op(
+    self: Handle, original: Handle, lhs: Handle, rhs: Handle, other: Handle, op: Handle
+) -> Handle:
     if _narrow(other) is None:
         return original(self, lhs, rhs, other, op)
     return _encode(op(_decode(lhs), _decode(rhs), _decode(other)), other.dtype)
@@ -132,7 +144,9 @@ def _cast(self: Handle, original: Handle, src: Handle, dst_type: Handle) -> Hand
     return _encode(_decode(src), dst_type)
 
 
-def _fp_to_fp(self: Handle, original: Handle, src: Handle, dst_type: Handle, rounding_mode: Handle = None) -> Handle:
+def _fp_to_fp(
+    self: Handle, original: Handle, src: Handle, dst_type: Handle, rounding_mode: Handle = None
+) -> Handle:
     truncates = rounding_mode is not None and rounding_mode == stock._ir.ROUNDING_MODE.RTZ
     known = {src.dtype.scalar.name, dst_type.scalar.name} <= {*_NARROW, "fp16", "fp32", "fp64"}
     if truncates or not known:
@@ -145,7 +159,9 @@ def _reduction(self: Handle, original: Handle, arg: Handle, *rest: Handle, **kwa
     first = arg[0] if isinstance(arg, tuple) else arg
     if _narrow(first.handle) is None:
         return original(self, arg, *rest, **kwargs)
-    wide = tl.core.tensor(stock.TensorHandle(_decode(first.handle), tl.float32), tl.block_type(tl.float32, list(first.shape)))
+    wide = tl.core.tensor(
+        stock.TensorHandle(_decode(first.handle), tl.float32), tl.block_type(tl.float32, list(first.shape))
+    )
     result = original(self, wide, *rest, **kwargs)
     many = result if isinstance(result, (tuple, list)) else (result,)
     back = [_rounded(one, first.dtype) if one.dtype == tl.float32 else one for one in many]
@@ -167,7 +183,10 @@ _launch = SimpleNamespace(running=False)
 
 
 def _patch_once(original: Callable[..., Handle], _fn: Handle) -> Handle:
-    """Patch the language once per launch. The stock interpreter does so at each call of a device function: most of its time."""
+    """Patch the language once per launch.
+
+    The stock interpreter does so at each call of a device function: most of its time.
+    """
     if _launch.running:
         return stock._LangPatchScope()
     scope = original(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -181,8 +200,12 @@ def _patch_once(original: Callable[..., Handle], _fn: Handle) -> Handle:
     return scope
 
 
-def _restore(self: Handle, original: Handle, args_dev: Handle, args_hst: Handle, kwargs: Handle, kwargs_hst: Handle) -> None:
-    """Tensors of the CPU were written in place: copying storages onto themselves would touch every page of them."""
+def _restore(
+    self: Handle, original: Handle, args_dev: Handle, args_hst: Handle, kwargs: Handle, kwargs_hst: Handle
+) -> None:
+    """Tensors of the CPU were written in place: copying storages onto themselves would touch every page of
+    them.
+    """
     tensors = [arg for arg in (*args_dev, *kwargs.values()) if hasattr(arg, "device")]
     if any(arg.device.type != "cpu" for arg in tensors):
         original(self, args_dev, args_hst, kwargs, kwargs_hst)

@@ -32,7 +32,10 @@ def matrix(t: Tensor) -> Tensor:
 
 
 def cdiv(whole: int, part: int) -> int:
-    """How many parts cover the whole. Triton's own takes some microseconds, since kernels may call it, too."""
+    """How many parts cover the whole.
+
+    Triton's own takes some microseconds, since kernels may call it, too.
+    """
     return -(-whole // part)
 
 

@@ -1,7 +1,8 @@
-"""Linears with weights in 4 and 8 bits on a GPU: tagged sites become `effcompile::quantized_linear`, whose product takes codes as they are.
+"""Linears with weights in 4 and 8 bits on a GPU: tagged sites become `effcompile::quantized_linear`, whose
+product takes codes as they are.
 
-`w4`, `w8`: codes in groups along K, x in the model's dtype. `int8_channel`: int8 with a scale per output channel, times rows of x
-that are made int8 with a scale each. Codes are symmetric.
+`w4`, `w8`: codes in groups along K, x in the model's dtype. `int8_channel`: int8 with a scale per output
+channel, times rows of x that are made int8 with a scale each. Codes are symmetric.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def why_not(held: WeightFormat, k: int) -> Reason | None:
     if held.family not in FAMILIES:
         return Unsupported("there is no kernel for a linear in {name} on a GPU", (held.name,))
     if held.group % _TOGETHER:
-        return Unsupported("tensor cores multiply {} codes at once: groups of {} are not offered", (_TOGETHER, held.group))
+        return Unsupported(
+            "tensor cores multiply {} codes at once: groups of {} are not offered", (_TOGETHER, held.group)
+        )
     wanted = held.group or _TOGETHER
     return Unsupported("its K, {}, is no multiple of {}", (k, wanted)) if k % wanted else None
 
@@ -49,7 +52,11 @@ def lacks(call: KernelCall) -> Reason | None:
     if held is None or held.family in (FP32.family, BF16.family):
         return None
     if call.kernel.startswith("embedding/"):
-        return Unsupported("tables of 8 bits have a scale per row here: int8_rows") if held == TABLE_INT8 else None
+        return (
+            Unsupported("tables of 8 bits have a scale per row here: int8_rows")
+            if held == TABLE_INT8
+            else None
+        )
     return why_not(held, call.dims[1])
 
 
@@ -60,7 +67,9 @@ def stored(held: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor]:
         low, high = groups.amin(2), groups.amax(2)
         scales = torch.where(high > -low, high, low) / -8
         scales = torch.where(scales == 0, 1.0, scales)
-        return pack_int4((groups / scales.unsqueeze(2)).round().clamp(-8, 7).to(torch.int8).flatten(1)), scales
+        return pack_int4(
+            (groups / scales.unsqueeze(2)).round().clamp(-8, 7).to(torch.int8).flatten(1)
+        ), scales
     return quantize_by_torch(weight, held.group or weight.shape[1], torch.int8)
 
 
@@ -70,23 +79,31 @@ def body(held: WeightFormat, dims: Dims) -> Callable[[], Tensor]:
     x, bias = torch.randn(m, k), torch.randn(n)
     codes, scales = stored(held, torch.randn(n, k))
     if held == INT8_CHANNEL:
-        return lambda: quantized_linear(*_swapped(quantize_groups(x, k, torch.int8), codes, scales), bias, None, "none", x.dtype)
+        return lambda: quantized_linear(
+            *_swapped(quantize_groups(x, k, torch.int8), codes, scales), bias, None, "none", x.dtype
+        )
     return lambda: quantized_linear(x, codes, scales, None, bias, None, "none", x.dtype)
 
 
 def half_body(call: KernelCall) -> Callable[[], Tensor] | None:
-    """One call in bf16 on made-up values, around it the casts of a model in fp32; None where this GPU has no such product."""
+    """One call in bf16 on made-up values, around it the casts of a model in fp32; None where this GPU has no
+    such product.
+    """
     m, k, n = call.dims
     x, weight, bias = torch.randn(m, k), torch.randn(n, k, dtype=torch.bfloat16), torch.randn(n)
     if call.format == BF16:
         return lambda: torch.nn.functional.linear(x.bfloat16(), weight).float() + bias
     if two_of_four.no_cores(weight.device) is not None or two_of_four.misfit(weight.dtype, n, k) is not None:
         return None
-    packed, meta = two_of_four.compress(weight * torch.tensor([1, 0, 0, 1], dtype=torch.bfloat16).repeat(k // 4))
+    packed, meta = two_of_four.compress(
+        weight * torch.tensor([1, 0, 0, 1], dtype=torch.bfloat16).repeat(k // 4)
+    )
     return lambda: two_of_four.two_of_four_linear(x.bfloat16(), packed, meta, None, n).float() + bias
 
 
-def _swapped(pair: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _swapped(
+    pair: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x and its scales around the weight's, as the operator takes them."""
     return pair[0], codes, scales, pair[1]
 
@@ -104,20 +121,33 @@ def emit(program: Program) -> Program:
         if held.family in FAMILIES:
             _replace(edited, site, held, rows)
     edited.graph.eliminate_dead_code()
-    return replace(edited, module=fx.GraphModule(edited.module, edited.graph, class_name=type(edited.module).__name__))
+    return replace(
+        edited, module=fx.GraphModule(edited.module, edited.graph, class_name=type(edited.module).__name__)
+    )
 
 
-def _replace(program: Program, site: LinearSite, held: WeightFormat, rows: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> None:
+def _replace(
+    program: Program, site: LinearSite, held: WeightFormat, rows: dict[fx.Node, tuple[fx.Node, fx.Node]]
+) -> None:
     """`rows`: activations → their codes and scales, which several linears share."""
     weight = program.tensor(site.weight)
     assert weight is not None
     if (reason := why_not(held, site.k)) is not None:
-        raise LoweringError(f"Cannot run {site.site} as {held.name}: {reason}. Plan again with another backend.")
+        raise LoweringError(
+            f"Cannot run {site.site} as {held.name}: {reason}. Plan again with another backend."
+        )
     codes, scales = stored(held, (weight.t() if site.transposed else weight).detach())
     whole = site.bias is None or shape_of(site.bias) == (site.n,)
     with program.graph.inserting_before(site.node):
-        x, x_scales = (site.x, None) if held != INT8_CHANNEL else rows.get(site.x) or rows.setdefault(site.x, _rows(program, site))
-        constants = [_constant(program, f"{site.node.name}_{name}", value) for name, value in (("codes", codes), ("scales", scales))]
+        x, x_scales = (
+            (site.x, None)
+            if held != INT8_CHANNEL
+            else rows.get(site.x) or rows.setdefault(site.x, _rows(program, site))
+        )
+        constants = [
+            _constant(program, f"{site.node.name}_{name}", value)
+            for name, value in (("codes", codes), ("scales", scales))
+        ]
         arguments = (x, *constants, x_scales, site.bias if whole else None, None, "none", dtype_of(site.node))
         made = program.graph.call_function(torch.ops.effcompile.quantized_linear.default, arguments)
         made.meta = {**site.node.meta, SITE: site.site}
@@ -129,7 +159,9 @@ def _replace(program: Program, site: LinearSite, held: WeightFormat, rows: dict[
 
 
 def _rows(program: Program, site: LinearSite) -> tuple[fx.Node, fx.Node]:
-    pair = program.graph.call_function(torch.ops.effcompile.quantize_groups.default, (site.x, site.k, torch.int8))
+    pair = program.graph.call_function(
+        torch.ops.effcompile.quantize_groups.default, (site.x, site.k, torch.int8)
+    )
     codes, scales = (program.graph.call_function(operator.getitem, (pair, i)) for i in range(2))
     return codes, scales
 

@@ -1,8 +1,10 @@
-"""The loss head on tiled kernels: `effcompile::loss_head_forward`, `_backward` and `_gradients` for a device, once registered.
+"""The loss head on tiled kernels: `effcompile::loss_head_forward`, `_backward` and `_gradients` for a device,
+once registered.
 
-The forward stores no logits at all. The backward makes the slopes of one chunk of rows at a time, in x's dtype, with the softmax in the
-product's epilogue, and leaves the two products with them to the vendor's library. `gradients`, which does no product twice, leaves all
-three to it, and turns a chunk's logits into slopes in place.
+The forward stores no logits at all. The backward makes the slopes of one chunk of rows at a time, in x's
+dtype, with the softmax in the product's epilogue, and leaves the two products with them to the vendor's
+library. `gradients`, which does no product twice, leaves all three to it, and turns a chunk's logits into
+slopes in place.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ import torch
 from torch import Tensor
 
 from effcompile.backends.triton.configs import interpreting
-from effcompile.backends.triton.kernels.loss_head import loss_head_gradients_kernel, loss_head_rows, loss_head_slopes
+from effcompile.backends.triton.kernels.loss_head import (
+    loss_head_gradients_kernel,
+    loss_head_rows,
+    loss_head_slopes,
+)
 from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2
 from effcompile.backends.triton.places import runs
 from effcompile.ops import loss_head as op
@@ -36,7 +42,9 @@ def register(device: str) -> None:
     op.loss_head_gradients.register_kernel(device)(gradients)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any) -> tuple[Tensor, Tensor]:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any
+) -> tuple[Tensor, Tensor]:
     """(loss, lse (N, 1)), see `effcompile.ops.loss_head.loss_head_forward`."""
     head = op.Head(x, weight, bias, target, *plain).checked()
     if not _takes(x):
@@ -51,7 +59,14 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *pla
     tops, totals, picks = (x.new_empty((parts, rows), dtype=torch.float32) for _ in range(3))
     with torch.cuda.device_of(x):
         loss_head_rows[(cdiv(rows, block_m), parts)](
-            target=target.contiguous(), tops=tops, totals=totals, picks=picks, rows=rows, part=part, **arguments, **launch
+            target=target.contiguous(),
+            tops=tops,
+            totals=totals,
+            picks=picks,
+            rows=rows,
+            part=part,
+            **arguments,
+            **launch,
         )
     lse = torch.logsumexp(tops + totals.log(), 0)
     return _outcome(head, lse - picks.sum(0)), lse.unsqueeze(1)
@@ -76,24 +91,36 @@ def backward(
     return _results(x, bias, dx, dw, db)
 
 
-def gradients(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dW, dbias), see `effcompile.ops.loss_head.loss_head_gradients`."""
     *form, needs = plain
     target = target.contiguous()
     head = op.Head(x, weight, bias, target, *form).checked()
     if not _takes(x):
         return op.gradients_by_chunks(head, needs)
-    factor, losses = _factor(head, x.new_ones((), dtype=torch.float32)), x.new_empty(len(x), dtype=torch.float32)
+    factor, losses = (
+        _factor(head, x.new_ones((), dtype=torch.float32)),
+        x.new_empty(len(x), dtype=torch.float32),
+    )
     dx, dw, db = _sums(x, weight, bias, needs)
     words = weight.shape[0]
     slopes = x.new_empty((chunk_rows(x.shape[0], head.chunks), words))
-    exact, block, outer = x.dtype == torch.float32, min(_SPAN, next_power_of_2(words)), head.outer if head.capped else None
+    exact, block, outer = (
+        x.dtype == torch.float32,
+        min(_SPAN, next_power_of_2(words)),
+        head.outer if head.capped else None,
+    )
     for span in row_slices(x.shape[0], head.chunks):
         z = slopes[: span.stop - span.start]
-        torch.mm(x[span], weight.t(), out=z) if bias is None else torch.addmm(bias, x[span], weight.t(), out=z)
+        torch.mm(x[span], weight.t(), out=z) if bias is None else torch.addmm(
+            bias, x[span], weight.t(), out=z
+        )
         with torch.cuda.device_of(x):
             loss_head_gradients_kernel[(len(z),)](
-                z, target[span], factor[span], losses[span], words, head.inner, outer, exact, block, num_warps=8
+                z, target[span], factor[span], losses[span], words, head.inner, outer, exact, block,
+                num_warps=8
             )  # fmt: skip
         _add(z, x[span], weight, dx, dw, db, span)
     return _outcome(head, losses), *_results(x, bias, dx, dw, db)
@@ -117,7 +144,9 @@ def _factor(head: op.Head, grad: Tensor) -> Tensor:
     return scale.float().expand(head.target.shape).masked_fill(ignored, 0.0).contiguous()
 
 
-def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _sums(
+    x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Memory for the wanted gradients; that of the bias is summed in fp32."""
     return (
         x.new_empty(x.shape) if needs[0] else None,
@@ -126,7 +155,9 @@ def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool])
     )
 
 
-def _results(x: Tensor, bias: Tensor | None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _results(
+    x: Tensor, bias: Tensor | None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """As the operators return them: empty tensors where None."""
     found = (dx, dw, None if db is None or bias is None else db.to(bias.dtype))
     dx, dw, db = (x.new_empty(0) if t is None else t for t in found)
@@ -134,18 +165,38 @@ def _results(x: Tensor, bias: Tensor | None, dx: Tensor | None, dw: Tensor | Non
 
 
 def _slopes(
-    arguments: dict[str, Any], launch: dict[str, int], x: Tensor, target: Tensor, lse: Tensor, factor: Tensor, slopes: Tensor
+    arguments: dict[str, Any],
+    launch: dict[str, int],
+    x: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    factor: Tensor,
+    slopes: Tensor,
 ) -> None:
     """d loss / d z of these rows, into the first rows of `slopes`."""
     rows, words = x.shape[0], slopes.shape[1]
     grid = (cdiv(rows, arguments["BLOCK_M"]) * cdiv(words, arguments["BLOCK_N"]),)
     with torch.cuda.device_of(x):
         loss_head_slopes[grid](
-            target=target.contiguous(), lse=lse.contiguous(), factor=factor, slopes=slopes, rows=rows, **{**arguments, "x": x}, **launch
+            target=target.contiguous(),
+            lse=lse.contiguous(),
+            factor=factor,
+            slopes=slopes,
+            rows=rows,
+            **{**arguments, "x": x},
+            **launch,
         )
 
 
-def _add(slopes: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, span: slice) -> None:
+def _add(
+    slopes: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    dx: Tensor | None,
+    dw: Tensor | None,
+    db: Tensor | None,
+    span: slice,
+) -> None:
     """What these rows add to the gradients."""
     if dx is not None:
         torch.mm(slopes, weight, out=dx[span])
@@ -164,8 +215,9 @@ def _arguments(head: op.Head) -> tuple[dict[str, Any], dict[str, int]]:
     block = (32, 32, 32) if interpreting() else (64, 64, 32) if wide else (128, 128, 64)
     precision = None if not wide else "ieee" if interpreting() or torch.version.hip else "tf32x3"
     arguments = {
-        "x": x, "weight": weight, "bias": head.bias, "words": weight.shape[0], "width": x.shape[1], "x_stride": x.stride(0),
-        "w_stride": weight.stride(0), "inner": head.inner, "outer": head.outer if head.capped else None,
-        "BLOCK_M": block[0], "BLOCK_N": block[1], "BLOCK_K": block[2], "PRECISION": precision,
+        "x": x, "weight": weight, "bias": head.bias, "words": weight.shape[0], "width": x.shape[1],
+        "x_stride": x.stride(0), "w_stride": weight.stride(0), "inner": head.inner,
+        "outer": head.outer if head.capped else None, "BLOCK_M": block[0], "BLOCK_N": block[1],
+        "BLOCK_K": block[2], "PRECISION": precision,
     }  # fmt: skip
     return arguments, {"num_warps": 8, "num_stages": 2 if torch.version.hip else 3, "enable_fp_fusion": True}

@@ -1,4 +1,6 @@
-"""On which GPUs which families of kernels are PyTorch's: operators are registered for a type of device, and a box may hold several GPUs."""
+"""On which GPUs which families of kernels are PyTorch's: operators are registered for a type of device, and a
+box may hold several GPUs.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +22,7 @@ def leave(families: Iterable[str], device: torch.device) -> None:
 
 
 def runs(family: str, device: torch.device) -> bool:
-    """Whether the kernels of a family may be launched on a device: there are tiles for it, and nothing was seen to be wrong there."""
+    """Whether the kernels of a family may be launched on a device: there are tiles for it, and nothing was
+    seen to be wrong there.
+    """
     return device.type != "cuda" or (architecture(device) is not None and (family, device.index) not in _left)

@@ -1,7 +1,8 @@
-"""Each family of kernels is compared with PyTorch's arithmetic before its first use, once per device, driver, torch, triton and source.
+"""Each family of kernels is compared with PyTorch's arithmetic before its first use, once per device, driver,
+torch, triton and source.
 
-In processes of their own: a kernel that reads where it must not ends its process and its CUDA context, not the user's. Verdicts are kept
-in the cache's file `proof-<digest>.json`; a file that is damaged is made again.
+In processes of their own: a kernel that reads where it must not ends its process and its CUDA context, not
+the user's. Verdicts are kept in the cache's file `proof-<digest>.json`; a file that is damaged is made again.
 
     python -m effcompile.backends.triton.proof cuda:0 attention:bfloat16:0 rows:float32:0   # a JSON line each
 """
@@ -46,7 +47,9 @@ Unit = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelVerdict:
-    """On one family in one dtype: its worst case's error, what that may be, and why the family is not used, if it is not."""
+    """On one family in one dtype: its worst case's error, what that may be, and why the family is not used,
+    if it is not.
+    """
 
     family: str
     dtype: str
@@ -58,9 +61,14 @@ class KernelVerdict:
 
 
 def proven(families: Sequence[str], device: str, dtypes: Sequence[str] = USUAL) -> dict[str, str | None]:
-    """Family → None, or why its kernels are not to be used on this device; those that nobody has compared yet are compared now."""
+    """Family → None, or why its kernels are not to be used on this device; those that nobody has compared yet
+    are compared now.
+    """
     found = prove([(family, dtype) for family in families for dtype in dtypes], device)
-    return {family: next((v.reason for v in found if v.family == family and v.reason), None) for family in families}
+    return {
+        family: next((v.reason for v in found if v.family == family and v.reason), None)
+        for family in families
+    }
 
 
 def prove(wanted: Sequence[tuple[str, str]], device: str) -> list[KernelVerdict]:
@@ -69,7 +77,10 @@ def prove(wanted: Sequence[tuple[str, str]], device: str) -> list[KernelVerdict]
     kept = _read(path)
     missing = [pair for pair in wanted if pair not in kept]
     if missing:
-        log.info("compare %d families of kernels with PyTorch's on this device, once", len({family for family, _ in missing}))
+        log.info(
+            "compare %d families of kernels with PyTorch's on this device, once",
+            len({family for family, _ in missing}),
+        )
         found = _in_processes([(*pair, part) for pair in missing for part in range(_parts(pair[0]))], device)
         kept |= {pair: _worst([v for v in found if (v.family, v.dtype) == pair]) for pair in missing}
         _write(path, kept)
@@ -85,14 +96,21 @@ def _worst(parts: Sequence[KernelVerdict]) -> KernelVerdict:
 
 
 def _in_processes(units: Sequence[Unit], device: str) -> list[KernelVerdict]:
-    """Each unit's verdict, of some processes side by side; one without, for its process ended, gets a process of its own."""
+    """Each unit's verdict, of some processes side by side; one without, for its process ended, gets a process
+    of its own.
+    """
     count = _processes(device, len(units))
     found = [v for share in _run([units[i::count] for i in range(count)], device) for v in share]
     left = [unit for unit in units if unit not in {(v.family, v.dtype, v.part) for v in found}]
     for family, dtype, part in left:
         (alone,) = _run([[(family, dtype, part)]], device)
         found += alone or [
-            KernelVerdict(family=family, dtype=dtype, part=part, reason="the process that compared it ended without a result")
+            KernelVerdict(
+                family=family,
+                dtype=dtype,
+                part=part,
+                reason="the process that compared it ended without a result",
+            )
         ]
     return found
 
@@ -100,9 +118,22 @@ def _in_processes(units: Sequence[Unit], device: str) -> list[KernelVerdict]:
 def _run(shares: Sequence[Sequence[Unit]], device: str) -> list[list[KernelVerdict]]:
     started = []
     for share in shares:
-        command = [sys.executable, "-m", __name__, _place(device), *(f"{family}:{dtype}:{part}" for family, dtype, part in share)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "EFFCOMPILE_TUNE": "off"}
-        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        command = [
+            sys.executable,
+            "-m",
+            __name__,
+            _place(device),
+            *(f"{family}:{dtype}:{part}" for family, dtype, part in share),
+        ]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "EFFCOMPILE_TUNE": "off",
+        }
+        started.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        )
     until = time.monotonic() + _SECONDS
     return [_verdicts(process, until) for process in started]
 
@@ -129,7 +160,10 @@ def _verdicts(process: subprocess.Popen[str], until: float) -> list[KernelVerdic
 
 
 def _processes(device: str, units: int) -> int:
-    """As many as there are cores for, and memory on the device. Nearly all of their time goes to compilers."""
+    """As many as there are cores for, and memory on the device.
+
+    Nearly all of their time goes to compilers.
+    """
     room = units if device == "cpu" else torch.cuda.mem_get_info()[0] // _CONTEXT // 2
     return max(1, min(units, os.cpu_count() or 1, room))
 
@@ -143,7 +177,9 @@ def _digest(device: str) -> str:
 
 def _read(path: Path) -> dict[tuple[str, str], KernelVerdict]:
     try:
-        verdicts = [KernelVerdict(**each) for each in json.loads(read_kept(path, _MOST_BYTES, "kept verdicts"))]
+        verdicts = [
+            KernelVerdict(**each) for each in json.loads(read_kept(path, _MOST_BYTES, "kept verdicts"))
+        ]
     except (EffcompileError, ValueError, TypeError):  # none yet, or damaged: made again
         return {}
     return {(v.family, v.dtype): v for v in verdicts}
@@ -165,8 +201,19 @@ def _compared(family: str, name: str, part: int, device: str) -> KernelVerdict:
     worst, error, limit = "", -1.0, 0.0
     for one in CASES[family][part](make):
         if not one.error <= one.limit(dtype):
-            reason = f"{one.name} in {name}: relative error {one.error:.1e} against PyTorch's, more than {one.limit(dtype):.1e}"
-            return KernelVerdict(family=family, dtype=name, part=part, case=one.name, error=-1.0, limit=one.limit(dtype), reason=reason)
+            reason = (
+                f"{one.name} in {name}: relative error {one.error:.1e} against PyTorch's, more than "
+                f"{one.limit(dtype):.1e}"
+            )
+            return KernelVerdict(
+                family=family,
+                dtype=name,
+                part=part,
+                case=one.name,
+                error=-1.0,
+                limit=one.limit(dtype),
+                reason=reason,
+            )
         if one.error > error:
             worst, error, limit = one.name, one.error, one.limit(dtype)
     return KernelVerdict(family=family, dtype=name, part=part, case=worst, error=error, limit=limit)
@@ -185,7 +232,9 @@ def main(place: str, *units: str) -> None:
             import_module(f"effcompile.backends.triton.{family}").register(device)
             verdict = _compared(family, name, int(part), device)
         except Exception as error:
-            verdict = KernelVerdict(family=family, dtype=name, part=int(part), reason=f"in {name}: {first_line(error)}")
+            verdict = KernelVerdict(
+                family=family, dtype=name, part=int(part), reason=f"in {name}: {first_line(error)}"
+            )
         print(json.dumps(asdict(verdict)), flush=True)
 
 

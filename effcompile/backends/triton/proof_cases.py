@@ -1,4 +1,6 @@
-"""Each family of kernels beside PyTorch's own arithmetic in float64, on small ragged shapes: what `proof` runs on a device."""
+"""Each family of kernels beside PyTorch's own arithmetic in float64, on small ragged shapes: what `proof`
+runs on a device.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from effcompile.ops.block_sparse import block_sparse_linear
 from effcompile.ops.block_sparse_dense import dense_weight
 from effcompile.sparse.pattern import BlockPattern
 
-#: dtype → the largest relative error of a right kernel: some rounding of operands and results, and sums in float32.
+#: dtype → the largest relative error of a right kernel: some rounding of operands and results, and sums in
+#: float32.
 LIMITS: Mapping[torch.dtype, float] = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 #: What some codes that lie between two, and are taken for the other one, add to it.
 _A_CODE = 4e-3
@@ -25,7 +28,10 @@ _A_CODE = 4e-3
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One result: what the device gave, and what is right. `codes`: a value between two codes may take either."""
+    """One result: what the device gave, and what is right.
+
+    `codes`: a value between two codes may take either.
+    """
 
     name: str
     found: Tensor
@@ -58,7 +64,9 @@ Case = Callable[[Maker], Iterator[Compared]]
 
 
 def _both(name: str, run: Callable[..., Tensor], *given: Tensor | None) -> Iterator[Compared]:
-    """A function's result and gradients on the device, and of the same numbers in float64 on the CPU, which no kernel of ours takes."""
+    """A function's result and gradients on the device, and of the same numbers in float64 on the CPU, which
+    no kernel of ours takes.
+    """
     near = [None if t is None else t.detach().requires_grad_() for t in given]
     wide = [None if t is None else t.detach().double().cpu().requires_grad_() for t in given]
     found, wanted = run(*near), run(*wide)
@@ -72,20 +80,37 @@ def _both(name: str, run: Callable[..., Tensor], *given: Tensor | None) -> Itera
 
 def _attention(times: int, name: str, make: Maker) -> Iterator[Compared]:
     """`times`: heads of 64, or 128. "all terms": a window, documents, a softcap and a bias."""
-    queries, keys, width = (200, 331, 64 * times) if make.device != "cpu" else (40, 51, 16 * times)  # the interpreter is slow
+    # the interpreter is slow
+    queries, keys, width = (200, 331, 64 * times) if make.device != "cpu" else (40, 51, 16 * times)
     past, every = keys - queries, name == "all terms"
-    form: dict[str, object] = {"lo": past - queries // 2, "hi": past, "softcap": 3.0} if every else {"hi": past}
+    form: dict[str, object] = (
+        {"lo": past - queries // 2, "hi": past, "softcap": 3.0} if every else {"hi": past}
+    )
     ids = torch.arange(keys).expand(2, -1) // (keys // 3)
-    q, k, v, bias = make(2, 4, queries, width), make(2, 2, keys, width), make(2, 2, keys, width), make(1, 4, queries, keys)
+    q, k, v, bias = (
+        make(2, 4, queries, width),
+        make(2, 2, keys, width),
+        make(2, 2, keys, width),
+        make(1, 4, queries, keys),
+    )
     documents = (ids[:, past:], ids) if every else None
-    yield from _both(f"{name}, heads of {width}", partial(_attended, form, documents), q, k, v, bias if every else None)
+    yield from _both(
+        f"{name}, heads of {width}", partial(_attended, form, documents), q, k, v, bias if every else None
+    )
 
 
 def _attended(
-    form: Mapping[str, object], documents: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    form: Mapping[str, object],
+    documents: tuple[Tensor, Tensor] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
     q_ids, k_ids = (None, None) if documents is None else [t.to(q.device) for t in documents]
-    out: Tensor = attention(q, k, v, bias, None, None, q_ids, k_ids, None, None, scale=q.shape[3] ** -0.5, **form)[0]
+    out: Tensor = attention(
+        q, k, v, bias, None, None, q_ids, k_ids, None, None, scale=q.shape[3] ** -0.5, **form
+    )[0]
     return out
 
 
@@ -95,17 +120,27 @@ def _loss_head(make: Maker) -> Iterator[Compared]:
     near = (make(45, 40), make(150, 40), None, target.to(make.device))
     wide = (near[0].double().cpu(), near[1].double().cpu(), None, target)
     for name, run in (("in one pass", partial(_at_once, form)), ("in two passes", partial(_in_two, form))):
-        yield from (Compared(f"{name}, {i}", *pair) for i, pair in enumerate(zip(run(*near), run(*wide), strict=True)))
+        yield from (
+            Compared(f"{name}, {i}", *pair) for i, pair in enumerate(zip(run(*near), run(*wide), strict=True))
+        )
 
 
-def _at_once(form: tuple[object, ...], x: Tensor, weight: Tensor, bias: None, target: Tensor) -> Sequence[Tensor]:
-    found: Sequence[Tensor] = loss_head.loss_head_gradients(x, weight, bias, target, *form, [True, True, False])
+def _at_once(
+    form: tuple[object, ...], x: Tensor, weight: Tensor, bias: None, target: Tensor
+) -> Sequence[Tensor]:
+    found: Sequence[Tensor] = loss_head.loss_head_gradients(
+        x, weight, bias, target, *form, [True, True, False]
+    )
     return found[:3]
 
 
-def _in_two(form: tuple[object, ...], x: Tensor, weight: Tensor, bias: None, target: Tensor) -> Sequence[Tensor]:
+def _in_two(
+    form: tuple[object, ...], x: Tensor, weight: Tensor, bias: None, target: Tensor
+) -> Sequence[Tensor]:
     loss, lse = loss_head.loss_head_forward(x, weight, bias, target, *form)
-    found = loss_head.loss_head_backward(torch.ones_like(loss), x, weight, bias, target, lse, *form, [True, True, False])
+    found = loss_head.loss_head_backward(
+        torch.ones_like(loss), x, weight, bias, target, lse, *form, [True, True, False]
+    )
     return [loss, lse, *found[:2]]
 
 
@@ -116,15 +151,25 @@ def _rows(make: Maker) -> Iterator[Compared]:
         y, total, _ = rows.rms_norm(*near, 1e-5)
         wide = [t.detach().double().cpu().requires_grad_() for t in near]
         rounded = wide[0] + wide[1]
-        rounded = rounded + (total.detach().double().cpu() - rounded).detach()  # the sum is rounded before it is normed
+        # the sum is rounded before it is normed
+        rounded = rounded + (total.detach().double().cpu() - rounded).detach()
         wanted = rounded * torch.rsqrt(rounded.square().mean(-1, keepdim=True) + 1e-5) * wide[2]
         slope = make(3, 7, width)
         yield Compared(f"norm of {width}", y, wanted)
-        gradients = torch.autograd.grad(y, near, slope), torch.autograd.grad(wanted, wide, slope.double().cpu())
-        yield from (Compared(f"norm of {width}, gradient {i}", *pair) for i, pair in enumerate(zip(*gradients, strict=True)))
+        gradients = (
+            torch.autograd.grad(y, near, slope),
+            torch.autograd.grad(wanted, wide, slope.double().cpu()),
+        )
+        yield from (
+            Compared(f"norm of {width}, gradient {i}", *pair)
+            for i, pair in enumerate(zip(*gradients, strict=True))
+        )
         with torch.no_grad():
-            yield Compared(f"norm of {width} alone", rows.rms_norm_alone(x, weight, 1e-5), rows.rms_norm_alone_by_torch(
-                x.double().cpu(), weight.double().cpu(), 1e-5))  # fmt: skip
+            yield Compared(
+                f"norm of {width} alone",
+                rows.rms_norm_alone(x, weight, 1e-5),
+                rows.rms_norm_alone_by_torch(x.double().cpu(), weight.double().cpu(), 1e-5),
+            )
         yield from _both(f"gate of {width}", rows.swiglu, x, other)
     x, cos, sin = make(2, 3, 10, 64), make(1, 10, 64), make(1, 10, 64)
     for backwards in (False, True):
@@ -152,14 +197,20 @@ def _codes(make: Maker) -> Iterator[Compared]:
         x = make(37, 192)
         found = group_quant.dequantize_groups(*group_quant.quantize_groups(x, 64, kind), torch.float32)
         right = group_quant.quantize_by_torch(x.cpu(), 64, kind)
-        yield Compared(f"codes in {kind}", found, group_quant.dequantize_by_torch(*right, torch.float32), codes=True)
+        yield Compared(
+            f"codes in {kind}", found, group_quant.dequantize_by_torch(*right, torch.float32), codes=True
+        )
     for bits, rows_of in ((8, 37), (4, 37), (8, 16), (4, 16)):
         top = 2 ** (bits - 1)
-        codes = torch.randint(1 - top, top, (45, 192), generator=torch.Generator().manual_seed(3), dtype=torch.int8)
+        codes = torch.randint(
+            1 - top, top, (45, 192), generator=torch.Generator().manual_seed(3), dtype=torch.int8
+        )
         scales = (make(45, 3).float().abs() / top).cpu()
         stored = group_quant.pack_int4(codes) if bits == 4 else codes
         x, bias = make(rows_of, 192), make(45)
-        found = group_quant.quantized_linear(x, stored.to(x.device), scales.to(x.device), None, bias, None, "gelu", x.dtype)
+        found = group_quant.quantized_linear(
+            x, stored.to(x.device), scales.to(x.device), None, bias, None, "gelu", x.dtype
+        )
         weight = (codes.double().unflatten(1, (3, -1)) * scales.double().unsqueeze(2)).flatten(1)
         wanted = functional.gelu(functional.linear(x.double().cpu(), weight, bias.double().cpu()))
         yield Compared(f"linear of int{bits}, {rows_of} rows", found, wanted)
@@ -171,13 +222,18 @@ def _kept(make: Maker) -> Iterator[Compared]:
     low, high = x.double().cpu().aminmax(dim=1, keepdim=True)
     step = (high - low) / 255
     wanted = low + step * ((x.double().cpu() - low) / step).round()
-    yield Compared("8 bits", compress.decompress(packed, list(x.shape), list(x.stride()), x.dtype), wanted, codes=True)
+    yield Compared(
+        "8 bits", compress.decompress(packed, list(x.shape), list(x.stride()), x.dtype), wanted, codes=True
+    )
 
 
 def _states(make: Maker) -> Iterator[Compared]:
     count, draw = 5 * states8.BLOCK, make.generator
     signed, unsigned = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
-    moments = [(torch.randint(100, 256, (count,), generator=draw, dtype=torch.uint8), torch.rand(5, generator=draw)) for _ in range(2)]
+    moments = [
+        (torch.randint(100, 256, (count,), generator=draw, dtype=torch.uint8), torch.rand(5, generator=draw))
+        for _ in range(2)
+    ]
     p, grad = make(count), make(count)
     adam = (*moments[0], *moments[1], signed, unsigned), (1.0, 0.9, 0.99, 0.1, 1e-8, 3, True)
     lion = (*moments[0], signed), (1.0, 0.9, 0.99, 0.1)
@@ -187,11 +243,14 @@ def _states(make: Maker) -> Iterator[Compared]:
         operator(*near, *numbers)
         operator(*wide, *numbers)
         yield Compared(f"{name}, parameters", near[0], wide[0])
-        found, wanted = (signed[t[2].cpu().int()] * t[3].cpu().repeat_interleave(states8.BLOCK) for t in (near, wide))
+        found, wanted = (
+            signed[t[2].cpu().int()] * t[3].cpu().repeat_interleave(states8.BLOCK) for t in (near, wide)
+        )
         yield Compared(f"{name}, state", found, wanted, codes=True)
 
 
-#: Family, as `effcompile.backends.triton` names its modules → its cases, in parts that may be run side by side.
+#: Family, as `effcompile.backends.triton` names its modules → its cases, in parts that may be run side by
+#: side.
 CASES: Mapping[str, tuple[Case, ...]] = {
     "attention": (partial(_attention, 1, "causal"), partial(_attention, 2, "all terms")),
     "block_sparse": (_block_sparse,),

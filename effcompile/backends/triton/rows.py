@@ -1,4 +1,6 @@
-"""RMSNorm, SwiGLU and rotary positions on kernels of their own: `effcompile.ops.rows` on a device, once `register` has been called."""
+"""RMSNorm, SwiGLU and rotary positions on kernels of their own: `effcompile.ops.rows` on a device, once
+`register` has been called.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,26 @@ from effcompile.ops import rows as op
 
 __all__ = ["norm", "norm_alone", "norm_backward", "register", "rotary", "swiglu", "swiglu_backward"]
 
-#: The widest row that one program holds, in elements, in a norm and in its backward, which holds five; rows of a norm's backward per
-#: program; elements per program of SwiGLU.
+#: The widest row that one program holds, in elements, in a norm and in its backward, which holds five; rows
+#: of a norm's backward per program; elements per program of SwiGLU.
 _WIDEST, _WIDEST_BACKWARD, _PER, _SPAN = 1 << 15, 1 << 14, 16, 1024
 #: Elements that a rotation's program turns at once, in each half: 16 B a thread and load.
 _TURNED = 1 << 10
-#: Elements of a row per warp: of the backward's registers nothing is spilled (8 KB per thread at 16384 with four warps, 68 B with 16).
+#: Elements of a row per warp: of the backward's registers nothing is spilled (8 KB per thread at 16384 with
+#: four warps, 68 B with 16).
 _PER_WARP = 1 << 10
 
 
 def register(device: str) -> None:
     """Run the operators on the kernels on this type of device."""
-    for operator, kernel in ((op.rms_norm, norm), (op.rms_norm_alone, norm_alone), (op.rms_norm_backward, norm_backward),
-                             (op.swiglu, swiglu), (op.swiglu_backward, swiglu_backward), (op.rotary, rotary)):  # fmt: skip
+    for operator, kernel in (
+        (op.rms_norm, norm),
+        (op.rms_norm_alone, norm_alone),
+        (op.rms_norm_backward, norm_backward),
+        (op.swiglu, swiglu),
+        (op.swiglu_backward, swiglu_backward),
+        (op.rotary, rotary),
+    ):
         operator.register_kernel(device)(kernel)
 
 
@@ -43,7 +52,9 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
     y, s, r = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     block = next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
-        rms_norm_kernel[(r.numel(),)](x, residual, weight.contiguous(), y, s, r, x.shape[-1], eps, block, num_warps=_warps(block))
+        rms_norm_kernel[(r.numel(),)](
+            x, residual, weight.contiguous(), y, s, r, x.shape[-1], eps, block, num_warps=_warps(block)
+        )
     return y, s, r
 
 
@@ -61,11 +72,18 @@ def norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def norm_backward(grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+def norm_backward(
+    grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
     """(ds, dweight), see `effcompile::rms_norm_backward`."""
     if not _takes(s) or s.shape[-1] > _WIDEST_BACKWARD:
         return op.rms_norm_backward_by_torch(grad, grad_s, s, weight, r)
-    grad, s, r, grad_s = grad.contiguous(), s.contiguous(), r.contiguous(), None if grad_s is None else grad_s.contiguous()
+    grad, s, r, grad_s = (
+        grad.contiguous(),
+        s.contiguous(),
+        r.contiguous(),
+        None if grad_s is None else grad_s.contiguous(),
+    )
     rows, width = r.numel(), s.shape[-1]
     ds, parts, block = (
         s.new_empty(s.shape),
@@ -74,7 +92,8 @@ def norm_backward(grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor
     )
     with torch.cuda.device_of(s):
         rms_norm_backward_kernel[(parts.shape[0],)](
-            grad, grad_s, s, weight.contiguous(), r, ds, parts, rows, width, _PER, block, num_warps=_warps(block)
+            grad, grad_s, s, weight.contiguous(), r, ds, parts, rows, width, _PER, block,
+            num_warps=_warps(block)
         )  # fmt: skip
     return ds, parts.sum(0).to(weight.dtype)
 
@@ -93,7 +112,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     y, width = gate.new_empty(gate.shape), gate.shape[-1]
     span = min(_SPAN, next_power_of_2(width))
     with torch.cuda.device_of(gate):
-        swiglu_kernel[(y.numel() // width, cdiv(width, span))](gate, up, y, width, _apart(gate), _apart(up), span)
+        swiglu_kernel[(y.numel() // width, cdiv(width, span))](
+            gate, up, y, width, _apart(gate), _apart(up), span
+        )
     return y
 
 
@@ -131,10 +152,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
     together = min(next_power_of_2(h), max(1, _TURNED // block))
     with torch.cuda.device_of(x):
         rotary_kernel[(b * s,)](
-            x, cos, sin, y, x.stride()[:3], y.stride()[:3], s * d if cos.shape[0] > 1 else 0, h, s, d // 2, block, together, backwards
+            x, cos, sin, y, x.stride()[:3], y.stride()[:3], s * d if cos.shape[0] > 1 else 0, h, s, d // 2,
+            block, together, backwards
         )  # fmt: skip
     return y
 
 
 def _takes(x: Tensor) -> bool:
-    return x.dtype in (torch.float32, torch.float16, torch.bfloat16) and x.numel() > 0 and runs("rows", x.device)
+    return (
+        x.dtype in (torch.float32, torch.float16, torch.bfloat16) and x.numel() > 0 and runs("rows", x.device)
+    )

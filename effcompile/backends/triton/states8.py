@@ -1,4 +1,6 @@
-"""Adam and Lion on states of 8 bits, one kernel per parameter: `effcompile::adam8` and `lion8` on a device, once registered."""
+"""Adam and Lion on states of 8 bits, one kernel per parameter: `effcompile::adam8` and `lion8` on a device,
+once registered.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,18 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def register(device: str) -> None:
-    """Run the updates on the kernels on this type of device, and optimizers with states of 8 bits on the updates."""
+    """Run the updates on the kernels on this type of device, and optimizers with states of 8 bits on the
+    updates.
+    """
     op.adam8.register_kernel(device)(adam)
     op.lion8.register_kernel(device)(lion)
     FUSED.add(device)
 
 
 def adam(
-    p: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor, signed: Tensor, unsigned: Tensor,
-    lr: float, beta1: float, beta2: float, decay: float, eps: float, step: int, decoupled: bool,
+    p: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor,
+    signed: Tensor, unsigned: Tensor, lr: float, beta1: float, beta2: float, decay: float, eps: float,
+    step: int, decoupled: bool,
 ) -> None:  # fmt: skip
     """See `effcompile::adam8`."""
     states = (first, first_scale, second, second_scale)
@@ -41,13 +46,21 @@ def adam(
         corrections = 1 - beta1**step, math.sqrt(1 - beta2**step)
         with torch.cuda.device_of(p):
             adam8_kernel[_grid(p)](
-                p, grad.contiguous(), *states, signed, unsigned, p.numel() // BLOCK, float(lr), 1 - beta1, 1 - beta2, float(decay),
-                float(eps), *corrections, decoupled, BLOCK, _ROWS, **_LAUNCH,
+                p, grad.contiguous(), *states, signed, unsigned, p.numel() // BLOCK, float(lr), 1 - beta1,
+                1 - beta2, float(decay), float(eps), *corrections, decoupled, BLOCK, _ROWS, **_LAUNCH,
             )  # fmt: skip
 
 
 def lion(
-    p: Tensor, grad: Tensor, first: Tensor, first_scale: Tensor, signed: Tensor, lr: float, beta1: float, beta2: float, decay: float
+    p: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    signed: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    decay: float,
 ) -> None:
     """See `effcompile::lion8`."""
     op.check(p, grad, (first,), (first_scale,), (signed,))
@@ -56,8 +69,8 @@ def lion(
     elif p.numel():
         with torch.cuda.device_of(p):
             lion8_kernel[_grid(p)](
-                p, grad.contiguous(), first, first_scale, signed, p.numel() // BLOCK, float(lr), 1 - beta1, 1 - beta2, float(decay),
-                BLOCK, _ROWS, **_LAUNCH,
+                p, grad.contiguous(), first, first_scale, signed, p.numel() // BLOCK, float(lr), 1 - beta1,
+                1 - beta2, float(decay), BLOCK, _ROWS, **_LAUNCH,
             )  # fmt: skip
 
 

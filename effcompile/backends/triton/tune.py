@@ -1,9 +1,12 @@
-"""The fastest of the configurations that compile, measured while a model is built and kept per GPU and triton in the cache folder.
+"""The fastest of the configurations that compile, measured while a model is built and kept per GPU and triton
+in the cache folder.
 
-A step of the user's is never held up: where nothing was measured yet, the table's first choice is taken in it.
+A step of the user's is never held up: where nothing was measured yet, the table's first choice is taken in
+it.
 
-The file is `tiles-<device>-triton<version>.json`. EFFCOMPILE_TUNE=off takes the table's first choice instead. A file that is damaged, or
-that names a tile that is not among the table's any more, is measured again: it can cost time, never a result.
+The file is `tiles-<device>-triton<version>.json`. EFFCOMPILE_TUNE=off takes the table's first choice instead.
+A file that is damaged, or that names a tile that is not among the table's any more, is measured again: it can
+cost time, never a result.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class Tuner:
     """The choices of one device, held in a file.
 
     Attributes:
-        measured: how often any tuner has measured in this process: whoever keeps a choice asks again when it grows.
+        measured: how often any tuner has measured in this process: whoever keeps a choice asks again when it
+            grows.
     """
 
     measured: ClassVar[int] = 0
@@ -50,8 +54,11 @@ class Tuner:
         self.path, self.timer = path, timer
         self._found: dict[str, LaunchConfig] = {}
 
-    def choose(self, name: str, options: Sequence[LaunchConfig], trial: Trial, *, measure: bool = True) -> LaunchConfig:
-        """The fastest of `options` (one or more), from memory, the file, or by measuring; the first, where nothing may be measured.
+    def choose(
+        self, name: str, options: Sequence[LaunchConfig], trial: Trial, *, measure: bool = True
+    ) -> LaunchConfig:
+        """The fastest of `options` (one or more), from memory, the file, or by measuring; the first, where
+        nothing may be measured.
 
         `name`: of kernel, dtype and head size.
         """
@@ -71,7 +78,8 @@ class Tuner:
         for index, option in enumerate(options):
             try:
                 seconds[index] = self.timer(trial(option))
-            except Exception:  # triton's errors have no common base: this version cannot build it, or the GPU cannot hold it
+            except Exception:
+                # triton's errors have no common base: this version cannot build it, or the GPU cannot hold it
                 continue
         best = options[min(seconds, key=seconds.__getitem__)] if seconds else options[0]
         if seconds:
@@ -104,7 +112,9 @@ def _write(path: Path, choices: Mapping[str, object]) -> None:
     """Whole or not at all; a folder that cannot be written costs another measurement next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
+        ) as file:
             json.dump(choices, file, indent=1)
         os.replace(file.name, path)
     except OSError:

@@ -1,4 +1,6 @@
-"""The whole path of a generation: capture a step, price both regimes, solve, lower, compare by teacher forcing, measure, choose."""
+"""The whole path of a generation: capture a step, price both regimes, solve, lower, compare by teacher
+forcing, measure, choose.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ from effcompile.ir.figures import Candidate
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.passes import Choice, Pass, load_passes, optional_in
+from effcompile.passes.speculate import drafts_in, drafts_tried, without_drafts
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
+from effcompile.proof.generation.speculation import speculated
 from effcompile.proof.verify import worst
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.stepper import Stepper
@@ -75,7 +79,9 @@ class Bench:
         if self.step.encoder is None:
             return {}
         rows = self.texts[0].shape[0]
-        inputs = {name: value[:1].expand(rows, *value.shape[1:]) for name, value in self.step.encoder.kwargs.items()}
+        inputs = {
+            name: value[:1].expand(rows, *value.shape[1:]) for name, value in self.step.encoder.kwargs.items()
+        }
         with torch.no_grad():
             hidden = self.model.get_encoder()(**inputs, return_dict=True).last_hidden_state
         return {"encoder_outputs": encoder_output(hidden)}
@@ -119,11 +125,16 @@ class Generated:
 
 
 @entry("optimize")
-def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> GenerationExecutable:
-    """Plan, lower, compare and measure a Hugging Face model for generation. Arguments as in Request; inputs serve as calibration text.
+def optimize_generation(
+    model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]
+) -> GenerationExecutable:
+    """Plan, lower, compare and measure a Hugging Face model for generation.
+
+    Arguments as in Request; inputs serve as calibration text.
 
     Raises:
-        UsageError: no Hugging Face model, a context that it has no positions for, or no backend that takes it.
+        UsageError: no Hugging Face model, a context that it has no positions for, or no backend that takes
+            it.
         CaptureError: it cannot be captured.
         InfeasibleError: no plan meets the goal. VerificationError: no backend's result is within it.
     """
@@ -140,19 +151,51 @@ def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unp
 
 
 def _finished(
-    bench: Bench, outcomes: Sequence[Generated], candidates: Sequence[Candidate], machine: Machine | None = None
+    bench: Bench,
+    outcomes: Sequence[Generated],
+    candidates: Sequence[Candidate],
+    machine: Machine | None = None,
 ) -> GenerationExecutable:
-    """Time the original and all outcomes in turn, take the best, and complete its plan with what was measured."""
+    """Time the original and all outcomes in turn, take the best, and complete its plan with what was
+    measured.
+    """
     goal = bench.goal
     with bench.progress.step("measure"):
         found = measured.compared(bench.model, {o.plan.backend: o.lowered for o in outcomes}, goal)
     totals = {o.plan.backend: found.each[o.plan.backend].total(goal) for o in outcomes}
     small = lambda outcome: outcome.plan.measured.peak_bytes or 0  # noqa: E731
     best = min(outcomes, key=small if goal.minimize == "memory" else lambda o: totals[o.plan.backend])
-    plan = measured.told(best.plan, found, best.plan.backend, goal, best.lowered, best.parts, bench.step.program)
+    plan = measured.told(
+        best.plan, found, best.plan.backend, goal, best.lowered, best.parts, bench.step.program
+    )
     notes = (*plan.notes, *(machine.keep_timings() if machine is not None else ()))
-    plan = replace(plan, candidates=tuple(replace(c, measured_seconds=totals.get(c.backend)) for c in candidates), notes=notes)
-    return GenerationExecutable(bench.model, bench.step, best.lowered, plan, best.parts)
+    plan = replace(
+        plan,
+        candidates=tuple(replace(c, measured_seconds=totals.get(c.backend)) for c in candidates),
+        notes=notes,
+    )
+    return _speculating(bench, GenerationExecutable(bench.model, bench.step, best.lowered, plan, best.parts))
+
+
+def _speculating(bench: Bench, executable: GenerationExecutable) -> GenerationExecutable:
+    """With as many drafts a step as are fastest, where they are asked for; a saved plan's own number is kept,
+    and measured again.
+    """
+    tried, saved = drafts_tried(bench.passes), drafts_in(executable.plan)
+    if not tried:
+        return executable
+    plan = without_drafts(executable.plan)
+    executable.plan = plan
+    with bench.progress.step("measure drafts"):
+        found = speculated(
+            executable, bench.texts, bench.goal, (saved,) if saved else tried, keep=bool(saved)
+        )
+    plan = replace(plan, declined=(*plan.declined, *found.declined))
+    if (taken := found.decision) is not None:
+        notes = (*plan.notes, *filter(None, [taken.why]))
+        plan = replace(plan, decisions=(*plan.decisions, taken), notes=notes)
+    executable.plan = plan
+    return executable
 
 
 def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
@@ -164,8 +207,8 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
     bench = _bench(task, plan.goal, optional_in(plan))
     if (found := fingerprint(bench.step.program)) != plan.fingerprint:
         raise FormatError(
-            f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {bench.step.program.name} has "
-            f"{found}. Plan this model anew, without `plan`."
+            f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, "
+            f"{bench.step.program.name} has {found}. Plan this model anew, without `plan`."
         )
     (backend,) = _backends(plan.backend)
     outcome, peak = _lowered(bench, backend, plan.unmeasured, bench.told())
@@ -188,6 +231,21 @@ def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[
     return plans_for(shop.search(), backends, {}, shop.bench.progress)[0][0][1]
 
 
+@entry("frontier")
+def frontier_generation(
+    model: HFModel, args: Args, kwargs: Kwargs, *, points: int = 8, **asked: Unpack[Asked]
+) -> list[Plan]:
+    """Predicted plans along the memory-time Pareto front of the best backend, least memory first; each holds
+    the cache of the whole context. Raises what `optimize_generation` does.
+    """
+    task = Task.of(model, args, kwargs, asked)
+    backends = _backends(task.request.backend)
+    shop = _shop(task, backends)
+    search = shop.search()
+    plans, _ = plans_for(search, backends, {}, shop.bench.progress)
+    return search.frontier(plans[0][0], points)
+
+
 def _backends(name: str | None) -> list[Backend]:
     """Those that run a step here.
 
@@ -195,27 +253,35 @@ def _backends(name: str | None) -> list[Backend]:
         UsageError: the named one does not.
     """
     if name is not None and name not in BACKENDS:
-        raise UsageError(f"backend = {name!r} does not run generation; {' and '.join(BACKENDS)} do. Choose one of them, or leave it out.")
+        raise UsageError(
+            f"backend = {name!r} does not run generation; {' and '.join(BACKENDS)} do. Choose one of "
+            "them, or leave it out."
+        )
     if name is not None:
         return usable_backends(name)[0]
     return [backend for backend in usable_backends(None)[0] if backend.name in BACKENDS]
 
 
 def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:
-    """The captured step, with the texts that results are compared on. `named`: passes beside those that were asked for."""
+    """The captured step, with the texts that results are compared on.
+
+    `named`: passes beside those that were asked for.
+    """
     model: HFModel = task.model
     progress = task.request.progress
     context, _, _ = goal.tokens
     fitting(model, context)
     with progress.step("capture"):
         step = capture_step(model)
-    given = list(task.request.calibration or ()) or ([(task.args, task.kwargs)] if task.args or task.kwargs else None)
+    given = list(task.request.calibration or ()) or (
+        [(task.args, task.kwargs)] if task.args or task.kwargs else None
+    )
     if model.config.is_encoder_decoder:
         given = None
     with progress.step("calibration text"):
         texts, said = calibration_text(model, given, context)
     return Bench(
-        model=model, step=step, goal=goal, passes=load_passes((*(task.request.passes or PASSES), *named)),
+        model=model, step=step, goal=goal, passes=load_passes((*(task.request.passes or ()), *named), PASSES),
         room=CacheRoom(context=context, chunk=CHUNK), texts=tuple(texts), said=said, progress=progress,
     )  # fmt: skip
 
@@ -228,24 +294,34 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
     with bench.progress.step("measure sensitivity"):
         found = _sensitivity(step, goal, bench.passes, texts)
         beside = cache_choice(step, bench.model, goal, machine.target, texts, bench.source)
-    return Shop(bench=bench, machine=machine, sensitivity=found, beside=beside, regimes=regimes_of(step, goal, CHUNK))
+    return Shop(
+        bench=bench, machine=machine, sensitivity=found, beside=beside, regimes=regimes_of(step, goal, CHUNK)
+    )
 
 
-def _sensitivity(step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[torch.Tensor]) -> Sensitivity:
+def _sensitivity(
+    step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[torch.Tensor]
+) -> Sensitivity:
     """Error of every low-precision option at the logits of the calibration text."""
     if goal.exact:
         return Sensitivity(errors={}, method="the goal allows no error")
     program = scored(step.program)
     inputs = [as_inputs(text, step.layout, program.kwargs) for text in texts]
     weights = replaced_weights(passes, program)
-    return kept.measured(program, inputs, measured_options(passes), weights=weights, budget_seconds=_SENSITIVITY_SECONDS)
+    return kept.measured(
+        program, inputs, measured_options(passes), weights=weights, budget_seconds=_SENSITIVITY_SECONDS
+    )
 
 
-def _settle(bench: Bench, search: Search, told: Sequence[Told], backend: Backend, first: Plan, _: Sequence[Generated]) -> Generated:
-    """Lower and compare; and solve again with what was learned, while the error or the peak is over its limit.
+def _settle(
+    bench: Bench, search: Search, told: Sequence[Told], backend: Backend, first: Plan, _: Sequence[Generated]
+) -> Generated:
+    """Lower and compare; and solve again with what was learned, while the error or the peak is over its
+    limit.
 
     Raises:
-        InfeasibleError: nothing meets the goal. VerificationError: nothing that was tried does. LoweringError: it cannot be built.
+        InfeasibleError: nothing meets the goal. VerificationError: nothing that was tried does.
+            LoweringError: it cannot be built.
     """
 
     def solved(constraints: Constraints) -> Plan:
@@ -268,7 +344,8 @@ def _settle(bench: Bench, search: Search, told: Sequence[Told], backend: Backend
             if last or over >= (constraints.budget or 0):  # nothing would be left
                 raise largest_context(InfeasibleError(binding=("memory",)), bench.step, bench.goal)
             note = Because(
-                "round {}: the allocator held {bytes} more than allowed; solved again with so much less", (constraints.round, over)
+                "round {}: the allocator held {bytes} more than allowed; solved again with so much less",
+                (constraints.round, over),
             )
             constraints = constraints.with_less(over, note)
         return outcome, constraints
@@ -290,8 +367,13 @@ def _lowered(bench: Bench, backend: Backend, plan: Plan, told: Sequence[Told]) -
     with bench.progress.step(f"peak of {backend.name}"):
         peak = measured.peak_bytes(stepper, parts, bench.model, bench.goal, bench.room)
     plan = replace(
-        plan, checks=tuple(found), settings=dict(parts["step"].settings), measured=replace(plan.predicted, seconds=None, peak_bytes=peak)
+        plan,
+        checks=tuple(found),
+        settings=dict(parts["step"].settings),
+        measured=replace(plan.predicted, seconds=None, peak_bytes=peak),
     )
     applied = {**parts["step"].applied, CACHE: form_of(lowered.layout)}
-    decisions = tuple(replace(d, applied=applied[d.site].name if d.site in applied else d.applied) for d in plan.decisions)
+    decisions = tuple(
+        replace(d, applied=applied[d.site].name if d.site in applied else d.applied) for d in plan.decisions
+    )
     return Generated(plan=replace(plan, decisions=decisions), lowered=lowered, parts=parts), peak

@@ -17,9 +17,15 @@ from effcompile.search.generation.text import as_inputs
 
 
 def lower_step(
-    step: GenerationStep, program: Program, backend: Backend, plan: Plan, room: CacheRoom, texts: Sequence[torch.Tensor] = ()
+    step: GenerationStep,
+    program: Program,
+    backend: Backend,
+    plan: Plan,
+    room: CacheRoom,
+    texts: Sequence[torch.Tensor] = (),
 ) -> tuple[LoweredStep, dict[str, Lowered]]:
-    """A step made runnable, and what the backend made of each of its graphs: `step`, and of an encoder-decoder `source` and `encoder`.
+    """A step made runnable, and what the backend made of each of its graphs: `step`, and of an
+    encoder-decoder `source` and `encoder`.
 
     Args:
         step: as captured.
@@ -32,13 +38,23 @@ def lower_step(
     Raises:
         LoweringError: the backend cannot run it.
     """
-    program = solid(sized(step, program, batch=1, past=PAST, new=2))  # most calls have one row: backends look at the example's
-    calibration = [program.flat_inputs(*as_inputs(text, step.layout, program.kwargs)) for text in texts] or [program.flat_inputs()]
+    # most calls have one row: backends look at the example's
+    program = solid(sized(step, program, batch=1, past=PAST, new=2))
+    calibration = [program.flat_inputs(*as_inputs(text, step.layout, program.kwargs)) for text in texts] or [
+        program.flat_inputs()
+    ]
     graphs = {"step": program, "source": step.source, "encoder": step.encoder}
     made: dict[str, Lowered] = {}
     for name, graph in graphs.items():
         if graph is not None:
-            made[name] = backend.lower(graph, plan, calibration if graph is program else [graph.flat_inputs()])
+            made[name] = backend.lower(
+                graph, plan, calibration if graph is program else [graph.flat_inputs()]
+            )
             made[name].tune(graph.flat_inputs())
-    tables = {name: rows for graph in (step.program, step.encoder) if graph is not None for name, rows in tables_of(graph).items()}
+    tables = {
+        name: rows
+        for graph in (step.program, step.encoder)
+        if graph is not None
+        for name, rows in tables_of(graph).items()
+    }
     return assembled(step.boundary, step.layout, room, program.inputs, tables, made), made

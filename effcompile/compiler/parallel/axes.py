@@ -13,7 +13,7 @@ from effcompile.passes.training.pipeline import Pipeline
 from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.tensor import TensorParallel
 
-_WORDS = {shard.REPLICATED: "replicated", shard.BY_BLOCK: "block", shard.BY_WEIGHT: "weight"}
+_WORDS = {option: word for word, option in shard.FORMS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,9 @@ def form_of(plan: Plan) -> str:
 
 
 def beside_any(plan: Plan) -> bool:
-    """Whether it is in stages that know of no data-parallel ranks, and so can stand beside any number of them."""
+    """Whether it is in stages that know of no data-parallel ranks, and so can stand beside any number of
+    them.
+    """
     return axes_of(plan)["pp"] > 1 and form_of(plan) == shard.REPLICATED
 
 
@@ -88,6 +90,13 @@ def pipeline_of(plan: Plan) -> Pipeline:
     settings = next(d.settings for d in plan.decisions if d.kind == pipeline.KIND)
     numbers = {name: settings.get(name) for name in ("ranks", "stages", "micro_batches")}
     cuts, schedule = settings.get("cuts"), settings.get("schedule")
-    if not all(isinstance(value, int) for value in numbers.values()) or not isinstance(cuts, tuple) or not isinstance(schedule, str):
-        raise FormatError(f"The plan's decision {pipeline.KIND} has settings that are not known here: {dict(settings)}. Plan again.")
+    if (
+        not all(isinstance(value, int) for value in numbers.values())
+        or not isinstance(cuts, tuple)
+        or not isinstance(schedule, str)
+    ):
+        raise FormatError(
+            f"The plan's decision {pipeline.KIND} has settings that are not known here: {dict(settings)}. "
+            "Plan again."
+        )
     return Pipeline(**numbers, cuts=tuple(map(int, cuts)), schedule=schedule)  # type: ignore[arg-type]

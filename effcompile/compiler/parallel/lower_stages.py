@@ -1,4 +1,6 @@
-"""A pipeline on a mesh: each rank plans its own stages, is left with their parameters, and runs them in the schedule's order."""
+"""A pipeline on a mesh: each rank plans its own stages, is left with their parameters, and runs them in the
+schedule's order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ from effcompile.backends.torch.ranks import Ranks
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture.state import ModelGuards
 from effcompile.compiler.parallel.axes import AlongAxes
-from effcompile.compiler.parallel.meeting import Meeting, RepeatedInfeasibleError
 from effcompile.compiler.training.compile import plan_training
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, InfeasibleError
@@ -31,6 +32,7 @@ from effcompile.passes.training import states
 from effcompile.passes.training.checkpoint import carried_out
 from effcompile.passes.training.pipeline import KIND, SITE, Pipeline
 from effcompile.passes.training.saved_blocks import chosen, held
+from effcompile.runtime.meeting import Meeting, RepeatedInfeasibleError
 from effcompile.schedules.blocks import WHOLE
 from effcompile.schedules.emit import Emitted
 from effcompile.search.parallel.pipelined import Pipelined, pipelined
@@ -42,12 +44,19 @@ from effcompile.search.training.prepare import Preparation, cut_step, simulate_u
 from effcompile.search.training.solve import Schedule
 from effcompile.search.training.work import Work, make_work
 
+#: A note where stages draw random numbers.
+_DRAWN = (
+    "each stage draws for each micro-batch anew (dropout), from a seed of the step's: other numbers than one "
+    "process draws"
+)
+
 
 def stages_asked(task: Task, rank: int = 0) -> Pipelined:
     """The step that a request's passes, or its plan, ask to be pipelined, in stages; `rank`: along "tp".
 
     Raises:
-        FormatError: a plan of another model, or one that counts an optimizer's states where there is none, or the other way round.
+        FormatError: a plan of another model, or one that counts an optimizer's states where there is none, or
+            the other way round.
     """
     plan = task.request.plan
     work = make_work(task if plan is None else task.for_plan(plan))
@@ -56,17 +65,24 @@ def stages_asked(task: Task, rank: int = 0) -> Pipelined:
     asked = AlongAxes.asked(work.passes) if plan is None else AlongAxes.decided(plan, rank)
     found = pipelined(work, asked.pipeline, asked.tensor, asked.shard)
     if plan is not None and fingerprint(found.whole.step) != plan.fingerprint:
-        raise FormatError(f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}.")
+        raise FormatError(
+            "This plan was made for another model or other shapes: its step has the fingerprint "
+            f"{plan.fingerprint}."
+        )
     return found
 
 
 def _check_optimizer(plan: Plan, work: Work) -> None:
-    """Raises FormatError where a plan counts an optimizer's states and there is none, or the other way round."""
+    """Raises FormatError where a plan counts an optimizer's states and there is none, or the
+    other way round.
+    """
     counted = any(d.kind == states.KIND for d in plan.decisions)
     if counted and work.optimizer is None:
         raise FormatError("The plan holds optimizer states: give the optimizer, too, when it is applied.")
     if not counted and work.optimizer is not None:
-        raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
+        raise FormatError(
+            "The plan was made without an optimizer. Leave the optimizer out, or plan again with it."
+        )
 
 
 def plan_stages(task: Task) -> Plan:
@@ -86,13 +102,18 @@ def plan_stages(task: Task) -> Plan:
             continue
         peaks = {rank: spread.peak_bytes(rank, schedules) for rank, schedules in made.items()}
         fullest = max(peaks, key=peaks.__getitem__)
-        told = Because("predicted peak of each rank: " + ", ".join(["{bytes}"] * len(peaks)), tuple(peaks.values()))
+        told = Because(
+            "predicted peak of each rank: " + ", ".join(["{bytes}"] * len(peaks)), tuple(peaks.values())
+        )
         return _plan(spread, fullest, made[fullest], (told,))
     raise min(refused, key=lambda error: error.needed)
 
 
 def plan_parts(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
-    """The plan of a training step; of the stages of a pipeline where its passes ask for one. Arguments as in Request."""
+    """The plan of a training step; of the stages of a pipeline where its passes ask for one.
+
+    Arguments as in Request.
+    """
     staged = load_training_passes(asked.get("passes")).pipeline.ranks > 1
     return (_plan_stages if staged else plan_training)(model, args, kwargs, **asked)
 
@@ -103,24 +124,40 @@ def _plan_stages(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[A
 
 
 def _plan(found: Pipelined, rank: int, made: Mapping[int, Schedule], notes: tuple[Reason, ...] = ()) -> Plan:
-    """What is said of a rank: the blocks of its first stage, and the bytes and seconds of all that it does."""
+    """What is said of a rank: the blocks of its first stage, and the bytes and seconds of all
+    that it does.
+    """
     work, asked, whole = found.work, found.asked, found.whole.step
     first = made[found.own(rank)[0]]
-    layers = "; ".join(f"stage {stage}: {len(found.stages[stage].layers)} layers" for stage in found.own(rank))
-    text = "{} pipeline ranks, {} micro-batches, {name}: bytes are those of rank {} ({name}), decisions those of its first stage"
-    own = (
-        Because(text + "; those of other stages are planned where they run", (asked.ranks, found.count, asked.schedule, rank, layers)),
-        Because("gradients are made when the loss is, and loss.backward() hands them out"),
-        Because("clip with model.clip_grad_norm_(...) of the planned model: torch.nn.utils sees the gradients of one rank's stages alone"),
+    layers = "; ".join(
+        f"stage {stage}: {len(found.stages[stage].layers)} layers" for stage in found.own(rank)
     )
-    plan = _plan_of_one(found, first, (*own, *notes, *work.notes))
+    text = (
+        "{} pipeline ranks, {} micro-batches, {name}: bytes are those of rank {} ({name}), decisions "
+        "those of its first stage"
+    )
+    own = (
+        Because(
+            text + "; those of other stages are planned where they run",
+            (asked.ranks, found.count, asked.schedule, rank, layers),
+        ),
+        Because("gradients are made when the loss is, and loss.backward() hands them out"),
+        Because(
+            "clip with model.clip_grad_norm_(...) of the planned model: torch.nn.utils sees the gradients "
+            "of one rank's stages alone"
+        ),
+    )
+    chance = (Because(_DRAWN),) * found.division.random
+    plan = _plan_of_one(found, first, (*own, *chance, *notes, *work.notes))
     cuts = tuple(str(len(stage.layers)) for stage in found.stages)
     settings: dict[str, Setting] = {
-        "ranks": asked.ranks, "stages": asked.stages, "micro_batches": found.count, "schedule": asked.schedule, "cuts": cuts
+        "ranks": asked.ranks, "stages": asked.stages, "micro_batches": found.count,
+        "schedule": asked.schedule, "cuts": cuts
     }  # fmt: skip
     decision = Decision(
-        site=SITE, kind=KIND, option=f"{'/'.join(cuts)} over {asked.ranks} ranks", baseline="one rank", by=Pipeline.name, cost=Cost(),
-        baseline_cost=Cost(), why=Because("nothing else is asked for"), settings=settings,
+        site=SITE, kind=KIND, option=f"{'/'.join(cuts)} over {asked.ranks} ranks", baseline="one rank",
+        by=Pipeline.name, cost=Cost(), baseline_cost=Cost(), why=Because("nothing else is asked for"),
+        settings=settings,
     )  # fmt: skip
     held = found.states(rank)
     busy = found.count * sum(one.seconds for one in made.values())
@@ -129,8 +166,9 @@ def _plan(found: Pipelined, rank: int, made: Mapping[int, Schedule], notes: tupl
     totals = Totals(seconds=seconds, peak_bytes=found.peak_bytes(rank, made), error=0.0)
     beside = () if held is None else (states.as_given(held),)
     return plan.with_changes(
-        decisions=(*plan.decisions, *beside, decision), predicted=totals, memory_timeline=None, inputs=describe_inputs(whole),
-        guards=whole.guards, parameters=sum(math.prod(node.meta["val"].shape) for node in whole.parameters),
+        decisions=(*plan.decisions, *beside, decision), predicted=totals, memory_timeline=None,
+        inputs=describe_inputs(whole), guards=whole.guards,
+        parameters=sum(math.prod(node.meta["val"].shape) for node in whole.parameters),
     )  # fmt: skip
 
 
@@ -139,13 +177,16 @@ def _plan_of_one(found: Pipelined, made: Schedule, notes: tuple[Reason, ...] = (
     work, whole = found.work, found.whole.step
     unplanned = simulate_unplanned(cut_step(whole, work.figures))
     beside = Preparation(
-        variants=[made.prepared], captured=whole, seconds=0.0, footprint=unplanned.footprint, declined=found.declined
+        variants=[made.prepared], captured=whole, seconds=0.0, footprint=unplanned.footprint,
+        declined=found.declined
     )  # fmt: skip
     plan = build_plan(Joint.of(made), beside, work.figures, work.goal, notes)
     if (optimizer := found.whole.optimizer) is None:
         return plan
     peak, seconds = (unplanned.footprint + optimizer.given.footprint).peak_bytes, plan.baseline.seconds or 0.0
-    return plan.with_changes(baseline=replace(plan.baseline, seconds=seconds + optimizer.given.seconds, peak_bytes=peak))
+    return plan.with_changes(
+        baseline=replace(plan.baseline, seconds=seconds + optimizer.given.seconds, peak_bytes=peak)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +199,9 @@ class OwnStages:
 
 
 def forward_of(step: Step) -> Mapping[str, object]:
-    """What ranks must have in common of a captured step: its operators with all their numbers, of which a plan's fingerprint has shapes."""
+    """What ranks must have in common of a captured step: its operators with all their numbers, of which a
+    plan's fingerprint has shapes.
+    """
     return {"forwards": hashlib.sha256(str(step.graph).encode()).hexdigest()[:12]}
 
 
@@ -168,8 +211,8 @@ def own_stages(task: Task, place: Ranks, meeting: Meeting) -> OwnStages:
     Ranks that have the same stages meet in collectives within them, so their schedules must be one.
 
     Raises:
-        InfeasibleError: a rank has no room for its stages, this one or another, named. UsageError: of another rank. EffcompileError: of
-            this rank; the others say which it was.
+        InfeasibleError: a rank has no room for its stages, this one or another, named. UsageError: of another
+            rank. EffcompileError: of this rank; the others say which it was.
     """
     rank, count = place.place("pp")
     each = len(meeting.ranks) // count
@@ -187,16 +230,26 @@ def own_stages(task: Task, place: Ranks, meeting: Meeting) -> OwnStages:
         if refused is not None:
             raise refused
         first = next(r for r, text in zip(meeting.ranks, said, strict=True) if text is not None)
-        raise RepeatedInfeasibleError(f"Rank {first} has no plan of its stages: {said[meeting.ranks.index(first)]}")
+        raise RepeatedInfeasibleError(
+            f"Rank {first} has no plan of its stages: {said[meeting.ranks.index(first)]}"
+        )
     if each == 1:
-        return OwnStages(found=spread, emitted={stage: one.emitted for stage, one in made.items()}, plan=_plan(spread, rank, made))
+        return OwnStages(
+            found=spread,
+            emitted={stage: one.emitted for stage, one in made.items()},
+            plan=_plan(spread, rank, made),
+        )
     told = meeting.exchanged("schedules", _as_told(spread, rank, made) if leads else None)[leader]
-    emitted = {stage: _again(spread, stage, Plan.from_dict(told["stages"][str(stage)])) for stage in spread.own(rank)}
+    emitted = {
+        stage: _again(spread, stage, Plan.from_dict(told["stages"][str(stage)])) for stage in spread.own(rank)
+    }
     return OwnStages(found=spread, emitted=emitted, plan=Plan.from_dict(told["plan"]))
 
 
 def _made(found: Pipelined, rank: int, *, leads: bool) -> tuple[dict[int, Schedule], InfeasibleError | None]:
-    """The schedules of a rank's stages, or why there are none within its memory; nothing where another rank makes them."""
+    """The schedules of a rank's stages, or why there are none within its memory; nothing where another rank
+    makes them.
+    """
     try:
         return (found.planned(rank) if leads else {}), None
     except InfeasibleError as error:

@@ -1,21 +1,24 @@
-"""The planned step is run on all ranks before the user gets it, and compared with the model's own where that fits beside."""
+"""The planned step is run on all ranks before the user gets it, and compared with the model's own where that
+fits beside.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from effcompile.backends.torch.divided_states import with_divided_states
 from effcompile.backends.torch.ranks import Ranks, made_alike
 from effcompile.backends.torch.training import StepRunner
-from effcompile.compiler.parallel.meeting import Meeting
 from effcompile.core import torch_compat_memory
 from effcompile.core.errors import VerificationError
 from effcompile.core.reasons import Because
+from effcompile.core.torch_compat_aot import draws
 from effcompile.ir.figures import Check, Totals
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
@@ -24,6 +27,9 @@ from effcompile.ops.collectives import answered
 from effcompile.proof.training import verify
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64
+from effcompile.proof.training.in_parts import without_dropout
+from effcompile.runtime.agreement import Agreement
+from effcompile.runtime.meeting import Meeting
 from effcompile.runtime.training import TrainingExecutable, planned
 from effcompile.search.request import AnyOptimizer
 from effcompile.search.training.work import Work, as_optimizer
@@ -34,11 +40,24 @@ _UNPLANNED = 1.25
 _TIMED = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Of a pipeline: the parameters that several stages have, and whether they draw random numbers, which are
+    others than the model's own.
+    """
+
+    shared: Collection[str] = ()
+    draw: bool = False
+
+
 def proven(
-    work: Work, runner: StepRunner, plan: Plan, original: OwnStep, constants: Sequence[torch.Tensor], meeting: Meeting,
-    make: AnyOptimizer = None,
+    work: Work, runner: StepRunner, plan: Plan, original: OwnStep, constants: Sequence[torch.Tensor],
+    meeting: Meeting, make: AnyOptimizer = None, stages: Stages | None = None,
 ) -> TrainingExecutable:  # fmt: skip
-    """The planned model, run, compared and timed on all ranks. `make`: its optimizer, of what this rank has of the parameters."""
+    """The planned model, run, compared and timed on all ranks, which from then on watch each other.
+
+    `make`: its optimizer, of what this rank has of the parameters. `stages`: of a pipeline.
+    """
     base = alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
     with work.progress.step("run the planned step"):
         ran = verify.run(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves)
@@ -46,21 +65,40 @@ def proven(
     check, refusal = None, original.refusal
     if (wanted := original.wanted) is not None:
         truth = original.truth
-        check = verify.compare(replace(ran, gradients=_local(ran.gradients)), wanted, work.goal.max_error, lambda: truth)
+        if stages is not None and stages.draw:
+            with without_dropout():
+                ran = verify.run(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves)
+        check = verify.compare(
+            replace(ran, gradients=_local(ran.gradients)), wanted, work.goal.max_error, lambda: truth
+        )
     with work.progress.step("time the steps"):
         seconds = _timed(work, runner)
     if make is not None and peak is not None:
         peak = max(peak, base + _with_updates(work, runner, make))
     said = meeting.exchanged("measured", [peak, seconds, None if check is None else check.error])
-    return planned(work.model, runner, _measured(plan, said, check, refusal, meeting), as_optimizer(make, work.model))
+    measured, ranks = _measured(plan, said, check, refusal, meeting), runner.ranks
+    assert ranks is not None
+    optimizer = with_divided_states(as_optimizer(make, work.model), work.model, ranks)
+    stages = stages or Stages()
+    random = stages.draw or any(map(draws, runner.step.graph.nodes))
+    runner.agreement = Agreement(
+        work.model, ranks, meeting, optimizer=optimizer, shared=stages.shared, draws=random
+    )
+    return planned(work.model, runner, measured, optimizer)
 
 
 def _with_updates(work: Work, runner: StepRunner, make: AnyOptimizer) -> int:
-    """The most bytes of two whole steps beside what was there; parameters and buffers are put back, the optimizer is not kept."""
+    """The most bytes of two whole steps beside what was there; parameters and buffers are put back, the
+    optimizer is not kept.
+    """
     model = work.model
-    before = {n: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for n, p in model.named_parameters()}
+    before = {
+        n: (p.to_local() if isinstance(p, DTensor) else p).detach().clone()
+        for n, p in model.named_parameters()
+    }
     with verify.restored(model, work.leaves), torch_compat_memory.watched_memory(device_of(model)) as peak:
-        optimizer = as_optimizer(make, model)
+        assert runner.ranks is not None
+        optimizer = with_divided_states(as_optimizer(make, model), model, runner.ranks)
         assert optimizer is not None
         for _ in range(2):
             runner.loss(work.args, work.kwargs).backward()
@@ -90,7 +128,9 @@ class OwnStep:
         """Of some parameters alone."""
 
         def cut(found: verify.Result | None) -> verify.Result | None:
-            return found and replace(found, gradients={name: g for name, g in found.gradients.items() if name in names})
+            return found and replace(
+                found, gradients={name: g for name, g in found.gradients.items() if name in names}
+            )
 
         return replace(self, wanted=cut(self.wanted), truth=cut(self.truth))
 
@@ -100,7 +140,9 @@ def own_step(work: Work, whole: int, ranks: Ranks, meeting: Meeting) -> OwnStep:
     made_alike(work.model, ranks)
     room = Room.of(device_of(work.model), whole, work.goal.memory)
     refusals = meeting.exchanged("room for the original step", room.refusal(int(_UNPLANNED * whole), whole))
-    refusal = next((f"on rank {rank} it {said}" for rank, said in zip(meeting.ranks, refusals, strict=True) if said), "")
+    refusal = next(
+        (f"on rank {rank} it {said}" for rank, said in zip(meeting.ranks, refusals, strict=True) if said), ""
+    )
     if refusal:
         return OwnStep(wanted=None, refusal=refusal)
     wanted, truth = verify.run(work.eager_loss, work.model, work.leaves), None
@@ -132,33 +174,51 @@ def _local(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tens
 
 def _timed(work: Work, runner: StepRunner) -> float:
     """Seconds of a step, all ranks at once: the fastest of a few."""
-    runs = (verify.seconds(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves) for _ in range(_TIMED))
+    runs = (
+        verify.seconds(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves)
+        for _ in range(_TIMED)
+    )
     return min(runs)
 
 
-def _measured(plan: Plan, said: list[list[float | None]], check: Check | None, refusal: str, meeting: Meeting) -> Plan:
+def _measured(
+    plan: Plan, said: list[list[float | None]], check: Check | None, refusal: str, meeting: Meeting
+) -> Plan:
     """The plan with what all ranks measured.
 
     Raises:
         VerificationError: on some rank the step is not the model's own.
     """
-    peaks, seconds = [int(each[0]) for each in said if each[0] is not None], [float(each[1] or 0.0) for each in said]
+    peaks, seconds = (
+        [int(each[0]) for each in said if each[0] is not None],
+        [float(each[1] or 0.0) for each in said],
+    )
     errors = [float(each[2]) for each in said if each[2] is not None]
     checks: tuple[Check, ...] = ()
     if check is not None:
         worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-        checks = (replace(check, error=worst, name="loss and all gradients on every rank, as eager averaged over ranks"),)
+        checks = (
+            replace(
+                check, error=worst, name="loss and all gradients on every rank, as eager averaged over ranks"
+            ),
+        )
         if not checks[0].passed:
             raise VerificationError(
-                f"The planned step differs from the model's own on rank {meeting.ranks[errors.index(worst)]}: relative error {worst:.3e} > "
-                f"{check.limit:.3e} ({check.note}). Please report it."
+                "The planned step differs from the model's own on rank "
+                f"{meeting.ranks[errors.index(worst)]}: relative error {worst:.3e} > {check.limit:.3e} "
+                f"({check.note}). Please report it."
             )
-    notes = [Because("the original step was not run: {name}; `effcompile verify` compares a small copy of it", (str(refusal),))] * bool(
-        refusal
-    )
+    notes = [
+        Because(
+            "the original step was not run: {name}; `effcompile verify` compares a small copy of it",
+            (str(refusal),),
+        )
+    ] * bool(refusal)
     notes.append(Because("measured peak of each rank: " + ", ".join(["{bytes}"] * len(peaks)), tuple(peaks)))
     if over := [(r, p) for r, p in zip(meeting.ranks, peaks, strict=False) if excess(p, plan.goal.memory)]:
         each = ", ".join(["rank {} at {bytes}"] * len(over))
         notes.append(Because("above the budget: " + each, tuple(figure for pair in over for figure in pair)))
-    measured = Totals(seconds=max(seconds), peak_bytes=max(peaks, default=None), error=max(errors, default=None))
+    measured = Totals(
+        seconds=max(seconds), peak_bytes=max(peaks, default=None), error=max(errors, default=None)
+    )
     return plan.with_changes(checks=checks, measured=measured, notes=(*plan.notes, *notes))

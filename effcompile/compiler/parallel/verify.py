@@ -1,14 +1,17 @@
-"""Is a plan for many ranks right? A small copy of it is trained on gloo ranks of this machine, beside the same in one process.
+"""Whether a plan for many ranks is right.
 
-Three steps: the first one alone hides weights that are not tied, or whose gradients are not summed. The plan of the copy has the same
-decisions about the whole step, and a budget in the same place between its least and all kept.
+A small copy of it is trained on gloo ranks of this machine, beside the same in one process.
+
+Three steps: the first one alone hides weights that are not tied, or whose gradients are not summed. The plan
+of the copy has the same decisions about the whole step, and a budget in the same place between its least and
+all kept.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +36,7 @@ from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.parallel.shrink import shrunk
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.search.progress import QUIET, Progress
+from effcompile.search.request import AnyOptimizer
 from effcompile.search.training.work import loss_of
 
 #: Steps, and examples of a rank.
@@ -41,7 +45,9 @@ STEPS, _EXAMPLES = 3, 2
 
 @dataclass(frozen=True, kw_only=True)
 class OnRank:
-    """What one rank found in STEPS steps, against one process: relative errors with where they are largest, and its peaks."""
+    """What one rank found in STEPS steps, against one process: relative errors with where they are largest,
+    and its peaks.
+    """
 
     loss: float
     gradient: tuple[float, str]
@@ -65,12 +71,23 @@ class Proof:
 
     @property
     def passed(self) -> bool:
-        """Whether every rank trains as one process does, and none takes more memory than was predicted, but for 2 %."""
-        return all(rank.error <= self.limit and max(rank.peaks) <= 1.02 * rank.predicted for rank in self.ranks)
+        """Whether every rank trains as one process does, and none takes more memory than was predicted, but
+        for 2 %.
+        """
+        return all(
+            rank.error <= self.limit and max(rank.peaks) <= 1.02 * rank.predicted for rank in self.ranks
+        )
 
 
 def verify_plan(
-    plan: Plan, model: nn.Module, args: Args, kwargs: Kwargs, *, ranks: int, loss: Loss | None = None, progress: Progress = QUIET
+    plan: Plan,
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    ranks: int,
+    loss: Loss | None = None,
+    progress: Progress = QUIET,
 ) -> Proof:
     """Train a small copy of what was planned on so many ranks of this machine.
 
@@ -78,29 +95,41 @@ def verify_plan(
         UsageError: the plan is for one process, or there are as few ranks. RankError: a rank fell out.
     """
     if ranks_of(plan) < 2:
-        raise UsageError("The plan is for one process: there is nothing between ranks to verify. Plan with --devices 2 or more.")
+        raise UsageError(
+            "The plan is for one process: there is nothing between ranks to verify. Plan with --devices 2 "
+            "or more."
+        )
     if ranks < 2:
         raise UsageError(f"ranks = {ranks}: give 2 or more, which need not be as many as the plan's.")
     axes = axes_of(plan)
     dp, rest = divmod(ranks, axes["tp"] * axes["pp"])
     if rest:
         which = " × ".join(["tensor-parallel"] * (axes["tp"] > 1) + ["pipeline"] * (axes["pp"] > 1))
-        raise UsageError(f"ranks = {ranks} do not divide by the plan's {axes['tp'] * axes['pp']} {which} ranks. Give a multiple of these.")
+        raise UsageError(
+            f"ranks = {ranks} do not divide by the plan's {axes['tp'] * axes['pp']} {which} ranks. Give a "
+            "multiple of these."
+        )
     asked = pipeline_of(plan) if axes["pp"] > 1 else Pipeline()
     each = max(_EXAMPLES, axes["pp"])
-    small, whole, said = shrunk(model, args, kwargs, dp * each, split=axes["tp"], layers=asked.ranks * asked.stages)
+    small, whole, said = shrunk(
+        model, args, kwargs, dp * each, split=axes["tp"], layers=asked.ranks * asked.stages
+    )
     with progress.step("plan the copy"):
         made = _planned_alike(plan, small, _part(whole, 0, dp), (dp, axes["tp"]), loss, asked)
     with progress.step("train the copy in one process"):
         wanted = _trained(small, whole, loss)
     with progress.step(f"train the copy on {ranks} ranks"):
         found = on_ranks(_prove, ranks, small, whole, made, wanted, loss, dp)
-    among = [f"parameters {form_of(plan)}"] * (dp > 1) + [f"heads and neurons over {axes['tp']} ranks"] * (axes["tp"] > 1)
+    among = [f"parameters {form_of(plan)}"] * (dp > 1) + [f"heads and neurons over {axes['tp']} ranks"] * (
+        axes["tp"] > 1
+    )
     among += [f"layers over {axes['pp']} ranks, {asked.schedule}"] * (axes["pp"] > 1)
     return Proof(subject=said, form=", ".join(among), ranks=tuple(found))
 
 
-def _planned_alike(plan: Plan, small: nn.Module, inputs: Inputs, among: tuple[int, int], loss: Loss | None, asked: Pipeline) -> Plan:
+def _planned_alike(
+    plan: Plan, small: nn.Module, inputs: Inputs, among: tuple[int, int], loss: Loss | None, asked: Pipeline
+) -> Plan:
     """The copy's plan: the same form, the same share of the memory that the whole step takes unplanned."""
     by = {d.by for d in plan.decisions} - {
         shard.Shard.name,
@@ -109,19 +138,34 @@ def _planned_alike(plan: Plan, small: nn.Module, inputs: Inputs, among: tuple[in
         "states",
         Pipeline.name,
     }
-    stages = [f"pipeline.{name}={getattr(asked, name)}" for name in ("ranks", "stages", "schedule")] * (asked.ranks > 1)
-    spec = (*sorted((by if asked.ranks == 1 else set()) | {"checkpoint"}), *passes_for(*among), form_pass(plan), *stages)
-    goal = replace(plan.goal, memory=None)
-    free = plan_parts(small, *inputs, goal=goal, passes=spec, loss=loss)
+    stages = [f"pipeline.{name}={getattr(asked, name)}" for name in ("ranks", "stages", "schedule")] * (
+        asked.ranks > 1
+    )
+    spec = (
+        *sorted((by if asked.ranks == 1 else set()) | {"checkpoint"}),
+        *passes_for(*among),
+        form_pass(plan),
+        *stages,
+    )
+    goal, given = replace(plan.goal, memory=None), _planned_with(plan)
+    free = plan_parts(small, *inputs, goal=goal, passes=spec, loss=loss, optimizer=given)
     most, whole, unplanned = free.predicted.peak_bytes, plan.predicted.peak_bytes, plan.baseline.peak_bytes
     if plan.goal.memory is None or not (most and whole and unplanned):
         return free
     try:
-        return plan_parts(small, *inputs, goal=replace(goal, memory=int(most * min(1.0, whole / unplanned))), passes=spec, loss=loss)
+        return plan_parts(
+            small,
+            *inputs,
+            goal=replace(goal, memory=int(most * min(1.0, whole / unplanned))),
+            passes=spec,
+            loss=loss,
+            optimizer=given,
+        )
     except InfeasibleError as error:
         if not error.needed:
             raise
-        return plan_parts(small, *inputs, goal=replace(goal, memory=error.needed), passes=spec, loss=loss)
+        goal = replace(goal, memory=error.needed)
+        return plan_parts(small, *inputs, goal=goal, passes=spec, loss=loss, optimizer=given)
 
 
 def _part(inputs: Inputs, rank: int, ranks: int) -> Inputs:
@@ -130,7 +174,9 @@ def _part(inputs: Inputs, rank: int, ranks: int) -> Inputs:
     size = max((int(leaf.shape[0]) for leaf in leaves), default=0)
     each = size // ranks
     cut: Inputs = pytree.tree_map_only(
-        Tensor, lambda t: t.narrow(0, rank * each, each).clone() if t.dim() and t.shape[0] == size else t, inputs
+        Tensor,
+        lambda t: t.narrow(0, rank * each, each).clone() if t.dim() and t.shape[0] == size else t,
+        inputs,
     )
     return cut
 
@@ -142,8 +188,17 @@ class _Trained:
     parameters: list[dict[str, Tensor]]
 
 
+def _sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=False)
+
+
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, foreach=False)
+    return _sgd([p for p in model.parameters() if p.requires_grad])
+
+
+def _planned_with(plan: Plan) -> AnyOptimizer:
+    """What is planned beside a copy: the optimizer, where its states are divided."""
+    return _sgd if form_of(plan) == shard.STATES_DIVIDED else None
 
 
 def _trained(model: nn.Module, inputs: Inputs, loss: Loss | None) -> _Trained:
@@ -156,7 +211,9 @@ def _trained(model: nn.Module, inputs: Inputs, loss: Loss | None) -> _Trained:
         value = _eager_loss(model, inputs, loss)
         value.backward()
         found.losses.append(float(value.detach()))
-        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
         optimizer.step()
         optimizer.zero_grad()
         found.parameters.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -173,17 +230,23 @@ def _eager_loss(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Tensor:
 
 
 def _mesh_of(plan: Plan, dp: int) -> DeviceMesh:
-    """The mesh of a copy's plan, beside so many data-parallel ranks, which the plan of a pipeline does not know of."""
+    """The mesh of a copy's plan, beside so many data-parallel ranks, which the plan of a pipeline does not
+    know of.
+    """
     axes = {axis: size for axis, size in {**axes_of(plan), "dp": dp}.items() if size > 1}
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def _prove(rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trained, loss: Loss | None, dp: int) -> OnRank:
+def _prove(
+    rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trained, loss: Loss | None, dp: int
+) -> OnRank:
     """STEPS steps on this rank, by the user's own way in."""
     ranks, mesh = dist.get_world_size(), _mesh_of(plan, dp)
     args, kwargs = _part(whole, mesh.get_local_rank("dp") if dp > 1 else 0, dp)
-    planned = optimize_on_ranks(model, args, kwargs, goal=plan.goal, plan=plan, mesh=mesh, loss=loss)
-    optimizer = _optimizer(planned)
+    planned = optimize_on_ranks(
+        model, args, kwargs, goal=plan.goal, plan=plan, mesh=mesh, loss=loss, optimizer=_planned_with(plan)
+    )
+    optimizer = planned.optimizer or _optimizer(planned)
     base = alive_bytes("cpu", model, args, dict(kwargs), list(planned.runner.step.constants.values()))
     found = _Errors(), _Errors(), list[int]()
     apart = 0.0
@@ -198,12 +261,20 @@ def _prove(rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trai
         dist.all_reduce(total)
         apart = max(apart, abs(float(total) / ranks - wanted.losses[step]) / abs(wanted.losses[step]))
         own = dict(planned.named_parameters())
-        found[0].add({n: p.grad for n, p in own.items() if p.grad is not None}, _those(wanted.gradients[step], own))
+        found[0].add(
+            {n: p.grad for n, p in own.items() if p.grad is not None}, _those(wanted.gradients[step], own)
+        )
         optimizer.step()
         optimizer.zero_grad()
         found[1].add(own, _those(wanted.parameters[step], own))
     predicted = planned.plan.predicted.peak_bytes or 0
-    return OnRank(loss=apart, gradient=found[0].worst, parameter=found[1].worst, peaks=tuple(found[2]), predicted=predicted)
+    return OnRank(
+        loss=apart,
+        gradient=found[0].worst,
+        parameter=found[1].worst,
+        peaks=tuple(found[2]),
+        predicted=predicted,
+    )
 
 
 def _those(wanted: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
@@ -212,7 +283,10 @@ def _those(wanted: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tenso
 
 
 class _Errors:
-    """The largest relative error, and whose it is. A tensor that is nothing but rounding counts by the usual size."""
+    """The largest relative error, and whose it is.
+
+    A tensor that is nothing but rounding counts by the usual size.
+    """
 
     def __init__(self) -> None:
         self.worst: tuple[float, str] = (0.0, "")

@@ -46,11 +46,12 @@ class _Held:
 
 @dataclass(kw_only=True)
 class Attempt:
-    """The step as it is prepared now: anew where a choice turned out to be out of the question, or prices to be others.
+    """The step as it is prepared now: anew where a choice turned out to be out of the question, or prices to
+    be others.
 
     Attributes:
-        held: what was run within the budget before prices were taken anew. With others a block's search may end, when its time is up,
-            without what is lean enough.
+        held: what was run within the budget before prices were taken anew. With others a block's search may
+            end, when its time is up, without what is lean enough.
     """
 
     work: Work
@@ -66,14 +67,16 @@ class Attempt:
         """The budget: what the user allows and the machine has, see fit.py."""
         whole, work = self.branches.whole, self.work
         beside = max(variant.case.beside.resident_bytes for variant in whole.variants)
-        return Constraints(budget=limit(work.goal.memory, whole.footprint.peak_bytes + beside, work.figures.target))
+        return Constraints(
+            budget=limit(work.goal.memory, whole.footprint.peak_bytes + beside, work.figures.target)
+        )
 
     def solve(self, constraints: Constraints) -> Joint:
         """The best schedule within the budget; what was run and held before, where none is found any more.
 
         Raises:
-            InfeasibleError: there is none; it says what was refuted on the way, and the budget that it names was run where only running
-                shows whether it holds.
+            InfeasibleError: there is none; it says what was refuted on the way, and the budget that it names
+                was run where only running shows whether it holds.
         """
         try:
             return self.branches.solve(constraints.budget)
@@ -85,23 +88,48 @@ class Attempt:
                 return held.joint
             if constraints.less and constraints.budget is not None:
                 asked = constraints.budget + constraints.less
-                error = error.needing(error.needed + constraints.less, OverWhenRun(budget=asked, over=constraints.less))
+                error = error.needing(
+                    error.needed + constraints.less, OverWhenRun(budget=asked, over=constraints.less)
+                )
             refuted = self.refuted
-            raise error if refuted is None else error.with_untried(Refuted(therefore=refuted.said, found=str(refuted))) from refuted
+            raise (
+                error
+                if refuted is None
+                else error.with_untried(Refuted(therefore=refuted.said, found=str(refuted)))
+            ) from refuted
 
     def _least_refuted(self, error: InfeasibleError) -> bool:
-        """Whether the least budget rests on micro-batches that, once run, are not the whole batch: there are none from now on."""
+        """Whether the least budget rests on micro-batches that, once run, are not the whole batch: there are
+        none from now on.
+        """
         work, least = self.work, int(error.nearest.get("memory", 0))
-        divided = any(variant.case.division is not None for made in self.branches.made for variant in made.variants)
-        if not divided or not least or Room.of(device_of(work.model), least, None).refusal(least, least) is not None:
+        divided = any(
+            variant.case.division is not None for made in self.branches.made for variant in made.variants
+        )
+        if (
+            not divided
+            or not least
+            or Room.of(device_of(work.model), least, None).refusal(least, least) is not None
+        ):
             return False
         with suppress(InfeasibleError):
             joint = self.branches.solve(least)
             if joint.case.division is None:
                 return False
-            plan = build_plan(joint, self.branches.chosen_from(joint), work.figures, replace(work.goal, memory=least), work.notes)
+            plan = build_plan(
+                joint,
+                self.branches.chosen_from(joint),
+                work.figures,
+                replace(work.goal, memory=least),
+                work.notes,
+            )
             try:
-                verified(work, joint.schedule.prepared, runner_of(work.model, joint.case, joint.schedule.emitted), plan)
+                verified(
+                    work,
+                    joint.schedule.prepared,
+                    runner_of(work.model, joint.case, joint.schedule.emitted),
+                    plan,
+                )
             except RefutedError as refuted:
                 self._prepare(work.without(refuted))
                 self.refuted = refuted
@@ -111,13 +139,15 @@ class Attempt:
     def run(self, joint: Joint, constraints: Constraints) -> tuple[Ran | None, Constraints | None]:
         """Build, verify and measure.
 
-        What that may teach: a choice does not keep what it promises; operators take other times than they were measured to take (once);
-        the allocator takes bytes beyond the simulated peak.
+        What that may teach: a choice does not keep what it promises; operators take other times than they
+        were measured to take (once); the allocator takes bytes beyond the simulated peak.
         """
         work, notes = self.work, [*self.work.notes, *constraints.notes]
         plan = build_plan(joint, self.branches.chosen_from(joint), work.figures, work.goal, notes)
         try:
-            found, over = verified(work, joint.schedule.prepared, runner_of(work.model, joint.case, joint.schedule.emitted), plan)
+            found, over = verified(
+                work, joint.schedule.prepared, runner_of(work.model, joint.case, joint.schedule.emitted), plan
+            )
         except RefutedError as error:
             if constraints.round == ROUNDS:
                 raise

@@ -1,4 +1,6 @@
-"""The whole path of a training step: capture, price, solve, emit, prove by simulation, run, verify, measure."""
+"""The whole path of a training step: capture, price, solve, emit, prove by simulation, run,
+verify, measure.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,12 @@ from effcompile.search.training.work import Work, as_planned, make_work
 def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
     """The best plan, simulated and certified; nothing of the model is run. Arguments as in Request.
 
-    The machine's memory is the limit where the goal has none, or a larger one: see fit.py. For a machine that is not here, where no
-    step fits whose gradients are all there at once, they are consumed in the backward.
+    The machine's memory is the limit where the goal has none, or a larger one: see fit.py. For a machine that
+    is not here, where no step fits whose gradients are all there at once, they are consumed in the backward.
 
     Raises:
-        CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
+        CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the
+            budget.
     """
     work = make_work(task := Task.of(model, args, kwargs, asked))
     captured: list[Case] = []
@@ -61,15 +64,25 @@ def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[
         if work.figures.here or work.optimizer is None or spec is None:
             raise
         work = make_work(replace(task, request=replace(task.request, passes=spec)))
-        work.notes.append(Because("nothing fits with all gradients there at once: planned with --pass {name}=true", (IN_BACKWARD,)))
+        work.notes.append(
+            Because(
+                "nothing fits with all gradients there at once: planned with --pass {name}=true",
+                (IN_BACKWARD,),
+            )
+        )
         found, size = _decided(task, work, captured)
-    plan = build_plan(found.joint, found.branches.chosen_from(found.joint), work.figures, work.goal, work.notes)
+    plan = build_plan(
+        found.joint, found.branches.chosen_from(found.joint), work.figures, work.goal, work.notes
+    )
     plan = _with_levers(found.branches, found.joint, plan)
     return plan if size is None else size.told_in(plan)
 
 
 def _decided(task: Task, work: Work, captured: list[Case]) -> tuple[Planned, Sized | None]:
-    """The best plan within the goal and the machine, at the best size of those asked for. `captured`: the step, once it is."""
+    """The best plan within the goal and the machine, at the best size of those asked for.
+
+    `captured`: the step, once it is.
+    """
     if task.request.batch is not None:
         size = sized(task, work)
         return size.planned, size
@@ -83,23 +96,33 @@ def _decided(task: Task, work: Work, captured: list[Case]) -> tuple[Planned, Siz
 
 
 @entry("optimize")
-def optimize_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> TrainingExecutable:
+def optimize_training(
+    model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]
+) -> TrainingExecutable:
     """Plan a training step within a byte budget, build, verify and measure it. Arguments as in Request.
 
-    The model runs in its own mode: `model.train()` for dropout. Inputs' labels are among its keyword arguments.
+    The model runs in its own mode: `model.train()` for dropout. Inputs' labels are among its keyword
+    arguments.
 
     Raises:
-        CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
+        CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the
+            budget.
         VerificationError: the planned step is not the model's own. FormatError: the plan is for another step.
     """
     task = Task.of(model, args, kwargs, asked)
     if task.request.backend not in (None, "torch"):
-        raise UsageError(f"backend = {task.request.backend!r}: a training step runs on the backend 'torch'. Leave the backend out.")
+        raise UsageError(
+            f"backend = {task.request.backend!r}: a training step runs on the backend 'torch'. Leave the "
+            "backend out."
+        )
     if task.request.plan is not None:
         return _reapply(task, task.request.plan)
     work = make_work(task)
     if not work.figures.here:
-        raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
+        raise UsageError(
+            f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, "
+            "not run. Use plan."
+        )
     if task.request.batch is None:
         return _complete(*_refined(work, work.capture(task.request.keep_outputs)))
     found = best_measured(sized(task, work), lambda planned: _refined(planned.work, planned.case))
@@ -109,7 +132,9 @@ def optimize_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unp
 
 
 def _refined(work: Work, case: Case) -> tuple[Attempt, Ran]:
-    """The best plan that holds when it is run: what running shows to be wrong is a constraint of the next solve."""
+    """The best plan that holds when it is run: what running shows to be wrong is a constraint of the next
+    solve.
+    """
     attempt = Attempt(work=work, case=case)
     ran = refine(attempt.solve, attempt.run, rounds=ROUNDS, start=attempt.start())
     assert ran is not None, "the last round raises what it refutes"
@@ -135,27 +160,45 @@ def _with_levers(branches: Branches, joint: Joint, plan: Plan) -> Plan:
     budget, captured, work = plan.goal.memory, plan.baseline.peak_bytes, branches.work
     if budget is None or captured is None or captured <= budget:
         return plan
-    rows, notes = lever_rows(Subsets(found=branches.made, levers=work.passes.levers, figures=work.figures), joint, budget, work.progress)
+    rows, notes = lever_rows(
+        Subsets(found=branches.made, levers=work.passes.levers, figures=work.figures),
+        joint,
+        budget,
+        work.progress,
+    )
     return replace(plan, levers=rows, notes=(*plan.notes, *notes))
 
 
 @entry("frontier")
-def frontier_training(model: nn.Module, args: Args, kwargs: Kwargs, *, points: int = 20, **asked: Unpack[Asked]) -> list[Plan]:
-    """Predicted plans for budgets from the least feasible to the unlimited one, none both larger and slower than another."""
+def frontier_training(
+    model: nn.Module, args: Args, kwargs: Kwargs, *, points: int = 20, **asked: Unpack[Asked]
+) -> list[Plan]:
+    """Predicted plans for budgets from the least feasible to the unlimited one, none both larger and slower
+    than another.
+    """
     work = make_work(task := Task.of(model, args, kwargs, asked))
     goal, progress = work.goal, work.progress
     branches = Branches(work=work, case=work.capture(task.request.keep_outputs))
     made: list[Joint] = []
     for found in branches.every():
         with progress.step("solve for every budget"):
-            schedules = {id(p.cut): frontier(p, points) for p in {id(p.cut): p for p in found.variants}.values()}
+            schedules = {
+                id(p.cut): frontier(p, points) for p in {id(p.cut): p for p in found.variants}.values()
+            }
         made += [Joint.of(replace(s, prepared=p)) for p in found.variants for s in schedules[id(p.cut)]]
     front: list[Joint] = []
     for s in sorted(made, key=lambda s: (s.peak_bytes, s.seconds)):
         if not front or s.seconds < front[-1].seconds:
             front.append(s)
-    thinned = front if len(front) <= points else [front[round(i * (len(front) - 1) / (points - 1))] for i in range(points)]
-    return [build_plan(s, branches.chosen_from(s), work.figures, replace(goal, memory=s.peak_bytes), work.notes) for s in thinned]
+    thinned = (
+        front
+        if len(front) <= points
+        else [front[round(i * (len(front) - 1) / (points - 1))] for i in range(points)]
+    )
+    return [
+        build_plan(s, branches.chosen_from(s), work.figures, replace(goal, memory=s.peak_bytes), work.notes)
+        for s in thinned
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +230,15 @@ def applied_plan(task: Task, plan: Plan) -> Applied:
     prepared = prepared.uncut if blocks.keys() == {WHOLE} else prepared
     prepared = replace(prepared, cut=replace(prepared.cut, ways=ways()))
     if case.optimizer is not None and prepared.case.states is None:
-        raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
+        raise FormatError(
+            "The plan was made without an optimizer. Leave the optimizer out, or plan again with it."
+        )
     emitted, trace = carried_out(prepared.cut, *chosen(prepared.cut, blocks))
     peak = (trace.footprint + prepared.case.beside).peak_bytes
     if plan.goal.memory is not None and excess(peak, plan.goal.memory):
         raise FormatError(
-            f"The plan's schedule would peak at {format_bytes(peak)}, above its budget of {format_bytes(plan.goal.memory)}: "
-            "it was changed, or made by another version. Plan again."
+            f"The plan's schedule would peak at {format_bytes(peak)}, above its budget of "
+            f"{format_bytes(plan.goal.memory)}: it was changed, or made by another version. Plan again."
         )
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
     return Applied(work=work, step=case.step, prepared=prepared, emitted=emitted, plan=fresh)
@@ -203,11 +248,14 @@ def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
     """Carry out a saved plan: it is simulated, verified and measured again."""
     found = applied_plan(task, plan)
     if (spread := found.prepared.step.spread) is not None:
-        among = f"{spread.ranks} data-parallel ranks" * (spread.ranks > 1) + " × " * (min(spread.ranks, spread.split) > 1)
+        among = f"{spread.ranks} data-parallel ranks" * (spread.ranks > 1) + " × " * (
+            min(spread.ranks, spread.split) > 1
+        )
         among += f"{spread.split} tensor-parallel ranks" * (spread.split > 1)
         raise UsageError(
-            f"The plan is for {among}. Run it under torchrun --nproc-per-node {spread.ranks * spread.split}, with "
-            "effcompile.optimize(model, inputs=..., plan=..., mesh=torch.distributed.device_mesh.init_device_mesh(...))."
+            f"The plan is for {among}. Run it under torchrun --nproc-per-node {spread.ranks * spread.split}, "
+            "with effcompile.optimize(model, inputs=..., plan=..., "
+            "mesh=torch.distributed.device_mesh.init_device_mesh(...))."
         )
     runner = runner_of(task.model, found.prepared.case, found.emitted)
     made = verified(found.work, found.prepared, runner, found.plan)[0]
@@ -216,8 +264,8 @@ def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
 
 def _another(plan: Plan) -> FormatError:
     return FormatError(
-        f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}. "
-        "Plan this one anew, without --plan."
+        "This plan was made for another model or other shapes: its step has the fingerprint "
+        f"{plan.fingerprint}. Plan this one anew, without --plan."
     )
 
 

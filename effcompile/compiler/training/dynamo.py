@@ -1,9 +1,11 @@
-"""A graph that torch.compile cut out of a training step, planned within the budget: our partition of AOTAutograd's joint graph.
+"""A graph that torch.compile cut out of a training step, planned within the budget: our partition of
+AOTAutograd's joint graph.
 
-torch.compile hands over one graph, or several where the model's code breaks it; each is planned by itself within the whole
-budget, and says so. Nothing is verified here, as a graph's outputs are no loss: the simulation of the emitted graphs is the proof.
-Attentions stay as they are written: passes/training/fused_attention.py understands a mask by telling inputs from weights, which such
-a graph, to which its weights are inputs, does not.
+torch.compile hands over one graph, or several where the model's code breaks it; each is planned by itself
+within the whole budget, and says so. Nothing is verified here, as a graph's outputs are no loss: the
+simulation of the emitted graphs is the proof. Attentions stay as they are written:
+passes/training/fused_attention.py understands a mask by telling inputs from weights, which such a graph, to
+which its weights are inputs, does not.
 """
 
 from __future__ import annotations
@@ -42,10 +44,13 @@ def training_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Go
     """
     if any(isinstance(value, (int, torch.SymInt)) for value in example_inputs):
         raise UsageError(
-            "torch.compile made a size of this graph dynamic; a step is planned for fixed sizes. Use torch.compile(dynamic=False)."
+            "torch.compile made a size of this graph dynamic; a step is planned for fixed sizes. Use "
+            "torch.compile(dynamic=False)."
         )
     planner = _Partition(goal)
-    return torch_compat_aot.compile_with_partition(gm, example_inputs, planner, lambda part, _: boxed(part.graph))
+    return torch_compat_aot.compile_with_partition(
+        gm, example_inputs, planner, lambda part, _: boxed(part.graph)
+    )
 
 
 class _Partition:
@@ -61,7 +66,12 @@ class _Partition:
         step, outputs = _as_step(joint, num_fwd_outputs)
         checkpoint = load_training_passes(["checkpoint"]).checkpoint
         machine = resolve(AUTO, [], gpu.place_of(None, joint_inputs))
-        figures = OperatorCosts(target=machine.target, here=True, known=known_figures(machine.calibration), store=machine.calibration)
+        figures = OperatorCosts(
+            target=machine.target,
+            here=True,
+            known=known_figures(machine.calibration),
+            store=machine.calibration,
+        )
         found = prepare(step, [Case(step=step)], checkpoint, figures)
         keep_figures(figures.known, machine.calibration)
         self.schedule = fastest(found, self.goal.memory)
@@ -83,12 +93,22 @@ def _as_step(joint: fx.GraphModule, count: int) -> tuple[Step, list[Value]]:
     gradients = [n if isinstance(n, fx.Node) else None for n in outputs[count:]]
     graph.output((*forward, *gradients))
     holders = [n for n in graph.nodes if n.op == "placeholder"]
-    entering = {n: Enters(Entering.TANGENT if n.name.startswith("tangents") else Entering.INPUT, n.name) for n in holders}
+    entering = {
+        n: Enters(Entering.TANGENT if n.name.startswith("tangents") else Entering.INPUT, n.name)
+        for n in holders
+    }
     outputs_beside = [Leaves(Leaving.OUTPUT)] * (len(forward) - 1)
     step = Step(
         name="graph",
         module=fx.GraphModule(joint, graph),
-        roles=Roles(entering, (Leaves(Leaving.LOSS), *outputs_beside, *(Leaves(Leaving.GRADIENT, f"{i}") for i in range(len(gradients))))),
+        roles=Roles(
+            entering,
+            (
+                Leaves(Leaving.LOSS),
+                *outputs_beside,
+                *(Leaves(Leaving.GRADIENT, f"{i}") for i in range(len(gradients))),
+            ),
+        ),
         leaves=lambda args, kwargs: list(args),
         rebuild=lambda loss, shown: (loss, *shown),
     )
@@ -98,12 +118,18 @@ def _as_step(joint: fx.GraphModule, count: int) -> tuple[Step, list[Value]]:
 def _modules(
     joint: fx.GraphModule, step: Step, emitted: Emitted, outputs: list[Value], count: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:  # fmt: skip
-    """Modules in AOTAutograd's form: the forward returns (outputs …, saved …), the backward takes (saved …, tangents …)."""
+    """Modules in AOTAutograd's form: the forward returns (outputs …, saved …), the backward takes (saved …,
+    tangents …).
+    """
     results: Any = emitted.forward.output_node().args[0]
     shown = len(step.forward_results)
     made = iter(results[:shown])
     returned = [next(made) if isinstance(value, fx.Node) else value for value in outputs[:count]]
-    originals = {origin: node for node, origin in emitted.origin.items() if node.graph is emitted.forward and node.op == "placeholder"}
+    originals = {
+        origin: node
+        for node, origin in emitted.origin.items()
+        if node.graph is emitted.forward and node.op == "placeholder"
+    }
     holders = [n for n in emitted.backward.nodes if n.op == "placeholder"]
     handed = dict(zip(emitted.handed, results[shown:], strict=True))
     static = [n for n in holders if n not in handed and emitted.origin.get(n) not in step.tangents]
@@ -112,7 +138,9 @@ def _modules(
     _in_order(emitted.backward, [*saved, *(n for n in holders if n not in saved)])
     made_gradients: Any = emitted.backward.output_node().args[0]
     gradients = iter(made_gradients)
-    emitted.backward.output_node().args = (tuple(next(gradients) if isinstance(v, fx.Node) else None for v in outputs[count:]),)
+    emitted.backward.output_node().args = (
+        tuple(next(gradients) if isinstance(v, fx.Node) else None for v in outputs[count:]),
+    )
     for node in emitted.handed:
         if "val" not in node.meta:  # a generator's state
             node.meta["val"] = saved[node].meta.setdefault("val", torch.get_rng_state())

@@ -1,4 +1,6 @@
-"""The batch by what its steps take on this machine: the size that was foreseen to be best, run beside those next to it."""
+"""The batch by what its steps take on this machine: the size that was foreseen to be best, run beside those
+next to it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from effcompile.search.training.work import Work
 Built = tuple[Attempt, Ran]
 #: Another size is taken only where its steps, run in turn, have shown more than this to be gained.
 _WORTH = 0.02
-#: Sizes whose foreseen rates are further below the best are not run: twice as far where times are that far from what was foreseen.
+#: Sizes whose foreseen rates are further below the best are not run: twice as far where times are that far
+#: from what was foreseen.
 _LEAST_BAND, _MOST_BAND = 1.25, 2.0
 _ROUNDS, _FEWEST, _SECONDS = 9, 3, 30.0
 #: Seconds of a step beyond which no other size is run.
@@ -31,7 +34,10 @@ _LONG = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastestSize:
-    """The size that is best when it is run. `rates`: size → examples a second, of those that were run in turn; none where none was."""
+    """The size that is best when it is run.
+
+    `rates`: size → examples a second, of those that were run in turn; none where none was.
+    """
 
     chosen: Sized
     built: Built
@@ -39,11 +45,13 @@ class FastestSize:
 
 
 def best_measured(chosen: Sized, build: Callable[[Planned], Built]) -> FastestSize:
-    """The chosen size built, and sizes next to it run beside it, uphill as long as one is faster; the fastest is built.
+    """The chosen size built, and sizes next to it run beside it, uphill as long as one is faster; the fastest
+    is built.
 
-    What a size takes is foreseen from operators timed one by one, which is off where caches or other work disturb some of them. All
-    sizes of one comparison are run in turn, so that a slow minute falls on all alike. Where the fastest, once it is verified, does not
-    fit after all, the size that was built first stays.
+    What a size takes is foreseen from operators timed one by one, which is off where caches or other work
+    disturb some of them. All sizes of one comparison are run in turn, so that a slow minute falls on all
+    alike. Where the fastest, once it is verified, does not fit after all, the size that was built first
+    stays.
 
     Args:
         chosen: by prediction.
@@ -94,7 +102,9 @@ def _rates(runs: Mapping[int, tuple[Work, Joint]]) -> dict[int, float]:
             for size, step in steps.items():
                 samples[size].append(step())
             rounds += 1
-    return {size: size / (faster_half_median(samples[size]) + _update(joint)) for size, (_, joint) in runs.items()}
+    return {
+        size: size / (faster_half_median(samples[size]) + _update(joint)) for size, (_, joint) in runs.items()
+    }
 
 
 def _step(work: Work, joint: Joint) -> Callable[[], float]:

@@ -1,11 +1,11 @@
 """Gradients of a parameter with several uses, summed where the first of them lies instead of in a new tensor.
 
-Autograd makes each use's gradient whole and adds them: three tensors of the parameter's size where one is enough. GPT-2's
-tied embedding, (50257, 768) in fp32, is 154 MB: of 806 MB at the highest instant of a checkpointed step, 309 MB are these two
-superfluous ones (facts: b2 s512, CPU).
+Autograd makes each use's gradient whole and adds them: three tensors of the parameter's size where one is
+enough. GPT-2's tied embedding, (50257, 768) in fp32, is 154 MB: of 806 MB at the highest instant of a
+checkpointed step, 309 MB are these two superfluous ones (facts: b2 s512, CPU).
 
-The rewritten node writes in place, so the graph is no longer functional there. It stands where nobody reads the tensor
-between: the sum was its only reader.
+The rewritten node writes in place, so the graph is no longer functional there. It stands where nobody reads
+the tensor between: the sum was its only reader.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ _TURNS = (aten.t.default, aten.transpose.int)
 
 
 def accumulate_embeddings(step: Step) -> Step:
-    """A copy of the step in which each sum of gradients of one parameter is made in the memory of one of its terms.
+    """A copy of the step in which each sum of gradients of one parameter is made in the memory of one of its
+    terms.
 
-    Per sum a + b, where one term has no other reader (call it the target; the earlier of the two if both are free):
+    Per sum a + b, where one term has no other reader (call it the target; the earlier of the two if both are
+    free):
 
-    - the other is an embedding's gradient → `effcompile::embedding_backward_into(target, ...)`, which returns nothing;
-      those who read the sum now read the target, and stand after it. (Those with scale_grad_by_freq are left alone.)
-    - the other, later, is a matrix product → `aten.addmm_(target, ...)`: the product is never there on its own.
+    - the other is an embedding's gradient → `effcompile::embedding_backward_into(target, ...)`, which returns
+      nothing; those who read the sum now read the target, and stand after it. (Those with scale_grad_by_freq
+      are left alone.)
+    - the other, later, is a matrix product → `aten.addmm_(target, ...)`: the product is never there on its
+      own.
     - anything else → `aten.add_(target, other)`.
 
-    Sums where neither term is free stay as they are. Equal to the original up to the order of sums: in fp32 one rounding
-    per element and term; in narrower dtypes the product of `addmm_` is not rounded before it is added.
+    Sums where neither term is free stay as they are. Equal to the original up to the order of sums: in fp32
+    one rounding per element and term; in narrower dtypes the product of `addmm_` is not rounded before it is
+    added.
     """
     step, _ = copied(step)
     order = {node: i for i, node in enumerate(step.graph.nodes)}
@@ -49,7 +54,9 @@ def accumulate_embeddings(step: Step) -> Step:
 
 
 def _sums(step: Step) -> set[fx.Node]:
-    """The additions between the gradients that the step returns and the operators that compute their terms."""
+    """The additions between the gradients that the step returns and the operators that compute
+    their terms.
+    """
     found, waiting = set[fx.Node](), list(step.gradients.values())
     while waiting:
         node = viewed(waiting.pop())
@@ -78,7 +85,11 @@ def _accumulate(graph: fx.Graph, add: fx.Node) -> None:
     free = [term for term in terms if is_free(term, add)]
     for target in free:
         other = terms[1] if target is terms[0] else terms[0]
-        if other.target is aten.embedding_dense_backward.default and len(other.users) == 1 and not other.args[4]:
+        if (
+            other.target is aten.embedding_dense_backward.default
+            and len(other.users) == 1
+            and not other.args[4]
+        ):
             _embed_into(graph, add, target, other, at=other if order[target] < order[other] else add)
             return
     if free:
@@ -94,11 +105,22 @@ def _accumulate(graph: fx.Graph, add: fx.Node) -> None:
 def _embed_into(graph: fx.Graph, add: fx.Node, target: fx.Node, embedding: fx.Node, *, at: fx.Node) -> None:
     grad, indices, _, padding_idx, scaled = embedding.args
     with graph.inserting_before(at):
-        call(graph, embedding, torch.ops.effcompile.embedding_backward_into.default, target, grad, indices, padding_idx, scaled)
+        call(
+            graph,
+            embedding,
+            torch.ops.effcompile.embedding_backward_into.default,
+            target,
+            grad,
+            indices,
+            padding_idx,
+            scaled,
+        )
     _replace(graph, add, target)
 
 
-def _multiply_into(graph: fx.Graph, add: fx.Node, target: fx.Node, factors: tuple[Any, Any], *, at: fx.Node) -> None:
+def _multiply_into(
+    graph: fx.Graph, add: fx.Node, target: fx.Node, factors: tuple[Any, Any], *, at: fx.Node
+) -> None:
     with graph.inserting_before(at):
         a, b = (call(graph, at, aten.t.default, f) if turned else f for f, turned in factors)
         result = call(graph, at, aten.addmm_.default, target, a, b)
@@ -118,7 +140,9 @@ def _replace(graph: fx.Graph, add: fx.Node, result: fx.Node) -> None:
 
 
 def _product(node: fx.Node, add: fx.Node) -> tuple[tuple[fx.Node, bool], tuple[fx.Node, bool]] | None:
-    """Factors a, b of node = a @ b, each with whether it is to be transposed; None for anything but a product only `add` reads."""
+    """Factors a, b of node = a @ b, each with whether it is to be transposed; None for anything but a product
+    only `add` reads.
+    """
     turned, reader = False, add
     while True:
         if set(node.users) != {reader}:
@@ -132,7 +156,9 @@ def _product(node: fx.Node, add: fx.Node) -> tuple[tuple[fx.Node, bool], tuple[f
 
 
 def is_free(term: fx.Node, add: fx.Node) -> bool:
-    """True when `term` is all of a tensor of its own that only `add` still reads: it may be overwritten there."""
+    """True when `term` is all of a tensor of its own that only `add` still reads: it may be overwritten
+    there.
+    """
     node, reader = term, add
     while True:
         if any(user is not reader and not _wrote_before(user, node) for user in node.users):
@@ -162,7 +188,9 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _owns(node: fx.Node) -> bool:
-    """True for an operator's fresh result: neither a placeholder nor a view of a part or with repeated elements."""
+    """True for an operator's fresh result: neither a placeholder nor a view of a part or with repeated
+    elements.
+    """
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:

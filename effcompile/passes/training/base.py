@@ -1,8 +1,9 @@
 """The contract of a pass over a whole training step: propose forms of it, and give it one of them.
 
-Ours and those of installed packages (entry point group `effcompile.training_passes`) are asked alike: each form is priced, cut
-into blocks and scheduled, the fastest that fits is taken, and the plan says what was decided and why the others were not. A
-saved plan is applied by the same `apply`, from the settings in its decisions. A pass knows no backend.
+Ours and those of installed packages (entry point group `effcompile.training_passes`) are asked alike: each
+form is priced, cut into blocks and scheduled, the fastest that fits is taken, and the plan says what was
+decided and why the others were not. A saved plan is applied by the same `apply`, from the settings in its
+decisions. A pass knows no backend.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ T = TypeVar("T", bound=Setting)
 
 
 class RequestError(UsageError):
-    """The user wants of a pass what cannot be. It is raised to them; any other error only leaves the pass out."""
+    """The user wants of a pass what cannot be.
+
+    It is raised to them; any other error only leaves the pass out.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +42,12 @@ class Case:
 
     Attributes:
         step: its graph. taken: the options, in the order in which they were applied.
-        source: captures the step anew, as the passes that change the forward before autograd do; None where it cannot be.
-        front: the forward that autograd was traced through, as it was exported; None where there is none, or it was changed.
-        scaled: whether the loss is scaled, so that small gradients do not vanish: an overflow must be seen before any update.
+        source: captures the step anew, as the passes that change the forward before autograd do; None where
+            it cannot be.
+        front: the forward that autograd was traced through, as it was exported; None where there is none, or
+            it was changed.
+        scaled: whether the loss is scaled, so that small gradients do not vanish: an overflow must be seen
+            before any update.
         optimizer: the user's, None without one. states: how its states are held, and its update is made.
         division: of the batch, where the step is of one micro-batch.
         last: a change of the graph that comes after those of all passes.
@@ -101,7 +108,9 @@ class Prices(Protocol):
         ...
 
     def unplanned(self, *steps: Step) -> list[tuple[float, int]]:
-        """Of each step the seconds of its operators, and the bytes that the largest of them reads, makes and needs for itself."""
+        """Of each step the seconds of its operators, and the bytes that the largest of them reads, makes and
+        needs for itself.
+        """
         ...
 
 
@@ -130,7 +139,8 @@ def setting_of(settings: Mapping[str, object], decision: str, name: str, kind: t
     value = settings.get(name)
     if type(value) is not kind:
         raise FormatError(
-            f"The plan's decision {decision} has {name} = {value!r}, where a {kind.__name__} is wanted. Plan again, or restore the file."
+            f"The plan's decision {decision} has {name} = {value!r}, where a {kind.__name__} is wanted. "
+            "Plan again, or restore the file."
         )
     return value
 
@@ -143,7 +153,8 @@ class StepOption:
         settings: what the pass needs to make it again; a baseline that has some is made like the others.
         why: what it gains, in one line. note: what else is to be known of it.
         told: what the plan says of it, beside the decision at the choice's site.
-        made: the form, where it was made to be proposed. make: makes it with what was known then, instead of `apply`.
+        made: the form, where it was made to be proposed. make: makes it with what was known then, instead of
+            `apply`.
     """
 
     name: str
@@ -170,9 +181,11 @@ class StepChoice:
     Attributes:
         site: the place; "" where its options tell the places themselves.
         kind: what is decided there, which is the lever's name in the report too.
-        baseline: the option that the step has as it is; among the options or in reserve, unless it is out of the question (`settled`).
+        baseline: the option that the step has as it is; among the options or in reserve, unless it is out of
+            the question (`settled`).
         reserve: options that take the place of the others where nothing is within the budget with those.
-        tells: its options tell all decisions themselves, that at the site too: they stand beside the step, and know what they cost.
+        tells: its options tell all decisions themselves, that at the site too: they stand beside the step,
+            and know what they cost.
     """
 
     site: str
@@ -188,7 +201,10 @@ class StepChoice:
 
 
 class StepPass(Protocol):
-    """A frozen dataclass; its fields are its options, also on the CLI. `exact` is False for one that changes numbers."""
+    """A frozen dataclass; its fields are its options, also on the CLI.
+
+    `exact` is False for one that changes numbers.
+    """
 
     name: ClassVar[str]
     exact: ClassVar[bool]
@@ -223,7 +239,9 @@ class Chosen:
     @property
     def label(self) -> str:
         """What the report calls a step with it; "" for one as it was."""
-        return f"{self.choice.kind} {self.option.name}" if self.changes and len(self.choice.options) > 1 else ""
+        return (
+            f"{self.choice.kind} {self.option.name}" if self.changes and len(self.choice.options) > 1 else ""
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +250,8 @@ class StepOutcome:
 
     Attributes:
         case: the form that was taken. cut: its step in blocks.
-        seconds: of the whole step as planned, the update left out. unplanned_seconds: of one forward and backward with all kept.
+        seconds: of the whole step as planned, the update left out. unplanned_seconds: of one forward and
+            backward with all kept.
         unplanned: the bytes of these.
         captured: seconds, and the peak as transient bytes, of the step as it was captured with all kept.
     """

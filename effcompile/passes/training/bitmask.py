@@ -1,4 +1,6 @@
-"""Bitmask: hold Boolean values as bits between forward and backward, decided with keeping and recomputing (planner/remat)."""
+"""Bitmask: hold Boolean values as bits between forward and backward, decided with keeping and recomputing
+(planner/remat).
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,28 @@ from effcompile.passes.training.levers import Rates, packing_seconds
 from effcompile.schedules.ways import Codec, Way
 
 BITMASK = Way(
-    name="bitmask", by="bitmask", said="as bits", without="no mask is held as bits",
+    name="bitmask",
+    by="bitmask",
+    said="as bits",
+    without="no mask is held as bits",
     codec=Codec(
-        pack=torch.ops.effcompile.to_bits.default, unpack=torch.ops.effcompile.to_booleans.default, packed_bytes=packed_bytes
+        pack=torch.ops.effcompile.to_bits.default,
+        unpack=torch.ops.effcompile.to_booleans.default,
+        packed_bytes=packed_bytes,
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bitmask:
-    """Dropout's masks and the signs of activations in an eighth of their bytes, exact; worth it where drawing them again takes longer.
+    """Dropout's masks and the signs of activations in an eighth of their bytes, exact; worth it where drawing
+    them again takes longer.
 
     Source: Gist (ISCA 2018) for ReLU, ActNN (arXiv 2104.14129) for dropout.
 
     Attributes:
-        share: values below this share of their block's bytes are not proposed: they only make the search longer.
+        share: values below this share of their block's bytes are not proposed: they only make the search
+            longer.
     """
 
     share: float = 0.01
@@ -52,6 +61,10 @@ class Bitmask:
         return value.dtype == torch.bool
 
     def rates(self, target: Target, here: bool) -> Rates:
-        """Measured here; elsewhere by bytes: a byte an element read or written, and the passes over eight of them about twice."""
+        """Measured here; elsewhere by bytes: a byte an element read or written, and the passes over eight of
+        them about twice.
+        """
         elsewhere = 3 / (target.memory_bandwidth * target.efficiency)
-        return Rates(pack={BITMASK.name: packing_seconds(BITMASK, torch.bool, target.device) if here else elsewhere})
+        return Rates(
+            pack={BITMASK.name: packing_seconds(BITMASK, torch.bool, target.device) if here else elsewhere}
+        )

@@ -1,4 +1,6 @@
-"""Compress: hold values in few bits between forward and backward, decided with keeping and recomputing (planner/remat)."""
+"""Compress: hold values in few bits between forward and backward, decided with keeping and recomputing
+(planner/remat).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from effcompile.schedules.ways import Codec, Way
 
 def _way(bits: int) -> Way:
     """Values in so many bits; those in 8 have the lever's name."""
-    pack, unpack = (getattr(torch.ops.effcompile, f"{name}{bits}").default for name in ("compress", "decompress"))
+    pack, unpack = (
+        getattr(torch.ops.effcompile, f"{name}{bits}").default for name in ("compress", "decompress")
+    )
     return Way(
         name="compress" + (str(bits) if bits < 8 else ""), by="compress", said=f"in {bits} bits", exact=False,
         without="nothing is compressed" + (f" to {bits} bits" if bits < 8 else ""),
@@ -31,16 +35,19 @@ _WAYS = {bits: _way(bits) for bits in BITS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compress:
-    """Activation compressed training (ActNN, arXiv 2104.14129; Mesa, arXiv 2111.11124; GACT, arXiv 2206.11357).
+    """Activation compressed training (ActNN, arXiv 2104.14129; Mesa, arXiv 2111.11124; GACT, arXiv
+    2206.11357).
 
     In 8 bits values take about a quarter of the bytes of fp32, in 4 an eighth, in 2 a sixteenth.
 
-    Not exact: proposed only where the goal allows error. The gradient's error is measured, and a plan that exceeds the
-    goal's is made again without the fewest bits that it has. Only values that depend on a parameter are packed, not masks or positions.
+    Not exact: proposed only where the goal allows error. The gradient's error is measured, and a plan that
+    exceeds the goal's is made again without the fewest bits that it has. Only values that depend on a
+    parameter are packed, not masks or positions.
 
     Attributes:
         bits: 8, 4, 2: those to choose from.
-        share: values below this share of their block's bytes are not proposed: they only make the search longer.
+        share: values below this share of their block's bytes are not proposed: they only make the search
+            longer.
     """
 
     bits: tuple[int, ...] = (8,)
@@ -54,7 +61,9 @@ class Compress:
         if not 0 <= self.share <= 1:
             raise UsageError(f"compress.share = {self.share!r}: give a number from 0 to 1.")
         if not self.bits or not set(self.bits) <= set(BITS):
-            raise UsageError(f"compress.bits = {','.join(map(str, self.bits))}: give some of {', '.join(map(str, BITS))}.")
+            raise UsageError(
+                f"compress.bits = {','.join(map(str, self.bits))}: give some of {', '.join(map(str, BITS))}."
+            )
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -68,4 +77,9 @@ class Compress:
     def rates(self, target: Target, here: bool) -> Rates:
         """Measured here; elsewhere by bytes: fp32 read and written about four times."""
         elsewhere = 32 / (target.memory_bandwidth * target.efficiency)
-        return Rates(pack={way.name: packing_seconds(way, torch.float32, target.device) if here else elsewhere for way in self.ways})
+        return Rates(
+            pack={
+                way.name: packing_seconds(way, torch.float32, target.device) if here else elsewhere
+                for way in self.ways
+            }
+        )

@@ -1,7 +1,9 @@
-"""Attention of a training step as one operator each: no scores are kept for the backward, and only what is seen is visited.
+"""Attention of a training step as one operator each: no scores are kept for the backward, and only what is
+seen is visited.
 
-The forward is changed before autograd is traced through it, so that the operator brings its own backward and both are nodes
-that the planner sees (Dao et al. 2022, FlashAttention, section 3: the softmax is computed again from its row sums).
+The forward is changed before autograd is traced through it, so that the operator brings its own backward and
+both are nodes that the planner sees (Dao et al. 2022, FlashAttention, section 3: the softmax is computed
+again from its row sums).
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from effcompile.sites.parts import AttentionSite, attentions
 
 KIND, WRITTEN, FUSED = "attention", "as written", "fused"
 
-#: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor,
-#: and its largest operator does not need more bytes.
+#: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller
+#: by this factor, and its largest operator does not need more bytes.
 _CLEARLY_FASTER = 0.97
 _UNTRACED = Unsupported("the forward cannot be traced with its attentions as one operator each")
 #: Elements of the largest mask that is made up where inputs have no values.
@@ -57,7 +59,9 @@ class Attended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedAttention:
-    """`enabled`: run every attention as one operator, where that is predicted to be faster or needed for the memory; `always`: anyway."""
+    """`enabled`: run every attention as one operator, where that is predicted to be faster or needed for the
+    memory; `always`: anyway.
+    """
 
     enabled: bool = True
     always: bool = False
@@ -66,7 +70,10 @@ class FusedAttention:
     exact: ClassVar[bool] = True
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
-        """The step as written, and with its attentions fused: the forward is captured again. Masks are understood by their values."""
+        """The step as written, and with its attentions fused: the forward is captured again.
+
+        Masks are understood by their values.
+        """
         if not self.enabled or case.source is None or case.front is None:
             return
         names = _Renamed(case.step)
@@ -74,7 +81,9 @@ class FusedAttention:
         if not any(isinstance(m, AttentionMatch) and _pays(m) for m in found):
             yield from _left(names.of(Attended(left=refused(found))))
         elif case.source.without_data and (most := _largest(found)) > _MOST_WITHOUT_DATA:
-            text = "its mask has no values to look at on the meta device, and one of {} elements is not made up"
+            text = (
+                "its mask has no values to look at on the meta device, and one of {} elements is not made up"
+            )
             yield from _left(Attended(left={KIND: Unsupported(text, (most,))}))
         else:
             made, attended = self._made(case.source, case)
@@ -90,7 +99,10 @@ class FusedAttention:
             FormatError: the plan's attentions cannot be fused in this step.
         """
         if case.source is None:
-            raise FormatError("The plan has fused attentions, and this step cannot be captured again to have them. Plan again.")
+            raise FormatError(
+                "The plan has fused attentions, and this step cannot be captured again to have them. Plan "
+                "again."
+            )
         made, attended = self._made(case.source, case)
         if not attended.fused:
             raise FormatError("The plan has fused attentions, and nothing in this step is fused. Plan again.")
@@ -100,7 +112,8 @@ class FusedAttention:
         def capture() -> tuple[Step, Attended]:
             found: list[Attended] = []
             step = source.capture(lambda front, inputs: found.append(self.fuse(front, inputs)))
-            if found and through_dynamo(step):  # which traces the model anew: what the edit did is not in the step
+            if found and through_dynamo(step):
+                # which traces the model anew: what the edit did is not in the step
                 return step, Attended(left={KIND: _UNTRACED})
             return step, found[-1] if found else Attended()
 
@@ -108,7 +121,9 @@ class FusedAttention:
         return replace(case, step=step, front=None), attended
 
     def _choice(self, case: Case, made: Case, attended: Attended, context: StepContext) -> StepChoice:
-        """Fused keeps no scores; where it is clearly faster too, or wanted `always`, the step as written is no alternative, else it is."""
+        """Fused keeps no scores; where it is clearly faster too, or wanted `always`, the step as written is
+        no alternative, else it is.
+        """
         options = [StepOption(name=FUSED, told=partial(_told, attended, True), made=made)]
         settled = self.always or _clearly_better(*context.prices.unplanned(made.step, case.step))
         if not settled:
@@ -128,7 +143,11 @@ class FusedAttention:
         attended = Attended(left=normalise(front.graph, training=True))
         found = attentions(program)
         sites = [site for site in found if _gains(program, site)]
-        attended.left |= {site.site: reason for site in found if (reason := _why_not(mask_of(program, site.node), site)) is not None}
+        attended.left |= {
+            site.site: reason
+            for site in found
+            if (reason := _why_not(mask_of(program, site.node), site)) is not None
+        }
         for site in sites:
             mask = mask_of(program, site.node)
             b, h, sq, sk, _ = site.dims
@@ -141,7 +160,9 @@ class FusedAttention:
 
 
 def _clearly_better(fused: tuple[float, int], written: tuple[float, int]) -> bool:
-    """Whether one step is so much faster than another that there is no need to look at that one, and its largest operator is no larger."""
+    """Whether one step is so much faster than another that there is no need to look at that one, and its
+    largest operator is no larger.
+    """
     return fused[0] < _CLEARLY_FASTER * written[0] and fused[1] <= written[1]
 
 
@@ -150,10 +171,18 @@ def _told(attended: Attended, fused: bool, outcome: StepOutcome) -> Iterator[Dec
     for site, mask in attended.fused.items():
         size = attended.score_bytes[site]
         yield Decision(
-            site=site, kind=KIND, option=FUSED if fused else WRITTEN, baseline=WRITTEN, by=FusedAttention.name, cost=Cost(),
-            baseline_cost=Cost(bytes_kept=size), note=Sees(form=mask),
-            why=Because("its scores, {bytes}, are never whole", (size,)) if fused else Because("no faster here"),
-        )  # fmt: skip
+            site=site,
+            kind=KIND,
+            option=FUSED if fused else WRITTEN,
+            baseline=WRITTEN,
+            by=FusedAttention.name,
+            cost=Cost(),
+            baseline_cost=Cost(bytes_kept=size),
+            note=Sees(form=mask),
+            why=Because("its scores, {bytes}, are never whole", (size,))
+            if fused
+            else Because("no faster here"),
+        )
 
 
 def _left(attended: Attended) -> Iterator[Declined]:
@@ -177,7 +206,14 @@ class _Renamed:
 
     def mask(self, form: MaskForm) -> MaskForm:
         return replace(
-            form.told(MaskForm, ids=self.names, condition=self.names, limit=lambda edge: edge, ahead=form.ahead, flags=form.flags),
+            form.told(
+                MaskForm,
+                ids=self.names,
+                condition=self.names,
+                limit=lambda edge: edge,
+                ahead=form.ahead,
+                flags=form.flags,
+            ),
             guards=tuple(self.reason(guard) for guard in form.guards),
         )
 
@@ -191,7 +227,9 @@ class _Renamed:
             case OnlyWhere():
                 return replace(reason, form=self.mask(reason.form))
             case Because() | Unsupported():
-                return replace(reason, figures=tuple(self.text(f) if isinstance(f, str) else f for f in reason.figures))
+                return replace(
+                    reason, figures=tuple(self.text(f) if isinstance(f, str) else f for f in reason.figures)
+                )
         return reason
 
     def text(self, words: str) -> str:
@@ -239,5 +277,8 @@ def _is_closed(mask: GraphMask | None) -> bool:
 def _program(front: fx.GraphModule, inputs: Sequence[Tensor]) -> Program:
     """A forward graph as a program of static shapes."""
     pairs = zip(front.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    specs = [TensorSpec(name=n.name, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape)) for n, t in pairs]
+    specs = [
+        TensorSpec(name=n.name, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape))
+        for n, t in pairs
+    ]
     return Program(name="step", module=front, args=tuple(inputs), kwargs={}, inputs=tuple(specs), outputs=())

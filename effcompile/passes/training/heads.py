@@ -1,4 +1,6 @@
-"""Which loss head a step has: as captured, by chunks, or by chunks and again in the backward; and tied gradients in place."""
+"""Which loss head a step has: as captured, by chunks, or by chunks and again in the backward; and tied
+gradients in place.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption, StepOutcome
-from effcompile.passes.training.loss_head import LossHead, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
+from effcompile.passes.training.loss_head import (
+    LossHead,
+    accumulate_embeddings,
+    declined_loss_heads,
+    find_loss_heads,
+    with_loss_head,
+)
 
 KIND, WHOLE = "loss head", "whole"
 GRADIENT, IN_PLACE, SEPARATE = "gradient", "in place", "separate"
@@ -27,7 +35,10 @@ _CHUNK_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossHeads:
-    """`chunks`: how many; 0 chooses so that one chunk's logits take at most 32 MiB. `in_place`: sum tied gradients in place."""
+    """`chunks`: how many; 0 chooses so that one chunk's logits take at most 32 MiB.
+
+    `in_place`: sum tied gradients in place.
+    """
 
     chunks: int = 0
     in_place: bool = True
@@ -36,7 +47,9 @@ class LossHeads:
     exact: ClassVar[bool] = True
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
-        """The head whole, and what saves more and more memory; without a head gradients in place alone, where there are any to sum."""
+        """The head whole, and what saves more and more memory; without a head gradients in place alone, where
+        there are any to sum.
+        """
         for left in declined_loss_heads(case.step):
             yield Declined(site=left.site, kind=KIND, option="chunks", by=self.name, reason=left.reason)
         found = find_loss_heads(case.step)
@@ -46,7 +59,12 @@ class LossHeads:
             yield StepChoice(site=found[0].site, kind=KIND, baseline=WHOLE, options=(whole, *options))
         elif self.in_place and not _alike(case.step, changed := accumulate_embeddings(case.step)):
             settings: dict[str, Setting] = {"form": WHOLE, "chunks": 1, "in_place": True}
-            summed = StepOption(name="gradients in place", settings=settings, told=_gradients, made=replace(case, step=changed))
+            summed = StepOption(
+                name="gradients in place",
+                settings=settings,
+                told=_gradients,
+                made=replace(case, step=changed),
+            )
             yield StepChoice(site="", kind=KIND, baseline=WHOLE, options=(StepOption(name=WHOLE), summed))
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
@@ -63,7 +81,10 @@ class LossHeads:
             found = find_loss_heads(step)
             possible = {CHUNKED, RECHUNKED} & set(found[0].options) if found else ()
             if form not in possible or chunks not in found[0].chunk_counts:
-                raise FormatError(f"The plan has a loss head in {chunks} chunks ({form}), which this step cannot have. Plan again.")
+                raise FormatError(
+                    f"The plan has a loss head in {chunks} chunks ({form}), which this step cannot have. "
+                    "Plan again."
+                )
             step = _chunked(step, form, chunks)[1]
         summed = choice.kind == GRADIENT or option.setting("in_place", bool)
         return replace(case, step=accumulate_embeddings(step) if summed else step)
@@ -83,10 +104,15 @@ class LossHeads:
     def _forms(self, head: LossHead) -> list[tuple[str, int]]:
         """(option, chunks): the fewest chunks, which cost the least time, and enough for small ones.
 
-        "rechunked" costs a product of matrices more and needs as much memory: only where "chunked" is not exact.
+        "rechunked" costs a product of matrices more and needs as much memory: only where "chunked" is not
+        exact.
         """
         option = next((o for o in (CHUNKED, RECHUNKED) if o in head.options), None)
-        counts = dict.fromkeys((min(head.chunk_counts), self._count(head))) if not self.chunks else [self._count(head)]
+        counts = (
+            dict.fromkeys((min(head.chunk_counts), self._count(head)))
+            if not self.chunks
+            else [self._count(head)]
+        )
         return [(option, count) for count in counts] if option is not None else []
 
     def _count(self, head: LossHead) -> int:
@@ -123,7 +149,8 @@ def _gradients(outcome: StepOutcome) -> Iterator[Decision]:
     for site, size in dict(each for each in found if each is not None).items():
         yield Decision(
             site=site, kind=GRADIENT, option=IN_PLACE, baseline=SEPARATE, by=LossHeads.name, cost=Cost(),
-            baseline_cost=Cost(bytes_transient=size), why=Because("the uses of a tied parameter are summed in one tensor"),
+            baseline_cost=Cost(bytes_transient=size),
+            why=Because("the uses of a tied parameter are summed in one tensor"),
         )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
-"""What a loss is the mean over, read off its graph: with gradient accumulation, HuggingFace divides the sum by another number.
+"""What a loss is the mean over, read off its graph: with gradient accumulation, HuggingFace divides the sum
+by another number.
 
-Trainer counts the labels of all batches of an update and gives the model `num_items_in_batch`: each batch's loss is then its labels'
-sum over that number, so that every label weighs the same. Of a planned mean over n labels that is loss · n / num_items_in_batch.
+Trainer counts the labels of all batches of an update and gives the model `num_items_in_batch`: each batch's
+loss is then its labels' sum over that number, so that every label weighs the same. Of a planned mean over n
+labels that is loss · n / num_items_in_batch.
 """
 
 from __future__ import annotations

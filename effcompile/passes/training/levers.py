@@ -1,12 +1,13 @@
-"""What may be done with a value beside keeping it: recompute, and hold it in another way, block by block as forms of the planner.
+"""What may be done with a value beside keeping it: recompute, and hold it in another way, block by block as
+forms of the planner.
 
-A lever over values is a pass (`ValueLever`) that says in which ways it holds a value, which values it takes and what that
-costs. Ways that pack on the device may be followed by those to the host, of whatever lever. `Levers.proposed` adds them to a
-step that was cut into blocks. Any subset of levers gives the same step with fewer ways, so that each alone, pairs, and all
-can be held against each other at one budget.
+A lever over values is a pass (`ValueLever`) that says in which ways it holds a value, which values it takes
+and what that costs. Ways that pack on the device may be followed by those to the host, of whatever lever.
+`Levers.proposed` adds them to a step that was cut into blocks. Any subset of levers gives the same step with
+fewer ways, so that each alone, pairs, and all can be held against each other at one budget.
 
-Levers of installed packages (entry point group `effcompile.value_levers`) are asked alike. One that raises, or says what cannot
-be, has no way from then on, and is declined by name (`Levers.broken`).
+Levers of installed packages (entry point group `effcompile.value_levers`) are asked alike. One that raises,
+or says what cannot be, has no way from then on, and is declined by name (`Levers.broken`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import ClassVar, Protocol, TypeVar
 
@@ -34,15 +35,18 @@ from effcompile.schedules.ways import Way
 
 RECOMPUTE = "recompute"
 _Said = TypeVar("_Said")
-#: Elements that are packed to be timed; on a GPU, where so few are a matter of launches, as many times as many.
+#: Elements that are packed to be timed; on a GPU, where so few are a matter of launches, as many times as
+#: many.
 _PROBE_ELEMENTS, _GPU_MORE = 1 << 20, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Seconds per byte over the link, out and back; way → seconds per element to pack or unpack; and per call of any of these.
+    """Seconds per byte over the link, out and back; way → seconds per element to pack or unpack; and per call
+    of any of these.
 
-    `host_bytes`: room on the host, in `folder`; None when it is not known. `beside`: copies run beside the compute.
+    `host_bytes`: room on the host, in `folder`; None when it is not known. `beside`: copies run beside the
+    compute.
     """
 
     out: float = 0.0
@@ -57,7 +61,8 @@ class Rates:
         """With what another lever says."""
         return replace(
             self, out=other.out or self.out, back=other.back or self.back, pack={**self.pack, **other.pack},
-            folder=other.folder or self.folder, host_bytes=self.host_bytes if other.host_bytes is None else other.host_bytes,
+            folder=other.folder or self.folder,
+            host_bytes=self.host_bytes if other.host_bytes is None else other.host_bytes,
         )  # fmt: skip
 
 
@@ -65,7 +70,8 @@ class ValueLever(Protocol):
     """A pass over values: a frozen dataclass; its fields are its options, also on the CLI.
 
     Attributes:
-        exact: False for one that changes numbers. known: all ways that it may ever have, the milder ones first.
+        exact: False for one that changes numbers. known: all ways that it may ever have, the milder ones
+            first.
         share: values below this share of their block's bytes are not proposed.
         ways: those that it has with its options.
     """
@@ -92,7 +98,8 @@ class ValueLever(Protocol):
 class Levers:
     """Which of them are there. The default is what there is without asking: recomputation alone.
 
-    refused: names of ways that were run, and did not hold. broken: name of a lever → what it raised, or said that cannot be.
+    refused: names of ways that were run, and did not hold. broken: name of a lever → what it raised, or said
+    that cannot be.
     """
 
     recompute: bool = True
@@ -108,7 +115,9 @@ class Levers:
     def ways(self, lever: ValueLever) -> tuple[Way, ...]:
         """The ways of a lever that are left."""
         with contextlib.suppress(_BrokenError):
-            return tuple(way for way in self._said(lever, lambda: _known(lever)) if way.name not in self.refused)
+            return tuple(
+                way for way in self._said(lever, lambda: _known(lever)) if way.name not in self.refused
+            )
         return ()
 
     def _said(self, lever: ValueLever, asked: Callable[[], _Said]) -> _Said:
@@ -152,7 +161,10 @@ class Levers:
         return found
 
     def proposed(self, cut: Blocks, rates: Rates, seconds: Callable[[fx.Node], float]) -> Blocks:
-        """The step with these levers' ways in its blocks. `seconds`: time of a node, of which some hides copies."""
+        """The step with these levers' ways in its blocks.
+
+        `seconds`: time of a node, of which some hides copies.
+        """
         while True:
             with contextlib.suppress(_BrokenError):  # then without that one
                 return self._proposed(cut, rates, seconds)
@@ -162,34 +174,66 @@ class Levers:
             return cut
         learned = _learned(cut)
         ways: dict[str, Way] = {}
-        forms = [{name: tuple(_form(way, value, b.problem.nbytes[name], rates) for way in self._of(cut, b, name, value, learned, ways))
-                  for name, value in movable(cut, b).items()} for b in cut.blocks]  # fmt: skip
+        forms = [
+            {
+                name: tuple(
+                    _form(way, value, b.problem.nbytes[name], rates)
+                    for way in self._of(cut, b, name, value, learned, ways)
+                )
+                for name, value in movable(cut, b).items()
+            }
+            for b in cut.blocks
+        ]
         most = sum(max((f.host for f in of), default=0) for block in forms for of in block.values())
         scarce = rates.host_bytes is not None and rates.host_bytes < most
         blocks = [self._with(block, f, scarce, _hidden(cut, block, seconds) if rates.beside else None)
                   for block, f in zip(cut.blocks, forms, strict=True)]  # fmt: skip
         return replace(
-            cut, blocks=tuple(blocks), host=Host(limit=rates.host_bytes, folder=rates.folder, beside=rates.beside),
-            ways=ways,
+            cut, blocks=tuple(blocks),
+            host=Host(limit=rates.host_bytes, folder=rates.folder, beside=rates.beside), ways=ways,
         )  # fmt: skip
 
     def _of(
-        self, cut: Blocks, block: Block, name: str, value: torch.Tensor, learned: frozenset[fx.Node], known: dict[str, Way]
+        self,
+        cut: Blocks,
+        block: Block,
+        name: str,
+        value: torch.Tensor,
+        learned: frozenset[fx.Node],
+        known: dict[str, Way],
     ) -> Iterator[Way]:
         """The ways in which a value may be held; they are added to `known`."""
-        size, whole, made = block.problem.nbytes[name], sum(block.problem.nbytes.values()), cut.maker[block.values[name]] in learned
-        able = [lever for lever in self.there if self._said(lever, lambda: _takes(lever, size, whole, value, made))]  # noqa: B023
+        size, whole = block.problem.nbytes[name], sum(block.problem.nbytes.values())
+        made = cut.maker[block.values[name]] in learned
+        takes = partial(_takes, size=size, whole=whole, value=value, learned=made)
+        able = [lever for lever in self.there if self._said(lever, partial(takes, lever))]
         levers = {way.name: lever for lever in able for way in self.ways(lever)}
         for way in composed([way for lever in able for way in self.ways(lever)]):
             lever = levers[(*way.parts, way.name)[0]]
             if way.codec is None or self._said(lever, lambda: _packed(way, value)) < size:  # noqa: B023
                 yield known.setdefault(way.name, way)
 
-    def _with(self, block: Block, forms: dict[str, tuple[Residency, ...]], scarce: bool, hidden: tuple[float, ...] | None) -> Block:
+    def _with(
+        self,
+        block: Block,
+        forms: dict[str, tuple[Residency, ...]],
+        scarce: bool,
+        hidden: tuple[float, ...] | None,
+    ) -> Block:
         """The block with these ways; blocks that have become different are of different kinds."""
         forms = {name: of for name, of in forms.items() if of}
-        forward = block.problem.forward if self.recompute else tuple(replace(op, repeatable=False) for op in block.problem.forward)
-        problem = replace(block.problem, forms=forms, hidden=hidden if forms else None, scarce=scarce and bool(forms), forward=forward)
+        forward = (
+            block.problem.forward
+            if self.recompute
+            else tuple(replace(op, repeatable=False) for op in block.problem.forward)
+        )
+        problem = replace(
+            block.problem,
+            forms=forms,
+            hidden=hidden if forms else None,
+            scarce=scarce and bool(forms),
+            forward=forward,
+        )
         return replace(block, problem=problem, stage=replace(block.stage, kind=_kind(problem)))
 
 
@@ -205,7 +249,9 @@ def _known(lever: ValueLever) -> tuple[Way, ...]:
     """
     found, known = tuple(lever.ways), type(lever).known
     if strange := [way for way in found if way not in known]:
-        raise ValueError(f"has the way {getattr(strange[0], 'name', strange[0])!r}, which is none that it knows")
+        raise ValueError(
+            f"has the way {getattr(strange[0], 'name', strange[0])!r}, which is none that it knows"
+        )
     return found
 
 
@@ -253,17 +299,30 @@ def composed(ways: Collection[Way]) -> Iterator[Way]:
 
 
 def _form(way: Way, value: torch.Tensor, size: int, rates: Rates) -> Residency:
-    """A way as a form of the planner. Where copies run beside the compute, what is on its way is staged on the device."""
+    """A way as a form of the planner.
+
+    Where copies run beside the compute, what is on its way is staged on the device.
+    """
     packed = 0 if way.codec is None else way.codec.packed_bytes(value.numel())
     moved = packed or size
-    out, back = (moved * rates.out + rates.call, moved * rates.back + rates.call) if way.on_host else (0.0, 0.0)
+    out, back = (
+        (moved * rates.out + rates.call, moved * rates.back + rates.call) if way.on_host else (0.0, 0.0)
+    )
     return Residency(
-        name=way.name, held=0 if way.on_host else packed, staged=moved if rates.beside or not way.on_host else 0, packed=packed,
+        name=way.name,
+        held=0 if way.on_host else packed,
+        staged=moved if rates.beside or not way.on_host else 0,
+        packed=packed,
         host=moved if way.on_host else 0,
-        workspace=0 if way.codec is None else max(way.codec.pack_workspace(value), way.codec.unpack_workspace(value)),
-        seconds=0.0 if way.codec is None else 2 * (value.numel() * rates.pack.get((*way.parts, way.name)[0], 0.0) + rates.call),
-        out=out, back=back,
-    )  # fmt: skip
+        workspace=0
+        if way.codec is None
+        else max(way.codec.pack_workspace(value), way.codec.unpack_workspace(value)),
+        seconds=0.0
+        if way.codec is None
+        else 2 * (value.numel() * rates.pack.get((*way.parts, way.name)[0], 0.0) + rates.call),
+        out=out,
+        back=back,
+    )
 
 
 def _kind(problem: BlockProblem) -> str:
@@ -286,7 +345,9 @@ def _learned(cut: Blocks) -> frozenset[fx.Node]:
 
 @cache
 def packing_seconds(way: Way, dtype: torch.dtype, device: str) -> float:
-    """Seconds per element of packing or unpacking here, the mean of both: the fastest of three runs; on a GPU the usual one."""
+    """Seconds per element of packing or unpacking here, the mean of both: the fastest of three runs; on a GPU
+    the usual one.
+    """
     assert way.codec is not None
     codec, count = way.codec, _PROBE_ELEMENTS if device == "cpu" else _PROBE_ELEMENTS * _GPU_MORE
     x = torch.ones(count, dtype=dtype, device=device)

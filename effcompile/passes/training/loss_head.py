@@ -1,16 +1,17 @@
 """The loss head as a planned block: cross entropy over chunks of rows instead of whole logits.
 
-At GPT-2's size (b2 s512, vocabulary 50257, fp32) logits, log-probabilities and their gradient are 206 MB each, and three are
-there at once: the highest instant of a step that checkpoints its blocks. The operators are `effcompile.ops.loss_head`'s.
+At GPT-2's size (b2 s512, vocabulary 50257, fp32) logits, log-probabilities and their gradient are 206 MB
+each, and three are there at once: the highest instant of a step that checkpoints its blocks. The operators
+are `effcompile.ops.loss_head`'s.
 
 Options:
 
 - "whole": as captured. 3 (N, V) tensors at the highest instant, one of them kept from forward to backward.
-- "chunked": (R, V) logits at a time, R = ceil(N / chunks), and the gradients of x (N, D), weight and bias are made in the
-  forward and kept; the backward multiplies them, in place, by the gradient that arrives at the loss. No extra operations.
-  Such a backward runs once per forward.
-- "rechunked": (R, V) logits at a time, in the forward and again in the backward; N numbers are kept. One matrix product twice:
-  2·N·D·V operations more.
+- "chunked": (R, V) logits at a time, R = ceil(N / chunks), and the gradients of x (N, D), weight and bias are
+  made in the forward and kept; the backward multiplies them, in place, by the gradient that arrives at the
+  loss. No extra operations. Such a backward runs once per forward.
+- "rechunked": (R, V) logits at a time, in the forward and again in the backward; N numbers are kept. One
+  matrix product twice: 2·N·D·V operations more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from effcompile.passes.training.accumulate import accumulate_embeddings
 from effcompile.passes.training.loss_head_match import LeftWhole, Match, matches
 from effcompile.passes.training.step_edit import call, copied, operator_name
 
-__all__ = ["OPTIONS", "LossHead", "accumulate_embeddings", "declined_loss_heads", "find_loss_heads", "with_loss_head"]
+__all__ = [
+    "OPTIONS",
+    "LossHead",
+    "accumulate_embeddings",
+    "declined_loss_heads",
+    "find_loss_heads",
+    "with_loss_head",
+]
 
 aten, ours = torch.ops.aten, torch.ops.effcompile
 
@@ -92,14 +100,21 @@ def with_loss_head(step: Step, head: LossHead, option: str, chunks: int) -> Step
         UsageError: another option or number of chunks, or a head of another step.
     """
     if option not in head.options:
-        raise UsageError(f"The loss head {head.site} has no option {option!r}. Its options: {', '.join(head.options)}.")
+        raise UsageError(
+            f"The loss head {head.site} has no option {option!r}. Its options: {', '.join(head.options)}."
+        )
     if head.match.loss.graph is not step.graph:
-        raise UsageError(f"The loss head {head.site} was found in another step. Find it in this one: find_loss_heads(step).")
+        raise UsageError(
+            f"The loss head {head.site} was found in another step. Find it in this one: "
+            "find_loss_heads(step)."
+        )
     if option == "whole":
         return step
     if chunks not in head.chunk_counts:
         allowed = ", ".join(map(str, head.chunk_counts))
-        raise UsageError(f"The loss head {head.site} of {head.rows} rows takes {allowed} chunks; given {chunks}.")
+        raise UsageError(
+            f"The loss head {head.site} of {head.rows} rows takes {allowed} chunks; given {chunks}."
+        )
     copy, nodes = copied(step)
     _Rewrite(copy.graph, head, nodes, chunks).run(recompute=option == "rechunked")
     copy.graph.lint()
@@ -121,12 +136,15 @@ def _head(match: Match, step: Step) -> LossHead | LeftWhole:
         text = "its logits ({}, {}) are no larger than its input ({}, {}): nothing to gain"
         return LeftWhole(site=site, reason=Unsupported(text, (rows, classes, rows, width)))
     if not counts:
-        return LeftWhole(site=site, reason=Unsupported("its {} rows are too few for chunks of {}", (rows, _LEAST_ROWS)))
-    half = dtype_of(logits.x) == torch.float16  # its gradients vanish if the loss's scale is multiplied only afterwards
+        return LeftWhole(
+            site=site, reason=Unsupported("its {} rows are too few for chunks of {}", (rows, _LEAST_ROWS))
+        )
+    # its gradients vanish if the loss's scale is multiplied only afterwards
+    half = dtype_of(logits.x) == torch.float16
     wide = 8 if dtype_of(logits.x) == torch.float64 else 4
     return LossHead(
-        site=site, rows=rows, classes=classes, width=width, logits_bytes=rows * classes * wide, chunk_counts=counts,
-        options=tuple(o for o in OPTIONS if not (half and o == "chunked")),
+        site=site, rows=rows, classes=classes, width=width, logits_bytes=rows * classes * wide,
+        chunk_counts=counts, options=tuple(o for o in OPTIONS if not (half and o == "chunked")),
         wanted=tuple(name for name in _GRADIENTS if name in match.gradients), match=match,
     )  # fmt: skip
 
@@ -175,10 +193,19 @@ class _Rewrite:
     def _form(self) -> Args:
         """reduction, ignore_index, inner, outer, capped, chunks."""
         logits = self.logits
-        return self.match.reduction, self.match.ignore_index, logits.inner, logits.outer, logits.capped, self.chunks
+        return (
+            self.match.reduction,
+            self.match.ignore_index,
+            logits.inner,
+            logits.outer,
+            logits.capped,
+            self.chunks,
+        )
 
     def _cuts(self) -> bool:
-        """Whether rows are left out between product and softmax: then they are left out before the product."""
+        """Whether rows are left out between product and softmax: then they are left out before
+        the product.
+        """
         return any(step.target is aten.slice.Tensor for step in self.logits.rows)
 
     def _replayed(self, step: fx.Node, x: fx.Node) -> fx.Node:
@@ -189,7 +216,10 @@ class _Rewrite:
 
     def _undone(self, origin: fx.Node, grad: fx.Node) -> fx.Node:
         """The gradient (N', D) of the replayed rows to that of x, (N, D): zeros for the rows left out."""
-        shapes = [shape_of(self.logits.x), *((*shape_of(step)[:-1], self.head.width) for step in self.logits.rows)]
+        shapes = [
+            shape_of(self.logits.x),
+            *((*shape_of(step)[:-1], self.head.width) for step in self.logits.rows),
+        ]
         grad = call(self.graph, origin, aten.view.default, grad, list(shapes[-1]))
         for step, before in zip(reversed(self.logits.rows), reversed(shapes[:-1]), strict=True):
             if step.target is aten.slice.Tensor:
@@ -233,7 +263,9 @@ class _Rewrite:
 
     def _sweep(self) -> None:
         """Erase what the head consisted of, and views that only it read."""
-        views = {n for node in self.match.inside for n in node.all_input_nodes if operator_name(n) in _LEFT_OVER}
+        views = {
+            n for node in self.match.inside for n in node.all_input_nodes if operator_name(n) in _LEFT_OVER
+        }
         superfluous = {self.nodes[n] for n in self.match.inside | views}
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:

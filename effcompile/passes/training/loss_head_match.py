@@ -1,8 +1,10 @@
-"""Finding the loss head in a joint graph: matrix product → (scale, softcap, views, casts) → log softmax → nll_loss, and its backward.
+"""Finding the loss head in a joint graph: matrix product → (scale, softcap, views, casts) → log softmax →
+nll_loss, and its backward.
 
-The forward is followed upwards from nll_loss, one operator at a time; all that changes rows, values or precision is noted.
-The backward is what nll_loss_backward reaches through operators that undo those steps, up to the matrix products that make
-the gradients. Autograd built it from the forward, so it needs no check of its own but one: nobody else reads what lies between.
+The forward is followed upwards from nll_loss, one operator at a time; all that changes rows, values or
+precision is noted. The backward is what nll_loss_backward reaches through operators that undo those steps, up
+to the matrix products that make the gradients. Autograd built it from the forward, so it needs no check of
+its own but one: nobody else reads what lies between.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 _CHECKS = (aten._assert_tensor_metadata.default,)
 #: What may stand between nll_loss_backward and the matrix products of the gradients.
 _BACKWARD = (
-    *_VIEWS, *_SAME, *_TIMES, *_OVER, aten.t.default, aten._log_softmax_backward_data.default, aten._to_copy.default,
-    aten.tanh_backward.default, aten.slice_backward.default,
+    *_VIEWS, *_SAME, *_TIMES, *_OVER, aten.t.default, aten._log_softmax_backward_data.default,
+    aten._to_copy.default, aten.tanh_backward.default, aten.slice_backward.default,
 )  # fmt: skip
 
 
@@ -99,23 +101,35 @@ def matches(step: Step) -> Iterator[Match | LeftWhole]:
 
 def _match(nll: fx.Node) -> Match:
     if nll.target is aten.nll_loss2d_forward.default:
-        raise Refusal("its classes are not on the last axis (nll_loss2d); flatten the logits to (rows, classes) first")
+        raise Refusal(
+            "its classes are not on the last axis (nll_loss2d); flatten the logits to (rows, classes) first"
+        )
     log_probabilities, target, weights, reduction, ignore_index = nll.args
     if weights is not None:
         raise Refusal("its classes are weighted")
     if reduction not in (1, 2):
         raise Refusal("its losses are kept per row (reduction='none')")
     softmax = _through(log_probabilities, _SAME)
-    if softmax.target is not aten._log_softmax.default or len(shape_of(softmax)) != 2 or softmax.args[1] not in (-1, 1):
+    if (
+        softmax.target is not aten._log_softmax.default
+        or len(shape_of(softmax)) != 2
+        or softmax.args[1] not in (-1, 1)
+    ):
         raise Refusal(
-            "its log-probabilities come from {}, not from a log softmax of (rows, classes) over the classes", operator_name(softmax)
+            "its log-probabilities come from {}, not from a log softmax of (rows, classes) over the classes",
+            operator_name(softmax),
         )
     logits, backward = _upwards(softmax), _backward_of(nll)
     loss, grad = _parts(nll, backward)
     found = Match(
-        logits=logits, target=target, reduction=reduction, ignore_index=ignore_index, loss=loss, grad=grad,  # type: ignore[arg-type]
+        logits=logits,
+        target=target,  # type: ignore[arg-type]
+        reduction=reduction,  # type: ignore[arg-type]
+        ignore_index=ignore_index,  # type: ignore[arg-type]
+        loss=loss,
+        grad=grad,
         inside={softmax, nll, *nll.users, *logits.between},
-    )  # fmt: skip
+    )
     stranger = _downwards(found, backward)
     _closed(found, softmax)
     if stranger is not None:
@@ -126,7 +140,9 @@ def _match(nll: fx.Node) -> Match:
 
 
 def _parts(nll: fx.Node, backward: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The loss and the gradient that arrives there; the sum of weights beside the loss is for the backward alone."""
+    """The loss and the gradient that arrives there; the sum of weights beside the loss is for the backward
+    alone.
+    """
     parts = {user.args[1]: user for user in nll.users if user.target is operator.getitem}
     if 1 in parts and set(parts[1].users) != {backward}:
         raise Refusal("the number of its labels is read elsewhere")
@@ -175,9 +191,17 @@ def _upwards(softmax: fx.Node) -> HeadLogits:
     x, weight, bias = _factors(node, bias)
     turned, capped = weight.target in _TURNS, len(scales) == 2
     return HeadLogits(
-        product=node, x=x, weight=weight.args[0] if turned else weight, turned=turned, bias=bias, rows=tuple(rows),  # type: ignore[arg-type]
-        inner=scales[-1], outer=scales[0] if capped else 1.0, capped=capped, between=frozenset({node, *between}),
-    )  # fmt: skip
+        product=node,
+        x=x,
+        weight=weight.args[0] if turned else weight,  # type: ignore[arg-type]
+        turned=turned,
+        bias=bias,
+        rows=tuple(rows),
+        inner=scales[-1],
+        outer=scales[0] if capped else 1.0,
+        capped=capped,
+        between=frozenset({node, *between}),
+    )
 
 
 def _factors(product: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, fx.Node, fx.Node | None]:
@@ -196,7 +220,9 @@ def _row_step(node: fx.Node, classes: int) -> fx.Node:
     before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
     if before[-1] != classes or after[-1] != classes:
         raise Refusal(
-            "the axis of its {} classes is {} after the product", classes, "cut" if node.target is aten.slice.Tensor else "reshaped"
+            "the axis of its {} classes is {} after the product",
+            classes,
+            "cut" if node.target is aten.slice.Tensor else "reshaped",
         )
     return node
 
@@ -205,7 +231,9 @@ def _scalar(node: fx.Node) -> float:
     """What the node multiplies by."""
     by = node.args[1]
     if not isinstance(by, (int, float)) or not by or node.kwargs:
-        raise Refusal("its logits are scaled by {} ({})", "zero" if by == 0 else "a tensor", operator_name(node))
+        raise Refusal(
+            "its logits are scaled by {} ({})", "zero" if by == 0 else "a tensor", operator_name(node)
+        )
     return 1.0 / by if node.target in _OVER else float(by)
 
 
@@ -220,12 +248,18 @@ def _bias(node: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
 
 
 def _check_cast(node: fx.Node) -> None:
-    if dtype_of(node) not in (torch.float32, torch.float64) or torch.float64 in (dtype_of(node), dtype_of(node.args[0])):  # type: ignore[arg-type]
+    if dtype_of(node) not in (torch.float32, torch.float64) or torch.float64 in (
+        dtype_of(node),
+        dtype_of(node.args[0]),  # type: ignore[arg-type]
+    ):
         raise Refusal("its logits are cast to {} before the softmax", dtype_of(node))
 
 
 def _downwards(found: Match, backward: fx.Node) -> fx.Node | None:
-    """From nll_loss_backward to the gradients of x, weight and bias. Returns a node on the way that is none of that, if any."""
+    """From nll_loss_backward to the gradients of x, weight and bias.
+
+    Returns a node on the way that is none of that, if any.
+    """
     turned, waiting = {backward: False}, [backward]
     stranger = None
     while waiting:
@@ -252,7 +286,11 @@ def _is_gradient(found: Match, node: fx.Node, logits: fx.Node, turned: Mapping[f
     if node.target is aten.sum.dim_IntList:
         summed: Any = node.args[1]
         name, flipped = "bias", False
-        right = found.logits.bias is not None and not turned[logits] and sorted(a % axes for a in summed) == list(range(axes - 1))
+        right = (
+            found.logits.bias is not None
+            and not turned[logits]
+            and sorted(a % axes for a in summed) == list(range(axes - 1))
+        )
     elif node.target is aten.mm.default:
         first = node.args[0] is logits
         other: fx.Node = node.args[1 if first else 0]  # type: ignore[assignment]

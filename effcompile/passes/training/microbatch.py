@@ -1,18 +1,23 @@
-"""Micro-batches: a step's batch in k equal parts, one after the other, whose gradients are added up. Same result, smaller activations.
+"""Micro-batches: a step's batch in k equal parts, one after the other, whose gradients are added up.
 
-For k micro-batches let X_k be the schedules of one of them (all its loss heads, recomputation, offload, compression, optimizer states),
-t_k(x) and m_k(x) a schedule's predicted time and simulated peak, A_k the time of adding k times all gradients up, and E_k the bytes
-of the summed gradients, which are there throughout. The plan is
+Same result, smaller activations.
+
+For k micro-batches let X_k be the schedules of one of them (all its loss heads, recomputation, offload,
+compression, optimizer states), t_k(x) and m_k(x) a schedule's predicted time and simulated peak, A_k the time
+of adding k times all gradients up, and E_k the bytes of the summed gradients, which are there throughout. The
+plan is
 
     min over k of  min over x in X_k, m_k(x) + E_k ≤ budget  of  k · s_k · t_k(x) + A_k + update,
 
-each inner problem being the one that is solved for a whole batch, with a certificate of its own; the least of their bounds bounds
-them all. A k whose step without any recomputation takes as long as the best plan so far is not solved: it cannot be faster. When k
-micro-batches fit with nothing recomputed, more of them are not looked at, as they only make smaller operators of the same work.
+each inner problem being the one that is solved for a whole batch, with a certificate of its own; the least of
+their bounds bounds them all. A k whose step without any recomputation takes as long as the best plan so far
+is not solved: it cannot be faster. When k micro-batches fit with nothing recomputed, more of them are not
+looked at, as they only make smaller operators of the same work.
 
-Times of a micro-batch's operators are measured at its shapes, so that what small batches lose in efficiency is in them. What they
-seem to gain is not: timed alone, small operators run out of the cache, so s_k ≥ 1 makes k unplanned micro-batches no faster than the
-unplanned batch (measured: GPT-2, 4 layers, d 128, b8 s128 as 4 × 2 took 7 % more CPU time; the sum of its operators said 35 % less).
+Times of a micro-batch's operators are measured at its shapes, so that what small batches lose in efficiency
+is in them. What they seem to gain is not: timed alone, small operators run out of the cache, so s_k ≥ 1 makes
+k unplanned micro-batches no faster than the unplanned batch (measured: GPT-2, 4 layers, d 128, b8 s128 as 4 ×
+2 took 7 % more CPU time; the sum of its operators said 35 % less).
 """
 
 from __future__ import annotations
@@ -35,7 +40,15 @@ from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import DividedStep, Step
-from effcompile.passes.training.base import Case, Prices, RequestError, StepChoice, StepContext, StepOption, StepOutcome
+from effcompile.passes.training.base import (
+    Case,
+    Prices,
+    RequestError,
+    StepChoice,
+    StepContext,
+    StepOption,
+    StepOutcome,
+)
 from effcompile.passes.training.consume import with_consumed_gradients
 from effcompile.passes.training.separable import divided, divided_into_single
 from effcompile.passes.training.separation import AnotherGraph
@@ -47,12 +60,15 @@ KIND = "micro-batches"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Gradient accumulation, decided with everything else, for batches whose loss is a weighted sum over their examples.
+    """Gradient accumulation, decided with everything else, for batches whose loss is a weighted sum over
+    their examples.
 
-    Takes part where it is named: gradients are then made when the loss is (`loss.backward()` hands them out), dropout draws
-    other numbers than for the whole batch, and planning captures the step once more for every number of micro-batches.
+    Takes part where it is named: gradients are then made when the loss is (`loss.backward()` hands them out),
+    dropout draws other numbers than for the whole batch, and planning captures the step once more for every
+    number of micro-batches.
 
-    `count`: so many micro-batches, whatever else would be faster; 0: the planner chooses among the divisors of the batch.
+    `count`: so many micro-batches, whatever else would be faster; 0: the planner chooses among the divisors
+    of the batch.
     """
 
     count: int = 0
@@ -62,7 +78,9 @@ class Microbatch:
 
     def __post_init__(self) -> None:
         if self.count < 0:
-            raise UsageError(f"microbatch.count = {self.count}: give the number of micro-batches, or 0 to have it chosen.")
+            raise UsageError(
+                f"microbatch.count = {self.count}: give the number of micro-batches, or 0 to have it chosen."
+            )
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """The whole batch, and each number of micro-batches, captured when it is taken up."""
@@ -72,16 +90,26 @@ class Microbatch:
         counts = self.counts(batch)
         if batch == 1:
             yield Declined(
-                site=SITE, kind=KIND, option=KIND, by=self.name, reason=Unsupported("no input has an axis of more than one example")
+                site=SITE,
+                kind=KIND,
+                option=KIND,
+                by=self.name,
+                reason=Unsupported("no input has an axis of more than one example"),
             )
             return
         whole = [StepOption(name=label(1, batch))] * (self.count in (0, 1))
         parts = (
-            StepOption(name=label(k, batch), settings={"count": k}, told=_told, make=partial(_made, case, k, batch, context.prices))
+            StepOption(
+                name=label(k, batch),
+                settings={"count": k},
+                told=_told,
+                make=partial(_made, case, k, batch, context.prices),
+            )
             for k in counts
         )
         yield StepChoice(
-            site=SITE, kind=KIND, baseline=label(1, batch), options=(*whole, *parts), settled=not whole, tells=True
+            site=SITE, kind=KIND, baseline=label(1, batch), options=(*whole, *parts), settled=not whole,
+            tells=True
         )  # fmt: skip
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
@@ -92,7 +120,10 @@ class Microbatch:
         """
         count, batch = option.setting("count", int), 1 if case.source is None else examples(case.source)
         if count < 2 or batch % count:
-            raise FormatError(f"The plan has {count} micro-batches: a divisor of the batch of {batch} is wanted. Plan again.")
+            raise FormatError(
+                f"The plan has {count} micro-batches: a divisor of the batch of {batch} is wanted. Plan "
+                "again."
+            )
         return _made(case, count, batch)
 
     def counts(self, batch: int) -> list[int]:
@@ -105,11 +136,14 @@ class Microbatch:
         if not self.count:
             return divisors[1:]
         if self.count not in divisors:
-            below, above = max(k for k in divisors if k < self.count), min((k for k in divisors if k > self.count), default=None)
+            below, above = (
+                max(k for k in divisors if k < self.count),
+                min((k for k in divisors if k > self.count), default=None),
+            )
             near = f"{below}" + (f" and {above}" if above else "")
             raise RequestError(
-                f"microbatch.count = {self.count}: a batch of {batch} does not divide into {self.count} equal micro-batches. "
-                f"The nearest that do: {near}."
+                f"microbatch.count = {self.count}: a batch of {batch} does not divide into {self.count} "
+                f"equal micro-batches. The nearest that do: {near}."
             )
         return [self.count] if self.count > 1 else []
 
@@ -180,11 +214,18 @@ def _made(case: Case, count: int, batch: int, prices: Prices | None = None) -> C
         raise Refusal("{}", str(error)) from error
     summed, loss = _summed_bytes(division), step.loss.meta["val"]
     made = replace(
-        case, step=step, front=front, source=narrow, division=division, last=_accumulating, repeats=count,
-        beside=case.beside + Footprint(resident={GIVEN: int(loss.numel() * loss.element_size()), GRADIENTS: summed}),
+        case,
+        step=step,
+        front=front,
+        source=narrow,
+        division=division,
+        last=_accumulating,
+        repeats=count,
+        beside=case.beside
+        + Footprint(resident={GIVEN: int(loss.numel() * loss.element_size()), GRADIENTS: summed}),
         around=((f"the summed gradients of {count} micro-batches", summed), *case.around),
         notes=(*_notes(division), *case.notes),
-    )  # fmt: skip
+    )
     return made if prices is None else _priced(made, case.step, division, prices)
 
 
@@ -220,7 +261,10 @@ def _accumulating(step: Step) -> Step:
 
 
 def _summed_bytes(division: DividedStep) -> int:
-    """Bytes of the summed gradients, there at every instant. A part's inputs are views of the batch, which the step counts."""
+    """Bytes of the summed gradients, there at every instant.
+
+    A part's inputs are views of the batch, which the step counts.
+    """
     values = [gradient.meta["val"] for gradient in division.part.gradients.values()]
     return sum(int(value.numel() * value.element_size()) for value in values)
 
@@ -248,7 +292,11 @@ def _told(outcome: StepOutcome) -> Iterator[Decision]:
     resident = {kind: case.beside.resident[kind] for kind in (GIVEN, GRADIENTS)}
     slower = outcome.seconds / outcome.captured.seconds - 1
     yield Decision(
-        site=SITE, kind=KIND, option=label(division.count, batch), baseline=label(1, batch), by=Microbatch.name,
+        site=SITE,
+        kind=KIND,
+        option=label(division.count, batch),
+        baseline=label(1, batch),
+        by=Microbatch.name,
         cost=Cost(
             seconds=case.seconds_before_update(outcome.unplanned_seconds),
             bytes_transient=(outcome.unplanned() + Footprint(resident=resident)).peak_bytes,
@@ -256,20 +304,29 @@ def _told(outcome: StepOutcome) -> Iterator[Decision]:
         baseline_cost=outcome.captured,
         why=Divided(examples=division.examples, batch=batch, gradient_bytes=summed, slower=slower),
         settings={"count": division.count},
-    )  # fmt: skip
+    )
 
 
 def _notes(division: DividedStep) -> list[Reason]:
     """What the user must know of a divided batch."""
     weights = "as its labels are of all" if division.counts is not None else f"{division.factor:.4g}"
     text = (
-        "{} micro-batches, each with the weight {name} in the loss: the effective batch, and so the learning rate, stay as they are. "
-        "Times and bytes of blocks are of one micro-batch. Gradients are made with the loss; backward() hands them out"
+        "{} micro-batches, each with the weight {name} in the loss: the effective batch, and so the "
+        "learning rate, stay as they are. Times and bytes of blocks are of one micro-batch. Gradients are "
+        "made with the loss; backward() hands them out"
     )
     lines: list[Reason] = [Because(text, (division.count, weights))]
     if division.pair is not None:
-        lines.append(Because("one example is captured as other operators than several; that examples add up was read off two at a time"))
+        lines.append(
+            Because(
+                "one example is captured as other operators than several; that examples add up was read "
+                "off two at a time"
+            )
+        )
     if division.random:
-        text = "dropout draws other numbers for micro-batches than for the whole batch: the same distribution, not the same numbers"
+        text = (
+            "dropout draws other numbers for micro-batches than for the whole batch: the same "
+            "distribution, not the same numbers"
+        )
         lines.append(Because(text))
     return lines

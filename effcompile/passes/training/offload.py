@@ -1,4 +1,6 @@
-"""Offload: hold values on the host between forward and backward, decided with keeping and recomputing (planner/remat)."""
+"""Offload: hold values on the host between forward and backward, decided with keeping and recomputing
+(planner/remat).
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,20 @@ OFFLOAD = Way(name="offload", by="offload", said="on the host", on_host=True, wi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Copies over the link to the host and back, exact to the bit; worth it where the link is fast or memory dear.
+    """Copies over the link to the host and back, exact to the bit; worth it where the link is fast or memory
+    dear.
 
-    Source: POFO (NeurIPS 2021) and OffMate (HAL 04660745) for the link's prefix and suffix sums; what is new is that it is
-    decided per storage with recomputation and compression, and that bytes bound the true peak.
+    Source: POFO (NeurIPS 2021) and OffMate (HAL 04660745) for the link's prefix and suffix sums; what is new
+    is that it is decided per storage with recomputation and compression, and that bytes bound the true peak.
 
     Attributes:
-        host: host memory at the most, e.g. "8GiB"; "": what is free in `folder` (here), no limit (another target).
-        bandwidth: of the link, per second and in one direction, e.g. "12GB"; "": measured here, else the target's.
+        host: host memory at the most, e.g. "8GiB"; "": what is free in `folder` (here), no limit (another
+            target).
+        bandwidth: of the link, per second and in one direction, e.g. "12GB"; "": measured here, else the
+            target's.
         folder: where the pool's file lies (ops/offload.py); "": the system's folder for temporary files.
-        share: values below this share of their block's bytes are not proposed: they only make the search longer.
+        share: values below this share of their block's bytes are not proposed: they only make the search
+            longer.
     """
 
     host: str = ""
@@ -57,7 +63,11 @@ class Offload:
     @property
     def bytes_per_second(self) -> int | None:
         """The bandwidth that was given."""
-        return parse_bytes(self.bandwidth.removesuffix("/s"), name="offload.bandwidth") if self.bandwidth else None
+        return (
+            parse_bytes(self.bandwidth.removesuffix("/s"), name="offload.bandwidth")
+            if self.bandwidth
+            else None
+        )
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -77,10 +87,16 @@ class Offload:
         given = self.bytes_per_second
         if given is None and not here and not target.link_bandwidth > 0:
             raise UsageError(
-                f"The link of the target {target.name!r} has {target.link_bandwidth:g} B/s: nothing can be offloaded over it. "
-                "Give offload.bandwidth, mend the target, or leave the pass offload out."
+                f"The link of the target {target.name!r} has {target.link_bandwidth:g} B/s: nothing can be "
+                "offloaded over it. Give offload.bandwidth, mend the target, or leave the pass offload out."
             )
-        out, back = (1 / given, 1 / given) if given else _link(self.folder, target.device) if here else (1 / target.link_bandwidth,) * 2
+        out, back = (
+            (1 / given, 1 / given)
+            if given
+            else _link(self.folder, target.device)
+            if here
+            else (1 / target.link_bandwidth,) * 2
+        )
         host = _room(self.folder, target.device) if here and self.host_bytes is None else self.host_bytes
         return Rates(out=out, back=back, host_bytes=host, folder=self.folder)
 
@@ -91,7 +107,9 @@ def _link(folder: str, device: str) -> tuple[float, float]:
 
 
 def _room(folder: str, device: str) -> int | None:
-    """Bytes that a pool may take: what is free on the folder's disk; for pinned memory, what the system leaves to this process."""
+    """Bytes that a pool may take: what is free on the folder's disk; for pinned memory, what the system
+    leaves to this process.
+    """
     if device == "cpu":
         return shutil.disk_usage(folder or tempfile.gettempdir()).free
     return free_bytes()

@@ -1,8 +1,10 @@
-"""Gradients of a value's parts, summed where the whole gradient lies: what a loop over x[:, 0], x[:, 1], ... leaves in the backward.
+"""Gradients of a value's parts, summed where the whole gradient lies: what a loop over x[:, 0], x[:, 1], ...
+leaves in the backward.
 
-Autograd pads each part's gradient to the whole with zeros and adds the T of them in new tensors: of one size with the whole there are the
-sum so far, the padded part and the new sum at once, and T of each are written. In place there is the sum alone. A scan over 64 tokens
-(mamba in PyTorch, batch 8) needed 1.11 of eager's peak before.
+Autograd pads each part's gradient to the whole with zeros and adds the T of them in new tensors: of one size
+with the whole there are the sum so far, the padded part and the new sum at once, and T of each are written.
+In place there is the sum alone. A scan over 64 tokens (mamba in PyTorch, batch 8) needed 1.11 of eager's peak
+before.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from effcompile.passes.training.step_edit import call, copied
 aten = torch.ops.aten
 
 KIND, PADDED, IN_PLACE = "gradients of parts", "padded", "in place"
-#: aten's padding of a part's gradient → the operator that adds it in place, which takes the same arguments but for the sizes.
+#: aten's padding of a part's gradient → the operator that adds it in place, which takes the same arguments
+#: but for the sizes.
 _INTO = {aten.select_backward.default: add_select_, aten.slice_backward.default: add_slice_}
 #: Sums of fewer parts stay: a chain of element-wise operators that reads one can be one kernel with it.
 _FEWEST = 4
@@ -43,11 +46,18 @@ class Parts:
     exact: ClassVar[bool] = True
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
-        """The step with the sums in place, where there are any: it reads and writes less, so no other form competes."""
+        """The step with the sums in place, where there are any: it reads and writes less, so no other form
+        competes.
+        """
         if not any(len(terms) >= self.fewest for terms in chains(case.step.graph)):
             return
         settings = {"fewest": self.fewest}
-        option = StepOption(name=IN_PLACE, settings=settings, told=partial(_told, self.fewest), made=self._made(case, self.fewest))
+        option = StepOption(
+            name=IN_PLACE,
+            settings=settings,
+            told=partial(_told, self.fewest),
+            made=self._made(case, self.fewest),
+        )
         yield StepChoice(site="", kind=KIND, baseline=PADDED, options=(option,), settled=True)
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
@@ -62,7 +72,8 @@ class Parts:
 def chains(graph: fx.Graph) -> list[list[fx.Node]]:
     """Sums whose terms are parts' gradients, padded: the additions of each, in the order in which they run.
 
-    An addition belongs to the chain of the one whose sum it reads; its other term is a padded gradient that it alone reads.
+    An addition belongs to the chain of the one whose sum it reads; its other term is a padded gradient that
+    it alone reads.
     """
     found: dict[fx.Node, list[fx.Node]] = {}
     for add in graph.nodes:
@@ -75,9 +86,11 @@ def chains(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def in_place(step: Step, fewest: int = _FEWEST) -> Step:
-    """A copy of the step in which each part's gradient is added into the sum before it, from `fewest` parts of a value on.
+    """A copy of the step in which each part's gradient is added into the sum before it, from `fewest` parts
+    of a value on.
 
-    Only into a tensor that nobody else reads. Equal to the original: what is left out is the addition of zeros.
+    Only into a tensor that nobody else reads. Equal to the original: what is left out is the addition of
+    zeros.
     """
     step, _ = copied(step)
     for chain in chains(step.graph):

@@ -1,7 +1,8 @@
-"""What is asked of a pipeline: its stages, their schedule, and how the batch goes through them. search/parallel/pipelined.py makes it.
+"""What is asked of a pipeline: its stages, their schedule, and how the batch goes through them.
+search/parallel/pipelined.py makes it.
 
-Sources: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B (Narayanan et al. 2019, arXiv 1806.03377), interleaved (Narayanan et al. 2021,
-arXiv 2104.04473, sec. 2.2).
+Sources: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B (Narayanan et al. 2019, arXiv 1806.03377),
+interleaved (Narayanan et al. 2021, arXiv 2104.04473, sec. 2.2).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ SITE, KIND = "layers", "pipeline"
 class Pipeline:
     """Layers divided among `ranks` that hand micro-batches on to each other; nothing for one.
 
-    `ranks`: of the pipeline. `stages`: of each rank, more than one for the interleaved schedule. `schedule`: 1f1b, interleaved or gpipe.
-    `micro_batches`: 0 for as many as divide the batch, up to four for each rank. `cuts`: layers of each stage.
+    `ranks`: of the pipeline. `stages`: of each rank, more than one for the interleaved schedule. `schedule`:
+    1f1b, interleaved or gpipe. `micro_batches`: 0 for as many as divide the batch, up to four for each rank.
+    `cuts`: layers of each stage.
     """
 
     ranks: int = 1
@@ -39,10 +41,14 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.stages) < 1 or self.micro_batches < 0:
-            raise UsageError(f"pipeline.ranks = {self.ranks}, stages = {self.stages}, micro_batches = {self.micro_batches}: give numbers.")
+            raise UsageError(
+                f"pipeline.ranks = {self.ranks}, stages = {self.stages}, micro_batches = "
+                f"{self.micro_batches}: give numbers."
+            )
         if self.schedule == "zero-bubble":
             raise UsageError(
-                "pipeline.schedule = zero-bubble keeps what is computed again until the weights' turn: it is planned, not lowered."
+                "pipeline.schedule = zero-bubble keeps what is computed again until the weights' turn: it "
+                "is planned, not lowered."
             )
         if self.ranks > 1:
             _ = self.strategy
@@ -54,7 +60,9 @@ class Pipeline:
         Raises:
             UsageError: fields that contradict each other.
         """
-        return Strategy(pp=self.ranks, vpp=self.stages, schedule=cast("Schedule", self.schedule), cuts=self.cuts)
+        return Strategy(
+            pp=self.ranks, vpp=self.stages, schedule=cast("Schedule", self.schedule), cuts=self.cuts
+        )
 
     def count(self, batch: int) -> int:
         """Micro-batches of a batch.
@@ -68,7 +76,10 @@ class Pipeline:
         if wanted not in fitting:
             said = f" in groups of {turn}" if turn > 1 else ""
             known = f"Possible: {', '.join(map(str, fitting[:8]))}." if fitting else "Give a larger batch."
-            raise UsageError(f"A batch of {batch} does not divide into {wanted or 'two or more'} micro-batches{said}. {known}")
+            raise UsageError(
+                f"A batch of {batch} does not divide into {wanted or 'two or more'} micro-batches{said}. "
+                f"{known}"
+            )
         return wanted
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
@@ -78,7 +89,9 @@ class Pipeline:
             RequestError: a pipeline is asked of what plans one step.
         """
         if self.ranks > 1:
-            raise RequestError("A pipeline is planned for the ranks of a mesh: give optimize(..., mesh=...) or --devices.")
+            raise RequestError(
+                "A pipeline is planned for the ranks of a mesh: give optimize(..., mesh=...) or --devices."
+            )
         yield from ()
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:

@@ -1,8 +1,9 @@
 """Chains of element-wise operators of a training step as one kernel each.
 
-An eager GELU of eight operators reads and writes its tensor eight times, and its backward keeps five tensors: as one
-kernel each, forward and backward read and write once, and the backward computes what it needs again in registers. That is
-what torch.compile gains on a step of matrix products; here the planner still sees every kernel, and what it may keep.
+An eager GELU of eight operators reads and writes its tensor eight times, and its backward keeps five tensors:
+as one kernel each, forward and backward read and write once, and the backward computes what it needs again in
+registers. That is what torch.compile gains on a step of matrix products; here the planner still sees every
+kernel, and what it may keep.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ Price = Callable[[Sequence[fx.Node]], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
-    """One kernel. `node`: its call in the new graph. `members`: the nodes of the old graph that it stands for, in order."""
+    """One kernel.
+
+    `node`: its call in the new graph. `members`: the nodes of the old graph that it stands for, in order.
+    """
 
     node: fx.Node
     members: tuple[fx.Node, ...]
@@ -67,7 +71,9 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointwise:
-    """`enabled`: run chains of element-wise operators as one kernel each, where that is measured to be faster."""
+    """`enabled`: run chains of element-wise operators as one kernel each, where that is measured to be
+    faster.
+    """
 
     enabled: bool = True
 
@@ -75,7 +81,9 @@ class Pointwise:
     exact: ClassVar[bool] = True
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
-        """The step with its chains fused where that was measured to be faster, for another machine all; no other form competes."""
+        """The step with its chains fused where that was measured to be faster, for another machine all; no
+        other form competes.
+        """
         if not self.enabled:
             return
         apart: set[frozenset[str]] = set()
@@ -91,8 +99,8 @@ class Pointwise:
             return
         names = sorted(tuple(sorted(group)) for group in apart)
         option = StepOption(
-            name=FUSED, settings={str(number): group for number, group in enumerate(names)}, told=partial(_told, names),
-            made=replace(case, step=changed),
+            name=FUSED, settings={str(number): group for number, group in enumerate(names)},
+            told=partial(_told, names), made=replace(case, step=changed),
         )  # fmt: skip
         yield StepChoice(site="", kind=KIND, baseline=ONE_BY_ONE, options=(option,), settled=True)
 
@@ -104,29 +112,42 @@ class Pointwise:
 
 def _told(apart: Sequence[tuple[str, ...]], outcome: StepOutcome) -> Iterator[Decision]:
     """One decision for the kernels of every block that has any, and one for all chains that are none."""
-    kernels = [(block.name, sum(isinstance(n.target, Fused) for n in (*block.forward, *block.backward))) for block in outcome.cut.blocks]
+    kernels = [
+        (block.name, sum(isinstance(n.target, Fused) for n in (*block.forward, *block.backward)))
+        for block in outcome.cut.blocks
+    ]
     for site, count in kernels:
         if count:
-            yield _decision(site, f"{count} kernel{'s' * (count > 1)}", Because("chains measured to be faster as one kernel each"), {})
+            yield _decision(
+                site,
+                f"{count} kernel{'s' * (count > 1)}",
+                Because("chains measured to be faster as one kernel each"),
+                {},
+            )
     if apart:
         settings = {str(number): names for number, names in enumerate(apart)}
-        yield _decision(KIND, f"{len(apart)} chain{'s' * (len(apart) > 1)} one by one", Because("measured to be no slower apart"), settings)
+        yield _decision(
+            KIND,
+            f"{len(apart)} chain{'s' * (len(apart) > 1)} one by one",
+            Because("measured to be no slower apart"),
+            settings,
+        )
 
 
 def _decision(site: str, option: str, why: Reason, settings: Mapping[str, Setting]) -> Decision:
     return Decision(
-        site=site, kind=KIND, option=option, baseline=ONE_BY_ONE, by=Pointwise.name, cost=Cost(), baseline_cost=Cost(), why=why,
-        settings=settings,
+        site=site, kind=KIND, option=option, baseline=ONE_BY_ONE, by=Pointwise.name, cost=Cost(),
+        baseline_cost=Cost(), why=why, settings=settings,
     )  # fmt: skip
 
 
 def fuse(step: Step, refused: Collection[frozenset[str]] = ()) -> tuple[Step, tuple[Fusion, ...]]:
     """A copy of the step with its chains fused, and what was fused.
 
-    A kernel has nodes of one block, all of the forward or all of the backward, on tensors of one size. Kernels of the
-    backward make values of the forward's chains again inside, where fewer bytes then go from forward to backward (see
-    pointwise_cut.py); the forward computes no more what nobody reads. Random operators and what touches memory that is
-    written in place stay as they are, in their order.
+    A kernel has nodes of one block, all of the forward or all of the backward, on tensors of one size.
+    Kernels of the backward make values of the forward's chains again inside, where fewer bytes then go from
+    forward to backward (see pointwise_cut.py); the forward computes no more what nobody reads. Random
+    operators and what touches memory that is written in place stay as they are, in their order.
 
     Args:
         step: functional but for writes in place that stand in the right order.
@@ -139,14 +160,19 @@ def fuse(step: Step, refused: Collection[frozenset[str]] = ()) -> tuple[Step, tu
     fusions: list[Fusion] = []
 
     def fused(groups: Iterable[Sequence[fx.Node]], again: Collection[fx.Node]) -> None:
-        fusions.extend(Fusion(node=replace_group(graph, g, again), members=tuple(old[node] for node in g)) for g in groups)
+        fusions.extend(
+            Fusion(node=replace_group(graph, g, again), members=tuple(old[node] for node in g))
+            for g in groups
+        )
         _remove_unread(graph, unread)
         sort(graph, order)
 
     forward, backward = split(step)
     allowed = _allowed(graph)
     groups = [g.nodes for g in _groups(graph, [n for n in backward if n in allowed], refused, loose=True)]
-    again = absorbed([(_block(g), g) for g in groups], allowed & set(forward), set(backward), step.forward_results)
+    again = absorbed(
+        [(_block(g), g) for g in groups], allowed & set(forward), set(backward), step.forward_results
+    )
     fused([g for g in groups if size_of(g, again) > 1], again)
     forward, _ = split(step)
     chains = _groups(graph, [n for n in forward if n in allowed], refused, loose=False)
@@ -168,13 +194,22 @@ def _slow(fusions: Sequence[Fusion], price: Price) -> list[Fusion]:
 def _allowed(graph: fx.Graph) -> set[fx.Node]:
     """Element-wise operators that touch no memory that is written in place."""
     changed = {target for targets in written(graph).values() for target in targets}
-    return {n for n in graph.nodes if is_elementwise(n) and n not in changed and not any(base(a) in changed for a in n.all_input_nodes)}
+    return {
+        n
+        for n in graph.nodes
+        if is_elementwise(n) and n not in changed and not any(base(a) in changed for a in n.all_input_nodes)
+    }
 
 
 def _remove_unread(graph: fx.Graph, before: Collection[fx.Node]) -> None:
     """Remove what has lost its last reader. Random operators stay: they move the generator on."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and node not in before and not is_random(node.target):
+        if (
+            node.op == "call_function"
+            and not node.users
+            and node not in before
+            and not is_random(node.target)
+        ):
             graph.erase_node(node)
 
 
@@ -191,8 +226,11 @@ def _block(nodes: Sequence[fx.Node]) -> str:
     return next((name for name in map(block_of, nodes) if name), "")
 
 
-def _groups(graph: fx.Graph, candidates: Sequence[fx.Node], refused: Collection[frozenset[str]], *, loose: bool) -> list[_Group]:
-    """Groups of the candidates (in graph order), each joined with those whose results it reads where it may be.
+def _groups(
+    graph: fx.Graph, candidates: Sequence[fx.Node], refused: Collection[frozenset[str]], *, loose: bool
+) -> list[_Group]:
+    """Groups of the candidates (in graph order), each joined with those whose results it reads where it may
+    be.
 
     loose: nodes of no block may join any one; else they only join each other.
     """
@@ -225,5 +263,7 @@ def _fit(first: _Group, second: _Group, loose: bool) -> bool:
         return False
     if first.size == second.size:
         return True
-    broadcast = first.size < second.size and all(reader in inside for node in first.nodes for reader in readers(node))
+    broadcast = first.size < second.size and all(
+        reader in inside for node in first.nodes for reader in readers(node)
+    )
     return broadcast and all(is_cheap(node) for node in first.nodes)

@@ -1,4 +1,6 @@
-"""A group of element-wise nodes replaced by one call of a `Fused`: its own graph, its inputs, and what leaves it."""
+"""A group of element-wise nodes replaced by one call of a `Fused`: its own graph, its inputs, and what leaves
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,20 @@ from effcompile.ir.program import module_path
 from effcompile.ops.fused import Fused, TileLayout
 from effcompile.passes.training.pointwise_graph import block_of, is_inner_view, link
 
-_INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "seq_nr", "stack_trace", "partitioner_tag", "autograd_backward")
+_INHERITED = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "stack_trace",
+    "partitioner_tag",
+    "autograd_backward",
+)
 
 
 def replace_group(graph: fx.Graph, members: Sequence[fx.Node], again: Collection[fx.Node]) -> fx.Node:
-    """Put one node in the place of `members` (in graph order; they are left without readers). It stands before the last of them.
+    """Put one node in the place of `members` (in graph order; they are left without readers).
+
+    It stands before the last of them.
 
     again: forward nodes that are copied into the kernel where a member reads them.
     """
@@ -55,7 +66,9 @@ def _leaves(node: fx.Node, members: Collection[fx.Node]) -> bool:
 
 
 class _Inner:
-    """Writes a kernel's graph: operands that are made inside, and the views between them, come along; others are inputs."""
+    """Writes a kernel's graph: operands that are made inside, and the views between them, come along; others
+    are inputs.
+    """
 
     def __init__(self, members: Collection[fx.Node], again: Collection[fx.Node]) -> None:
         self.members, self.again = members, again

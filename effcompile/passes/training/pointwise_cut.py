@@ -1,9 +1,10 @@
-"""What a backward computes again inside its own kernels: the cut through the forward's element-wise chains that keeps fewest bytes.
+"""What a backward computes again inside its own kernels: the cut through the forward's element-wise chains
+that keeps fewest bytes.
 
-A minimal cut (Ford and Fulkerson 1956) between what only the forward can make (products, reductions, random numbers) and
-the backward's element-wise groups; AOTAutograd's min-cut partitioner cuts by the same idea, but the whole graph. A value
-that the backward reads elsewhere anyway costs nothing. Of equal cuts the earliest is taken: what it keeps is there already,
-and the forward need not write what comes after.
+A minimal cut (Ford and Fulkerson 1956) between what only the forward can make (products, reductions, random
+numbers) and the backward's element-wise groups; AOTAutograd's min-cut partitioner cuts by the same idea, but
+the whole graph. A value that the backward reads elsewhere anyway costs nothing. Of equal cuts the earliest is
+taken: what it keeps is there already, and the forward need not write what comes after.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _Place = tuple[fx.Node, str] | str  # a node's "in" or "out", "source", "sink"
 
 
 def absorbed(
-    groups: Sequence[tuple[str, Sequence[fx.Node]]], absorbable: Collection[fx.Node], backward: Collection[fx.Node],
-    results: Collection[fx.Node],
+    groups: Sequence[tuple[str, Sequence[fx.Node]]], absorbable: Collection[fx.Node],
+    backward: Collection[fx.Node], results: Collection[fx.Node],
 ) -> set[fx.Node]:  # fmt: skip
     """Forward nodes that the groups which read them make again.
 
@@ -60,13 +61,19 @@ class _Cut:
         self.capacity.setdefault(end, {}).setdefault(start, 0)
 
     def source_of(self, arg: fx.Node, block: str) -> fx.Node:
-        """The node that stands for what is read: an operator that can be absorbed in this block, or who made the memory."""
+        """The node that stands for what is read: an operator that can be absorbed in this block, or who made
+        the memory.
+        """
         node = link(arg)
         inner = node in self.absorbable and node not in self.free and block_of(node) == block
         node = node if inner else base(arg)
         if node not in self.seen:
             self.seen.add(node)
-            self.edge((node, "in"), (node, "out"), 0 if node in self.free or node.op == "placeholder" else _bytes(node))
+            self.edge(
+                (node, "in"),
+                (node, "out"),
+                0 if node in self.free or node.op == "placeholder" else _bytes(node),
+            )
             if inner:
                 self.inner[node] = None
                 for operand in node.all_input_nodes:
@@ -76,7 +83,9 @@ class _Cut:
         return node
 
     def flow(self) -> None:
-        """Fill the network by shortest paths (Edmonds and Karp 1972); `reached` is then what is on the source's side."""
+        """Fill the network by shortest paths (Edmonds and Karp 1972); `reached` is then what is on the
+        source's side.
+        """
         while "sink" in (came := self._search()):
             path, place = list[tuple[_Place, _Place]](), "sink"
             while place != "source":
@@ -103,5 +112,7 @@ class _Cut:
 def _bytes(node: fx.Node) -> int:
     """Bytes of what a node made; of several tensors all of them."""
     value = node.meta.get("val")
-    tensors = [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, torch.Tensor)]
+    tensors = [
+        t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, torch.Tensor)
+    ]
     return sum(int(t.numel()) * t.element_size() for t in tensors)

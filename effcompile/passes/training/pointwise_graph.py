@@ -1,4 +1,6 @@
-"""What element-wise fusion asks of a step's graph: which operators are element-wise, what is a view of what, what may run as one."""
+"""What element-wise fusion asks of a step's graph: which operators are element-wise, what is a view of what,
+what may run as one.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,39 @@ SMALLEST = 16 << 10
 #: Element-wise, though torch does not tag them so.
 _ALSO_ELEMENTWISE = (aten._to_copy.default, aten.masked_fill.Tensor, aten.hardtanh_backward.default)
 #: So cheap that doing them once per element of a larger, broadcast result costs nothing.
-_CHEAP = ("add", "sub", "mul", "neg", "where", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or", "bitwise_not", "_to_copy")
+_CHEAP = (
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "where",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_not",
+    "_to_copy",
+)
 
 
 def is_view(node: fx.Node) -> bool:
-    """True for an operator whose result looks at its first argument's memory, and for the parts of a split."""
+    """True for an operator whose result looks at its first argument's memory, and for the parts
+    of a split.
+    """
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     schema = getattr(node.target, "_schema", None)
-    looks = schema is not None and not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+    looks = (
+        schema is not None
+        and not schema.is_mutable
+        and any(result.alias_info is not None for result in schema.returns)
+    )
     return looks or is_whole_view(node)
 
 
@@ -55,7 +79,9 @@ def link(node: fx.Node) -> fx.Node:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """True for an operator that makes one large new tensor of static shape, each element from the same elements of its operands."""
+    """True for an operator that makes one large new tensor of static shape, each element from the same
+    elements of its operands.
+    """
     target, value = node.target, node.meta.get("val")
     schema = getattr(target, "_schema", None)
     if node.op != "call_function" or schema is None or not isinstance(value, torch.Tensor):
@@ -67,7 +93,11 @@ def is_elementwise(node: fx.Node) -> bool:
     tensors = [arg.meta.get("val") for arg in node.all_input_nodes]
     static = all(type(size) is int for size in (*value.shape, *value.stride()))
     large = static and value.numel() >= SMALLEST
-    return large and bool(tensors) and all(isinstance(t, torch.Tensor) and (t.device == value.device or t.dim() == 0) for t in tensors)
+    return (
+        large
+        and bool(tensors)
+        and all(isinstance(t, torch.Tensor) and (t.device == value.device or t.dim() == 0) for t in tensors)
+    )
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -115,20 +145,26 @@ def written(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for node in graph.nodes:
         if writes(node):
             schema = node.target._schema
-            given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+            given = {
+                argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)
+            } | node.kwargs
             names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             found[node] = [base(given[name]) for name in names if isinstance(given.get(name), fx.Node)]
     return found
 
 
 def lasting_order(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """(before, after): pairs whose order an edit must keep though no value goes between them: writes in place, random draws."""
+    """(before, after): pairs whose order an edit must keep though no value goes between them: writes in
+    place, random draws.
+    """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     pairs: list[tuple[fx.Node, fx.Node]] = []
     for write, targets in written(graph).items():
         touching = [n for n in nodes if any(base(arg) in targets for arg in n.all_input_nodes)]
-        pairs += [(n, write) if position[n] < position[write] else (write, n) for n in touching if n is not write]
+        pairs += [
+            (n, write) if position[n] < position[write] else (write, n) for n in touching if n is not write
+        ]
     random = [node for node in nodes if is_random(node.target)]
     return pairs + list(pairwise(random))
 
@@ -153,7 +189,10 @@ class Reach:
                 self.below[k] |= self.below[i]
 
     def join(self, nodes: Iterable[fx.Node]) -> bool:
-        """Take nodes as one from now on. False, and nothing changes, when another node must run between them."""
+        """Take nodes as one from now on.
+
+        False, and nothing changes, when another node must run between them.
+        """
         places = [self.position[node] for node in nodes]
         own = up = down = knew_up = knew_down = 0
         for i in places:
@@ -178,7 +217,10 @@ def _bits(number: int) -> Iterator[int]:
 
 
 def sort(graph: fx.Graph, order: Sequence[tuple[fx.Node, fx.Node]]) -> None:
-    """Put the graph in topological order, each node as near as possible to where it stands. `order`: further (before, after)."""
+    """Put the graph in topological order, each node as near as possible to where it stands.
+
+    `order`: further (before, after).
+    """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     after: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in nodes}

@@ -1,8 +1,10 @@
-"""Rows that stand in another order for a while: a mixture sorts its tokens by expert, multiplies each run of them, and puts them back.
+"""Rows that stand in another order for a while: a mixture sorts its tokens by expert, multiplies each run of
+them, and puts them back.
 
-Sorting looks at the whole batch, and so does what counts the rows of each expert; but a row's product depends on the row and its own expert
-alone, in whichever order the rows stand. Followed here, from each sort on, are the rows in sorted order, the permutation, and the counts,
-which may be read for the ends of the runs and nothing else. Whatever else is done with any of them, the sort is none such.
+Sorting looks at the whole batch, and so does what counts the rows of each expert; but a row's product depends
+on the row and its own expert alone, in whichever order the rows stand. Followed here, from each sort on, are
+the rows in sorted order, the permutation, and the counts, which may be read for the ends of the runs and
+nothing else. Whatever else is done with any of them, the sort is none such.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def regrouped(nodes: Sequence[fx.Node], grown: Grown) -> Iterator[fx.Node]:
 
 
 class _Regrouped:
-    """What comes of one sort. `places`: the permutation, and it divided by k, of which row i // k is; `back`: rows were put back."""
+    """What comes of one sort.
+
+    `places`: the permutation, and it divided by k, of which row i // k is; `back`: rows were put back.
+    """
 
     def __init__(self, sort: fx.Node, grown: Grown) -> None:
         self.sort, self.grown, self.back = sort, grown, False
@@ -53,7 +58,11 @@ class _Regrouped:
             else:
                 self.rows.add(node)
             return True
-        mine = [n for n in node.all_input_nodes if n in self.places or n in self.rows or n in self.counts or n in self.inverse]
+        mine = [
+            n
+            for n in node.all_input_nodes
+            if n in self.places or n in self.rows or n in self.counts or n in self.inverse
+        ]
         if not mine or node.target in _BLANK:
             return True
         if node.target is aten.index.Tensor:
@@ -64,11 +73,14 @@ class _Regrouped:
             return self._product(node)
         if node.target in _COUNTING and node not in self.grown:
             self.counts[node] = None
-            return all(n in self.counts for n in mine) or (_counts_each(node) and all(n in self.rows for n in mine))
+            return all(n in self.counts for n in mine) or (
+                _counts_each(node) and all(n in self.rows for n in mine)
+            )
         if node.target in _FLOORED and node.args[0] in self.places and isinstance(node.args[1], int):
             self.places[node] = self.places[node.args[0]] * node.args[1]  # type: ignore[index]
             return node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
-        others = any(n in self.grown for n in node.all_input_nodes if n not in mine)  # in the batch's own order
+        # in the batch's own order
+        others = any(n in self.grown for n in node.all_input_nodes if n not in mine)
         if others or any(n not in self.rows for n in mine) or shape_of(node)[:1] != (self.length,):
             return False
         self.rows.add(node)
@@ -79,9 +91,19 @@ class _Regrouped:
         if at in self.inverse and of in self.rows:
             self.back = True
             return True
-        if not isinstance(of, fx.Node) or of in self.rows or of in self.places or of in self.counts or of in self.inverse:
+        if (
+            not isinstance(of, fx.Node)
+            or of in self.rows
+            or of in self.places
+            or of in self.counts
+            or of in self.inverse
+        ):
             return False
-        by_place = at in self.places and set(self.grown.get(of, ())) == {0} and shape_of(of)[0] * self.places[at] == self.length
+        by_place = (
+            at in self.places
+            and set(self.grown.get(of, ())) == {0}
+            and shape_of(of)[0] * self.places[at] == self.length
+        )
         by_expert = at in self.rows and of not in self.grown
         if by_place or by_expert:
             self.rows.add(node)
@@ -90,7 +112,12 @@ class _Regrouped:
     def _inverted(self, node: fx.Node) -> bool:
         """places[permutation] = 0, 1, 2 ... makes the inverse."""
         base, at, numbers = node.args[0], _only(node.args[1]), node.args[2]
-        fine = at is not None and self.places.get(at) == 1 and _is(base, _BLANK) and _counts_up(numbers, self.length)
+        fine = (
+            at is not None
+            and self.places.get(at) == 1
+            and _is(base, _BLANK)
+            and _counts_up(numbers, self.length)
+        )
         if fine:
             self.inverse.add(node)
         return fine

@@ -1,7 +1,7 @@
 """What a saved plan took in its blocks, read from its decisions: applying it again solves nothing.
 
-Each decision carries the settings that its option stands for. They may come from a file that somebody changed, so each is
-checked here, and what they ask for is checked against the step that they are applied to.
+Each decision carries the settings that its option stands for. They may come from a file that somebody
+changed, so each is checked here, and what they ask for is checked against the step that they are applied to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ T = TypeVar("T", bound=Setting)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedValues:
-    """What one block holds from forward to backward: what is kept, what in which form, the block its input is remade from ("" for none)."""
+    """What one block holds from forward to backward: what is kept, what in which form, the block its input is
+    remade from ("" for none).
+    """
 
     kept: tuple[str, ...]
     remade_from: str
@@ -37,9 +39,13 @@ def chosen(cut: Blocks, blocks: Mapping[str, SavedValues]) -> tuple[list[BlockOp
         FormatError: they do not fit these blocks.
     """
     if set(blocks) != {block.name for block in cut.blocks}:
-        raise FormatError("The plan's decisions name other blocks than this model has. Plan again without --plan.")
+        raise FormatError(
+            "The plan's decisions name other blocks than this model has. Plan again without --plan."
+        )
     options = [_option(cut, block, blocks[block.name]) for block in cut.blocks]
-    return options, _groups([blocks[block.name].remade_from for block in cut.blocks], [block.name for block in cut.blocks])
+    return options, _groups(
+        [blocks[block.name].remade_from for block in cut.blocks], [block.name for block in cut.blocks]
+    )
 
 
 def _option(cut: Blocks, block: Block, held: SavedValues) -> BlockOption:
@@ -47,7 +53,8 @@ def _option(cut: Blocks, block: Block, held: SavedValues) -> BlockOption:
     able = movable(cut, block) if held.forms else {}
     _all_known(held.forms, able, f"holds {{!r}} of {block.name} elsewhere, which cannot be")
     return BlockOption(
-        kept=frozenset(held.kept), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0, forms=dict(held.forms)
+        kept=frozenset(held.kept), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0,
+        forms=dict(held.forms)
     )  # fmt: skip
 
 
@@ -66,7 +73,10 @@ def _groups(origins: Sequence[str], names: Sequence[str]) -> tuple[Group, ...]:
         before = found[-1] if found and found[-1].last == i - 1 and names[found[-1].first] == origin else None
         first = before.first if before else i - 1
         if first < 0 or names[first] != origin:
-            raise FormatError(f"The plan remakes the input of {names[i]} from {origin!r}: a run of blocks before it is wanted. Plan again.")
+            raise FormatError(
+                f"The plan remakes the input of {names[i]} from {origin!r}: a run of blocks before it is "
+                "wanted. Plan again."
+            )
         found[len(found) - bool(before) :] = [Group(first=first, last=i)]
     return tuple(found)
 
@@ -85,11 +95,15 @@ def held(plan: Plan) -> dict[str, SavedValues]:
         for decision in by_kind.get(kind, ()):
             forms.setdefault(decision.site, {}).update(dict.fromkeys(_names(decision, "values"), kind))
     blocks = {
-        d.site: SavedValues(kept=_names(d, "keep"), remade_from=_setting(d, "remade_from", str), forms=forms.pop(d.site, {}))
+        d.site: SavedValues(
+            kept=_names(d, "keep"), remade_from=_setting(d, "remade_from", str), forms=forms.pop(d.site, {})
+        )
         for d in by_kind.get("checkpoint", ())
     }
     if forms:
-        raise FormatError(f"The plan holds values of {next(iter(forms))!r} elsewhere, which is no block of it. Plan again.")
+        raise FormatError(
+            f"The plan holds values of {next(iter(forms))!r} elsewhere, which is no block of it. Plan again."
+        )
     return blocks
 
 

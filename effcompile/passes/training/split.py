@@ -1,15 +1,20 @@
-"""Tensor parallelism in the graph: the structures that pruning removes units of are divided among ranks, with sums at their edges.
+"""Tensor parallelism in the graph: the structures that pruning removes units of are divided among ranks, with
+sums at their edges.
 
-Source: Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, sec. 3). A structure (hidden neurons, heads with their keys) is made by some
-linears, whose rows are divided, and read by others, whose columns are. Each rank has its own units of it:
+Source: Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, sec. 3). A structure (hidden neurons, heads with
+their keys) is made by some linears, whose rows are divided, and read by others, whose columns are. Each rank
+has its own units of it:
 
-- what enters the region between them is the same on every rank, and its gradient is the sum over ranks: of the makers' input, and of
-  every replicated weight that is read inside, such as the norm of each head in Qwen3, whose gradient on one rank is that of its heads;
-- what the readers make is a part of a sum over ranks, and its gradient the same on every rank; their bias is added once, after the sum.
+- what enters the region between them is the same on every rank, and its gradient is the sum over ranks: of
+  the makers' input, and of every replicated weight that is read inside, such as the norm of each head in
+  Qwen3, whose gradient on one rank is that of its heads;
+- what the readers make is a part of a sum over ranks, and its gradient the same on every rank; their bias is
+  added once, after the sum.
 
-The exported forward is changed before autograd is traced through it, so that the gradients are autograd's. A weight of which a rank has
-rows in several places (queries, keys and values in one) stays whole on every rank, as no sharded tensor could say which rows these are:
-its rows are picked in the graph, and the sum over ranks of its gradient is whole.
+The exported forward is changed before autograd is traced through it, so that the gradients are autograd's. A
+weight of which a rank has rows in several places (queries, keys and values in one) stays whole on every rank,
+as no sharded tensor could say which rows these are: its rows are picked in the graph, and the sum over ranks
+of its gradient is whole.
 """
 
 from __future__ import annotations
@@ -22,11 +27,13 @@ from torch import Tensor, fx, nn
 
 from effcompile.capture.training_graph import PARTS, WRAPPED
 from effcompile.core.reasons import Unsupported
+from effcompile.core.torch_compat_aot import draws
 from effcompile.core.types import Args, AutogradContext
 from effcompile.ir.program import Program
 from effcompile.ir.step import Part
 from effcompile.ops import collectives
 from effcompile.passes.prunable_groups import Structure, cut, structures
+from effcompile.passes.training.split_draws import draw_in_parts
 from effcompile.sites.parts import LinearSite, linears
 
 __all__ = ["AXIS", "Split"]
@@ -45,7 +52,8 @@ class Split:
 
     Attributes:
         parts: qualified name of a parameter → what the rank has of it, once the step is captured with `edit`.
-        taken: the structures that were divided → how many units they have. declined: those that were not → the reason.
+        taken: the structures that were divided → how many units they have. declined: those that were not →
+            the reason.
         whole: divided weights that every rank has whole, for its rows in them are in several places.
     """
 
@@ -66,9 +74,11 @@ class Split:
         known = structures(program, _DTYPES)
         found = [each for each in known if self._divides(each)]
         self._tell_others(program, known)
+        drawn = {node: tuple(node.meta["val"].shape) for node in front.graph.nodes if draws(node)}
         for structure in found:
             self._note(structure)
             cut(program, structure, self._mine(structure))
+        draw_in_parts(front.graph, drawn, (self.rank, self.ranks))
         mine = {node for node in front.graph.find_nodes(op="get_attr") if str(node.target).endswith(_PRUNED)}
         sites = {site.site: site for site in linears(program)}
         for structure in found:
@@ -81,7 +91,9 @@ class Split:
         site = structure.site.rpartition(f"{WRAPPED}.")[2]
         reason = structure.refused
         if reason is None and structure.count % self.ranks:
-            reason = Unsupported("its {} {name} do not divide by {}", (structure.count, structure.kind, self.ranks))
+            reason = Unsupported(
+                "its {} {name} do not divide by {}", (structure.count, structure.kind, self.ranks)
+            )
             self.uneven[site] = structure.count
         if reason is not None:
             self.declined[site] = reason
@@ -95,7 +107,9 @@ class Split:
         for site in linears(program):
             name = site.site.rpartition(f"{WRAPPED}.")[2]
             if site.site not in members and any(part.isdigit() for part in name.split(".")):
-                self.declined[name] = Unsupported("it makes and reads no heads or neurons that can be told apart: whole on every rank")
+                self.declined[name] = Unsupported(
+                    "it makes and reads no heads or neurons that can be told apart: whole on every rank"
+                )
 
     def _mine(self, structure: Structure) -> Tensor:
         """The units (U) of this rank: a run of them."""
@@ -127,7 +141,9 @@ class Split:
             parameter = known[name]
             axis, places = self._places[name]
             part = Part(axis=axis, shape=tuple(parameter.shape), count=self.ranks, index=self.rank)
-            own = nn.Parameter(getattr(holder, f"{leaf}{_PRUNED}").detach(), requires_grad=parameter.requires_grad)
+            own = nn.Parameter(
+                getattr(holder, f"{leaf}{_PRUNED}").detach(), requires_grad=parameter.requires_grad
+            )
             delattr(holder, f"{leaf}{_PRUNED}")
             if _is_run(part, places):
                 self.parts[name] = part
@@ -165,13 +181,21 @@ def _is_run(part: Part, places: Tensor) -> bool:
 
 
 def _without_idle_casts(graph: fx.Graph) -> None:
-    """Remove casts to the dtype that a value has, as models write them around norms, and what export asserts of them."""
+    """Remove casts to the dtype that a value has, as models write them around norms, and what export asserts
+    of them.
+    """
     for node in list(graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-        elif node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device) and isinstance(source := node.args[0], fx.Node):
+        elif node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device) and isinstance(
+            source := node.args[0], fx.Node
+        ):
             mine, given = node.meta.get("val"), source.meta.get("val")
-            if isinstance(mine, Tensor) and isinstance(given, Tensor) and (mine.dtype, mine.device) == (given.dtype, given.device):
+            if (
+                isinstance(mine, Tensor)
+                and isinstance(given, Tensor)
+                and (mine.dtype, mine.device) == (given.dtype, given.device)
+            ):
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
 
@@ -181,7 +205,9 @@ def _name(node: fx.Node) -> str:
 
 
 class _Edges:
-    """Puts identities and sums at the edges of the region between those that make a structure's units and those that read them."""
+    """Puts identities and sums at the edges of the region between those that make a structure's units and
+    those that read them.
+    """
 
     def __init__(self, graph: fx.Graph, ranks: int, local: set[fx.Node]) -> None:
         self.graph, self.ranks, self.local = graph, ranks, local

@@ -1,4 +1,6 @@
-"""Changing a captured training step: on a copy, with new nodes that carry values and module names like captured ones."""
+"""Changing a captured training step: on a copy, with new nodes that carry values and module names like
+captured ones.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,33 @@ from effcompile.ir.step import Step
 aten = torch.ops.aten
 
 #: What a new node takes over from the node that it stands for.
-_INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "seq_nr", "stack_trace", "partitioner_tag", "autograd_backward")
-#: Views that show the whole of their first argument, each element once: writing to one is writing to the other.
+_INHERITED = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "stack_trace",
+    "partitioner_tag",
+    "autograd_backward",
+)
+#: Views that show the whole of their first argument, each element once: writing to one is writing to the
+#: other.
 _WHOLE_VIEWS = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.alias.default, aten.detach.default,
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+    aten.alias.default, aten.detach.default,
 )  # fmt: skip
 
 
-class Refusal(ReasonError, EffcompileError):  # noqa: N818  it ends a match, it is no fault: no stage is to take it for one
+# it ends a match, it is no fault: no stage is to take it for one
+class Refusal(ReasonError, EffcompileError):  # noqa: N818
     """Why a step cannot have a form."""
 
 
 def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:
-    """The step with a graph of its own, and node → its copy. Values in `meta` are shared, the graph is not."""
+    """The step with a graph of its own, and node → its copy.
+
+    Values in `meta` are shared, the graph is not.
+    """
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     result: Any = graph.graph_copy(step.graph, nodes)
     old = step.graph.output_node()
@@ -42,8 +57,11 @@ def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:
     return replace(step, module=module, roles=step.roles.moved(nodes)), nodes
 
 
-def call(graph: fx.Graph, origin: fx.Node, target: Callable[..., object], *args: Value, **kwargs: Value) -> fx.Node:
-    """A new node at the graph's insertion point, with its value (computed on the fake values of its arguments).
+def call(
+    graph: fx.Graph, origin: fx.Node, target: Callable[..., object], *args: Value, **kwargs: Value
+) -> fx.Node:
+    """A new node at the graph's insertion point, with its value (computed on the fake values of its
+    arguments).
 
     origin: the node whose module, stack trace and place in autograd's order it takes over.
     """

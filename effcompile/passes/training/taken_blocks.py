@@ -1,4 +1,6 @@
-"""What a plan says of its blocks: what each keeps, makes again and holds elsewhere, what was not taken, how sure the fronts are."""
+"""What a plan says of its blocks: what each keeps, makes again and holds elsewhere, what was not taken, how
+sure the fronts are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ KEEP = "keep everything"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBlocks:
-    """A schedule: of each block of `cut` the option that was `chosen`, with the blocks that are remade together.
+    """A schedule: of each block of `cut` the option that was `chosen`, with the blocks that are remade
+    together.
 
     options: kind of block → those to choose from. budget: of the schedule; None for none.
     """
@@ -38,14 +41,18 @@ class TakenBlocks:
             full, group = self.options[block.stage.kind][0], grouped.get(i)
             origin = "" if group is None or i == group.first else self.cut.blocks[group.first].name
             yield Decision(
-                site=block.name, kind=Checkpoint.name, option=option.label + (f"; input remade from block {origin}" if origin else ""),
-                baseline=KEEP, by=Checkpoint.name, cost=_cost(option, provenance), baseline_cost=_cost(full, provenance),
-                why=_why(option, full), settings={"keep": tuple(sorted(option.kept)), "remade_from": origin},
+                site=block.name, kind=Checkpoint.name,
+                option=option.label + (f"; input remade from block {origin}" if origin else ""),
+                baseline=KEEP, by=Checkpoint.name, cost=_cost(option, provenance),
+                baseline_cost=_cost(full, provenance), why=_why(option, full),
+                settings={"keep": tuple(sorted(option.kept)), "remade_from": origin},
             )  # fmt: skip
         yield from of_values(self.cut, self.chosen)
 
     def not_taken(self) -> Iterator[Declined]:
-        """Per class of equal blocks with equal choices: the next faster option, with what the step would then need."""
+        """Per class of equal blocks with equal choices: the next faster option, with what the step would then
+        need.
+        """
         pairs = list(enumerate(zip(self.cut.blocks, self.chosen, strict=True)))
         key = lambda pair: (pair[1][0].stage.kind, pair[1][1].label)  # noqa: E731
         for _, run in groupby(sorted(pairs, key=lambda p: (*key(p), p[0])), key=key):
@@ -55,17 +62,26 @@ class TakenBlocks:
                 yield self._declined(i, faster[-1])
 
     def _declined(self, i: int, other: BlockOption) -> Declined:
-        peak = carried_out(self.cut, [*self.chosen[:i], other, *self.chosen[i + 1 :]], self.groups)[1].peak_bytes
+        peak = carried_out(self.cut, [*self.chosen[:i], other, *self.chosen[i + 1 :]], self.groups)[
+            1
+        ].peak_bytes
         saves = self.chosen[i].seconds - other.seconds
         over = excess(peak, self.budget) > 0
         reason = OverBudget(needed=peak, budget=self.budget, saves=saves) if over else WithinGap(saves=saves)
         cost = Cost(seconds=other.seconds, bytes_kept=other.kept_bytes, bytes_transient=other.backward_peak)
         by = Checkpoint.name
-        return Declined(site=self.cut.blocks[i].name, kind=by, option=other.label, by=by, reason=reason, cost=cost)
+        return Declined(
+            site=self.cut.blocks[i].name, kind=by, option=other.label, by=by, reason=reason, cost=cost
+        )
 
 
 def _cost(option: BlockOption, provenance: Provenance) -> Cost:
-    return Cost(seconds=option.seconds, bytes_kept=option.kept_bytes, bytes_transient=option.backward_peak, provenance=provenance)
+    return Cost(
+        seconds=option.seconds,
+        bytes_kept=option.kept_bytes,
+        bytes_transient=option.backward_peak,
+        provenance=provenance,
+    )
 
 
 def _why(option: BlockOption, full: BlockOption) -> Reason:
@@ -87,17 +103,25 @@ def of_values(cut: Blocks, chosen: Sequence[BlockOption]) -> list[Decision]:
             )  # fmt: skip
             found.append(
                 Decision(
-                    site=block.name, kind=form, option=f"{len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}",
-                    baseline="kept", by=way.by, cost=cost, baseline_cost=Cost(bytes_kept=size),
+                    site=block.name,
+                    kind=form,
+                    option=f"{len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}",
+                    baseline="kept",
+                    by=way.by,
+                    cost=cost,
+                    baseline_cost=Cost(bytes_kept=size),
                     why=Because("{name} between forward and backward" + ", exact" * way.exact, (way.said,)),
                     settings={"values": tuple(sorted(names))},
                 )
-            )  # fmt: skip
+            )
     return found
 
 
 def notes_of_fronts(cut: Blocks, fronts_of: Mapping[str, BlockFront], host_bytes: int) -> list[Reason]:
-    """Host memory, and what the certificate holds for, where values may be held elsewhere. `fronts_of`: kind of block → its options."""
+    """Host memory, and what the certificate holds for, where values may be held elsewhere.
+
+    `fronts_of`: kind of block → its options.
+    """
     kinds = {block.stage.kind for block in cut.blocks if block.problem.forms}
     fronts = [fronts_of[kind] for kind in kinds if kind in fronts_of]
     if not fronts:

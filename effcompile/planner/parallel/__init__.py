@@ -1,4 +1,7 @@
-"""Many devices: how a training step is divided among them. Plain numbers in, a `Strategy` out; knows no torch."""
+"""Many devices: how a training step is divided among them.
+
+Plain numbers in, a `Strategy` out; knows no torch.
+"""
 
 from effcompile.ir.strategy import AXES, Axis, Strategy, StrategyFields
 

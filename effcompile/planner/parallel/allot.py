@@ -1,10 +1,12 @@
 """An option for each of n like layers where k micro-batches are held at once: exact, by labels.
 
-With K = Σ kept and S_i the kept bytes before layer i, every instant asks (k − 1) · K + S_i + peak_i ≤ B. Like layers may change places, and
-no order is better than the one in which peak − kept falls (exchange argument in remat/count.py). So options are taken in that order, each
-as often as wanted, and a label says how many layers have one: (S, M = the highest S_i + peak_i, seconds). At the end (k − 1) · S + M ≤ B.
-A label that is no better than another in S, M and seconds is dropped, so is one that cannot end within B or below the best.
-Where more than _MOST labels are left they are thinned; then only `complete` is lost, and the closed form's bound stands.
+With K = Σ kept and S_i the kept bytes before layer i, every instant asks (k − 1) · K + S_i + peak_i ≤ B. Like
+layers may change places, and no order is better than the one in which peak − kept falls (exchange argument in
+remat/count.py). So options are taken in that order, each as often as wanted, and a label says how many layers
+have one: (S, M = the highest S_i + peak_i, seconds). At the end (k − 1) · S + M ≤ B. A label that is no
+better than another in S, M and seconds is dropped, so is one that cannot end within B or below the best.
+Where more than _MOST labels are left they are thinned; then only `complete` is lost, and the closed form's
+bound stands.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ class Allotment:
     complete: bool
 
 
-def allot(options: Sequence[tuple[int, int, float]], layers: int, copies: float, budget: float) -> Allotment | None:
-    """The fewest seconds of `layers` layers with these options (kept, peak, seconds) within the budget; None: nothing is."""
+def allot(
+    options: Sequence[tuple[int, int, float]], layers: int, copies: float, budget: float
+) -> Allotment | None:
+    """The fewest seconds of `layers` layers with these options (kept, peak, seconds) within the budget; None:
+    nothing is.
+    """
     order = sorted(range(len(options)), key=lambda i: options[i][0] - options[i][1])
     least = min(kept for kept, _, _ in options)
     quickest = min(seconds for _, _, seconds in options)

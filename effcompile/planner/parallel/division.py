@@ -1,4 +1,6 @@
-"""One strategy of one model on one cluster: its bound in closed form, and what it becomes when every rank is solved and simulated."""
+"""One strategy of one model on one cluster: its bound in closed form, and what it becomes when every rank is
+solved and simulated.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from effcompile.planner.parallel.rank import Rank, RankChoice, RankWay, ways
 from effcompile.planner.parallel.seconds import Clock
 
 #: The parts of a step's seconds on its slowest rank, in the report's order.
-COMPUTE, AGAIN, TENSOR, GATHER = "compute", "computed again", "tensor and context parallel", "gathers not hidden"
+COMPUTE, AGAIN, TENSOR, GATHER = (
+    "compute",
+    "computed again",
+    "tensor and context parallel",
+    "gathers not hidden",
+)
 BUBBLE, DATA, UPDATE = "pipeline bubble", "data parallel not hidden", "optimizer"
 
 
@@ -34,8 +41,12 @@ class DivisionProblem:
     cluster: Cluster
     target: Target
     global_batch: int
-    scaled: MutableMapping[object, tuple[RankWay, ...]] = field(default_factory=dict, compare=False, repr=False)
-    known_cuts: MutableMapping[object, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    scaled: MutableMapping[object, tuple[RankWay, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    known_cuts: MutableMapping[object, tuple[int, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def memory(self) -> int:
@@ -78,11 +89,18 @@ class Division:
 
     problem: DivisionProblem
     strategy: Strategy
-    known: MutableMapping[tuple[int, int | None], RankChoice] = field(default_factory=dict, compare=False, repr=False)
+    known: MutableMapping[tuple[int, int | None], RankChoice] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def clock(self) -> Clock:
-        return Clock(model=self.problem.model, strategy=self.strategy, cluster=self.problem.cluster, target=self.problem.target)
+        return Clock(
+            model=self.problem.model,
+            strategy=self.strategy,
+            cluster=self.problem.cluster,
+            target=self.problem.target,
+        )
 
     @cached_property
     def micro_batches(self) -> int:
@@ -91,7 +109,11 @@ class Division:
     @cached_property
     def ranks(self) -> tuple[Rank, ...]:
         first, last = self._looked_at[0], self._looked_at[-1]
-        return (first, *(self._rank(r) for r in range(1, self.strategy.pp - 1)), last) if self.strategy.pp > 1 else (first,)
+        return (
+            (first, *(self._rank(r) for r in range(1, self.strategy.pp - 1)), last)
+            if self.strategy.pp > 1
+            else (first,)
+        )
 
     def _rank(self, r: int) -> Rank:
         place = held.place(self.problem.model, self.strategy, r)
@@ -105,7 +127,19 @@ class Division:
         found = {}
         for kind, layer in enumerate(self.problem.model.layers):
             for rule in rules:
-                key = (kind, rule, s.tp, s.cp, s.sp, s.micro_batch, s.precision, s.engine, s.zero if s.zero > 1 else 0, s.dp, s.pp == 1)
+                key = (
+                    kind,
+                    rule,
+                    s.tp,
+                    s.cp,
+                    s.sp,
+                    s.micro_batch,
+                    s.precision,
+                    s.engine,
+                    s.zero if s.zero > 1 else 0,
+                    s.dp,
+                    s.pp == 1,
+                )
                 if key not in self.problem.scaled:
                     self.problem.scaled[key] = ways(self.clock, layer, rule)
                 found[kind, rule] = self.problem.scaled[key]
@@ -145,7 +179,10 @@ class Division:
             except InfeasibleError:
                 return None
         beside = max(self._beside(rank, backward) for rank in self._looked_at)
-        return pipeline.least_seconds(self.strategy, self.micro_batches, forward, backward, self.clock.hop) + beside
+        return (
+            pipeline.least_seconds(self.strategy, self.micro_batches, forward, backward, self.clock.hop)
+            + beside
+        )
 
     def _choice(self, rank: Rank, budget: int | None) -> RankChoice:
         key = (rank.place.rank, budget)
@@ -175,7 +212,10 @@ class Division:
                 return None
             backward[rank.place.rank] += extra
         beside = max(self._beside(rank, backward) for rank in self._looked_at)
-        return pipeline.least_seconds(self.strategy, self.micro_batches, forward, backward, self.clock.hop) + beside
+        return (
+            pipeline.least_seconds(self.strategy, self.micro_batches, forward, backward, self.clock.hop)
+            + beside
+        )
 
     def _beside(self, rank: Rank, backward: list[float]) -> float:
         """What follows the pipeline on a rank: gradients that nothing hides, the update."""
@@ -185,8 +225,9 @@ class Division:
     def solve(self, budget: int | None) -> Solved:
         """Every rank solved exactly, and the step simulated.
 
-        Ranks between two that hold as many layers of the same kinds and choose the same hold fewer micro-batches than the first of the two
-        and more than the second: least seconds only fall with fewer, so they are between equal ones and need no solve.
+        Ranks between two that hold as many layers of the same kinds and choose the same hold fewer
+        micro-batches than the first of the two and more than the second: least seconds only fall with fewer,
+        so they are between equal ones and need no solve.
 
         Raises:
             InfeasibleError: a rank is above the budget whatever it computes again.
@@ -230,11 +271,19 @@ class Division:
             if high - low < 2:
                 return
             a, b = self.ranks[low], self.ranks[high]
-            same = found[low].ways == found[high].ways and a.kinds == b.kinds and not a.place.first and not b.place.last
+            same = (
+                found[low].ways == found[high].ways
+                and a.kinds == b.kinds
+                and not a.place.first
+                and not b.place.last
+            )
             middle = range(low + 1, high)
             if same and all(self.ranks[i].kinds == a.kinds for i in middle):
                 for i in middle:
-                    again = [self.ranks[i].options[kind].index(way) for kind, way in zip(a.kinds, found[low].ways, strict=True)]
+                    again = [
+                        self.ranks[i].options[kind].index(way)
+                        for kind, way in zip(a.kinds, found[low].ways, strict=True)
+                    ]
                     found[i] = self.ranks[i].taken(again, bound=found[high].bound)
                 return
             between(low, (low + high) // 2)
@@ -249,11 +298,16 @@ class Division:
     def _parts(self, chosen: tuple[RankChoice, ...], pipe: float, stages: list[float]) -> dict[str, float]:
         """The slowest rank's seconds by what they are spent on."""
         m, model, clock = self.micro_batches, self.problem.model, self.clock
-        slow = max(range(len(self.ranks)), key=lambda r: sum(self.plain[0][r :: self.strategy.pp]) + sum(stages[r :: self.strategy.pp]))
+        slow = max(
+            range(len(self.ranks)),
+            key=lambda r: sum(self.plain[0][r :: self.strategy.pp]) + sum(stages[r :: self.strategy.pp]),
+        )
         rank, choice = self.ranks[slow], chosen[slow]
         layers = [model.layers[kind] for kind, _ in rank.kinds]
         times = [clock.forward(layer) + clock.backward(layer) for layer in layers]
-        remade = sum(clock.again(layer, way.option.again) for layer, way in zip(layers, choice.ways, strict=True))
+        remade = sum(
+            clock.again(layer, way.option.again) for layer, way in zip(layers, choice.ways, strict=True)
+        )
         own = {
             COMPUTE: m * (sum(t.compute for t in times) + (sum(clock.head) if rank.place.last else 0.0)),
             AGAIN: m * remade,
@@ -262,7 +316,12 @@ class Division:
         }
         widest = max(self.ranks, key=lambda r: self._beside(r, stages))
         update = clock.update(widest.place)
-        return {**own, BUBBLE: pipe - sum(own.values()), DATA: self._beside(widest, stages) - update, UPDATE: update}
+        return {
+            **own,
+            BUBBLE: pipe - sum(own.values()),
+            DATA: self._beside(widest, stages) - update,
+            UPDATE: update,
+        }
 
     @property
     def interval(self) -> float:

@@ -17,11 +17,11 @@ class EngineFigures:
     Attributes:
         logit_bytes: bytes beside each logit at the loss, all copies and the gradient.
         fused: share of the element-wise bytes that its kernels still move.
-        products, attention: share of the peak that wide products and attention reach; `half_width`: the hidden width at which
-            products reach half of that.
+        products, attention: share of the peak that wide products and attention reach; `half_width`: the
+            hidden width at which products reach half of that.
         beside: bytes outside of the allocator (context, NCCL's buffers).
-        whole_again: whether full recomputation runs a layer's whole forward, its last product too (Megatron's and DeepSpeed's do;
-            torch stops early, and so do we).
+        whole_again: whether full recomputation runs a layer's whole forward, its last product too (Megatron's
+            and DeepSpeed's do; torch stops early, and so do we).
         overlaps: whether collectives of data parallelism run beside the compute.
         error: how far the true peak may be from the predicted one, as a share of it.
         seconds_error: the same of the step's seconds.
@@ -41,14 +41,24 @@ class EngineFigures:
     sources: Mapping[str, str]
 
 
-_BESIDE = "context and NCCL's buffers: 1.5 GB, facts of this project's survey; reserved bytes are above allocated ones"
+_BESIDE = (
+    "context and NCCL's buffers: 1.5 GB, facts of this project's survey; reserved bytes are above "
+    "allocated ones"
+)
 _SPEED = {
     "products": "assumed between Megatron's and FSDP2's fitted rates (benchmarks/parallel.py published)",
-    "attention": "assumed: attention runs at its own rate, well below that of products; FlashAttention-2 (arXiv 2307.08691), table 1",
+    "attention": "assumed: attention runs at its own rate, well below that of products; FlashAttention-2 "
+    "(arXiv 2307.08691), table 1",
     "half_width": "assumed as Megatron's",
 }
-_MEGATRON = "fitted: Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5, 22B to 1T on A100; all eight within 11 %"
-_TITAN = "fitted: torchtitan docs/performance.md, Llama 3.1 8B on 8 H100, tables 1 and 2 (8192 tokens, 32768 tokens); both within 11 %"
+_MEGATRON = (
+    "fitted: Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5, 22B to 1T on A100; all "
+    "eight within 11 %"
+)
+_TITAN = (
+    "fitted: torchtitan docs/performance.md, Llama 3.1 8B on 8 H100, tables 1 and 2 (8192 tokens, "
+    "32768 tokens); both within 11 %"
+)
 
 ENGINES: Mapping[Engine, EngineFigures] = {
     "ours": EngineFigures(
@@ -74,7 +84,8 @@ ENGINES: Mapping[Engine, EngineFigures] = {
         error=0.10,
         sources={
             **_SPEED,
-            "logit_bytes": "bf16 logits 2, fp32 copy 4, log-softmax 4, its gradient 4; torchtitan's cross entropy, compiled or not",
+            "logit_bytes": "bf16 logits 2, fp32 copy 4, log-softmax 4, its gradient 4; torchtitan's cross "
+            "entropy, compiled or not",
             "products": _TITAN,
             "attention": _TITAN,
             "fused": _TITAN,
@@ -113,7 +124,8 @@ ENGINES: Mapping[Engine, EngineFigures] = {
             "logit_bytes": "the model's own loss, as FSDP2's",
             "fused": "eager: nothing is fused",
             "beside": _BESIDE,
-            "error": "assumed wider than FSDP2's: buckets are options of its configuration; not compared with a published peak",
+            "error": "assumed wider than FSDP2's: buckets are options of its configuration; not compared "
+            "with a published peak",
         },
     ),
 }

@@ -1,4 +1,6 @@
-"""How few devices are enough, and what else would make a step fit: by the closed form of the leanest choice alone."""
+"""How few devices are enough, and what else would make a step fit: by the closed form of the leanest choice
+alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MOST = 1 << 14
 
 
 def counts(per_node: int) -> Iterator[int]:
-    """Numbers of devices that are looked at: divisors of a node, then 1 to 4 nodes, and two steps to each doubling from there."""
+    """Numbers of devices that are looked at: divisors of a node, then 1 to 4 nodes, and two steps to each
+    doubling from there.
+    """
     yield from (n for n in range(1, per_node) if not per_node % n)
     nodes, step = 1, 1
     while nodes * per_node <= MOST:
@@ -29,8 +33,9 @@ def counts(per_node: int) -> Iterator[int]:
 def leanest(problem: DivisionProblem, asked: StrategyFields) -> Division | None:
     """The division that needs the least memory; None: nothing divides.
 
-    What only adds bytes is not looked at: several sequences at a time (in flight are the step's sequences or the pipeline's
-    micro-batches, whichever are fewer), whole values between split regions, states on the device, several stages a rank.
+    What only adds bytes is not looked at: several sequences at a time (in flight are the step's sequences or
+    the pipeline's micro-batches, whichever are fewer), whole values between split regions, states on the
+    device, several stages a rank.
     """
     lean: StrategyFields = {"micro_batch": 1, **asked}
     if asked.get("engine", "ours") in ("ours", "deepspeed"):
@@ -42,8 +47,8 @@ def leanest(problem: DivisionProblem, asked: StrategyFields) -> Division | None:
         model = problem.model
         try:
             check_model(
-                strategy, layers=model.depth, heads=model.heads, key_heads=model.key_heads, sequence=model.sequence,
-                global_batch=problem.global_batch,
+                strategy, layers=model.depth, heads=model.heads, key_heads=model.key_heads,
+                sequence=model.sequence, global_batch=problem.global_batch,
             )  # fmt: skip
         except UsageError:
             continue
@@ -54,9 +59,15 @@ def leanest(problem: DivisionProblem, asked: StrategyFields) -> Division | None:
 
 
 def fewest(
-    problem: Callable[[int], DivisionProblem], per_node: int, asked: StrategyFields, limit: int, below: int | None = None
+    problem: Callable[[int], DivisionProblem],
+    per_node: int,
+    asked: StrategyFields,
+    limit: int,
+    below: int | None = None,
 ) -> int | None:
-    """The smallest number of devices on which the leanest division fits with the model's error on top; None: none does."""
+    """The smallest number of devices on which the leanest division fits with the model's error on top; None:
+    none does.
+    """
     room = int(limit / (1 + ENGINES[asked.get("engine", "ours")].error))
     least = 0
     for devices in counts(per_node):
@@ -75,7 +86,9 @@ def fewest(
     return None
 
 
-def nearest_changes(problem: DivisionProblem, asked: StrategyFields, limit: int, enough: int | None, peak: int) -> Iterator[str]:
+def nearest_changes(
+    problem: DivisionProblem, asked: StrategyFields, limit: int, enough: int | None, peak: int
+) -> Iterator[str]:
     """Single changes that would make it fit, in the user's words."""
     if enough is not None:
         yield f"--devices {enough}: the fewest that are enough"

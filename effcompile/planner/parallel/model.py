@@ -1,7 +1,9 @@
-"""A model as the division of its step sees it: layers of a few kinds, an embedding before them and a loss head behind, in plain numbers.
+"""A model as the division of its step sees it: layers of a few kinds, an embedding before them and a loss
+head behind, in plain numbers.
 
-All figures are of one sequence on one device. A byte is *whole* where tensor parallelism alone leaves it on every rank (the
-residual stream, norms' outputs), and *split* where it stands between a column- and a row-parallel product.
+All figures are of one sequence on one device. A byte is *whole* where tensor parallelism alone leaves it on
+every rank (the residual stream, norms' outputs), and *split* where it stands between a column- and a
+row-parallel product.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from effcompile.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """What is to be computed: floating-point operations of products and of attention, bytes that other operators move, kernels."""
+    """What is to be computed: floating-point operations of products and of attention, bytes that other
+    operators move, kernels.
+    """
 
     products: float = 0.0
     attention: float = 0.0
@@ -32,7 +36,10 @@ class LayerWork:
 
     def __mul__(self, times: float) -> LayerWork:
         return LayerWork(
-            products=self.products * times, attention=self.attention * times, moved=self.moved * times, kernels=self.kernels * times
+            products=self.products * times,
+            attention=self.attention * times,
+            moved=self.moved * times,
+            kernels=self.kernels * times,
         )
 
 
@@ -48,13 +55,17 @@ class Bytes:
         return self.whole + self.split
 
     def on_rank(self, tp: int, sp: bool) -> float:
-        """Of one rank: sequence parallelism divides what tensor parallelism leaves whole (Korthikanti et al. 2022, §4.2)."""
+        """Of one rank: sequence parallelism divides what tensor parallelism leaves whole (Korthikanti et al.
+        2022, §4.2).
+        """
         return self.total / tp if sp else self.whole + self.split / tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyOption:
-    """One way to run a layer, from the block solver: what it keeps, its highest instants, what it computes again."""
+    """One way to run a layer, from the block solver: what it keeps, its highest instants, what it computes
+    again.
+    """
 
     kept: Bytes
     forward: Bytes
@@ -70,7 +81,8 @@ class Layer:
     Attributes:
         name: of one of them. parameters: of each.
         forward, backward: what is computed.
-        options: least extra work first; the last keeps the least. `rules`: of the usual rules ("none", "op", "full"), the option.
+        options: least extra work first; the last keeps the least. `rules`: of the usual rules ("none", "op",
+            "full"), the option.
         sums: sums over tp of one forward (after row-parallel products).
     """
 
@@ -89,11 +101,14 @@ class Model:
 
     Attributes:
         name: the model's class. layers: kinds. order: which kind each layer is, in forward order.
-        embedding, head: parameters of the table and of the loss head; a tied head counts in both, and once in `parameters`.
+        embedding, head: parameters of the table and of the loss head; a tied head counts in both, and once in
+            `parameters`.
         around: parameters of what stands beside the layers otherwise (a last norm).
-        hidden, vocabulary, heads, key_heads, sequence: sizes. width: bytes of one number of the activations as captured.
+        hidden, vocabulary, heads, key_heads, sequence: sizes. width: bytes of one number of the activations
+            as captured.
         tied: whether the head is the embedding's table.
-        causal: whether attention skips the keys behind, half of all pairs; its operations here are those that are left.
+        causal: whether attention skips the keys behind, half of all pairs; its operations here are those that
+            are left.
         largest: parameters of the largest linear of a layer.
     """
 
@@ -115,7 +130,10 @@ class Model:
 
     def __post_init__(self) -> None:
         if not self.order:
-            raise UsageError(f"{self.name} has no repeated layers: there is nothing that a pipeline or ZeRO could divide block by block.")
+            raise UsageError(
+                f"{self.name} has no repeated layers: there is nothing that a pipeline or ZeRO could "
+                "divide block by block."
+            )
 
     @cached_property
     def depth(self) -> int:
@@ -134,20 +152,26 @@ class Model:
 
     @cached_property
     def flops(self) -> float:
-        """Of one sequence, forward and backward with nothing computed again: what MFU counts (Chowdhery et al. 2022, appendix B)."""
+        """Of one sequence, forward and backward with nothing computed again: what MFU counts (Chowdhery et
+        al. 2022, appendix B).
+        """
         inside = sum(self._layer_flops[kind] for kind in self.order)
         return inside + 3 * self.head_work.products
 
     @cached_property
     def _layer_flops(self) -> tuple[float, ...]:
         pairs = 2 if self.causal else 1  # published figures count all pairs
-        return tuple(k.forward.products + k.backward.products + 3 * pairs * k.forward.attention for k in self.layers)
+        return tuple(
+            k.forward.products + k.backward.products + 3 * pairs * k.forward.attention for k in self.layers
+        )
 
     @cached_property
     def head_work(self) -> LayerWork:
         """The forward of the loss head: one product; its backward is twice that."""
         return LayerWork(
-            products=2.0 * self.sequence * self.hidden * self.vocabulary, moved=6.0 * self.sequence * self.vocabulary, kernels=4
+            products=2.0 * self.sequence * self.hidden * self.vocabulary,
+            moved=6.0 * self.sequence * self.vocabulary,
+            kernels=4,
         )
 
     @property

@@ -1,10 +1,11 @@
-"""One step of a pipeline, simulated task by task: when each rank does what, and how many micro-batches it holds.
+"""One step of a pipeline, simulated task by task: when each rank does what, and how many micro-batches it
+holds.
 
-A task is the forward, the backward, or (zero bubble) the weights' part of the backward, of one micro-batch on one virtual
-stage. It runs when its rank is free and what it reads has come: F(s, i) after F(s − 1, i), B(s, i) after B(s + 1, i) and
-F(s, i), a hop later where they stand on other ranks. Each rank does its tasks in a fixed order (GPipe: Huang et al. 2019; 1F1B:
-Narayanan et al. 2019; interleaved: Megatron-LM's), and a zero-bubble rank does what is ready, backwards before forwards before
-weights (Qi et al. 2023, ZB-H1).
+A task is the forward, the backward, or (zero bubble) the weights' part of the backward, of one micro-batch on
+one virtual stage. It runs when its rank is free and what it reads has come: F(s, i) after F(s − 1, i), B(s,
+i) after B(s + 1, i) and F(s, i), a hop later where they stand on other ranks. Each rank does its tasks in a
+fixed order (GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019; interleaved: Megatron-LM's), and a
+zero-bubble rank does what is ready, backwards before forwards before weights (Qi et al. 2023, ZB-H1).
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def order(strategy: Strategy, rank: int, micro_batches: int) -> list[tuple[What,
 
 
 def _interleaved(strategy: Strategy, rank: int, m: int) -> list[tuple[What, int, int]]:
-    """Megatron's order: groups of pp micro-batches go through the virtual stages in turn; m is a multiple of pp."""
+    """Megatron's order: groups of pp micro-batches go through the virtual stages in turn; m is a multiple of
+    pp.
+    """
     p, v = strategy.pp, strategy.vpp
 
     def at(k: int, forward: bool) -> tuple[What, int, int]:
@@ -76,8 +79,13 @@ def _interleaved(strategy: Strategy, rank: int, m: int) -> list[tuple[What, int,
     return tasks + [at(k, False) for k in range(total - warm, total)]
 
 
-def simulate(strategy: Strategy, micro_batches: int, forward: Sequence[float], backward: Sequence[float], hop: float) -> TimeLine:
-    """Run one step. `forward`, `backward`: seconds of each virtual stage and micro-batch, in the model's order."""
+def simulate(
+    strategy: Strategy, micro_batches: int, forward: Sequence[float], backward: Sequence[float], hop: float
+) -> TimeLine:
+    """Run one step.
+
+    `forward`, `backward`: seconds of each virtual stage and micro-batch, in the model's order.
+    """
     if strategy.schedule == "zero-bubble" and strategy.pp > 1:
         return _zero_bubble(strategy, micro_batches, forward, backward, hop)
     p, last = strategy.pp, strategy.stages - 1
@@ -106,7 +114,9 @@ def simulate(strategy: Strategy, micro_batches: int, forward: Sequence[float], b
     return _line(strategy, lines)
 
 
-def _ready(done: dict[tuple[What, int, int], float], what: What, stage: int, i: int, last: int, hop: float) -> float | None:
+def _ready(
+    done: dict[tuple[What, int, int], float], what: What, stage: int, i: int, last: int, hop: float
+) -> float | None:
     """When what a task reads is there; None: not yet known."""
     before: list[tuple[tuple[What, int, int], float]] = []
     if what == "F" and stage:
@@ -122,10 +132,18 @@ def _ready(done: dict[tuple[What, int, int], float], what: What, stage: int, i: 
     return max((done[key] + wait for key, wait in before), default=0.0)
 
 
-def _zero_bubble(strategy: Strategy, m: int, forward: Sequence[float], backward: Sequence[float], hop: float) -> TimeLine:
-    """Of the ranks that can do something, the one that can do it first does; no rank holds more than pp micro-batches."""
+def _zero_bubble(
+    strategy: Strategy, m: int, forward: Sequence[float], backward: Sequence[float], hop: float
+) -> TimeLine:
+    """Of the ranks that can do something, the one that can do it first does; no rank holds more than pp
+    micro-batches.
+    """
     p = strategy.pp
-    seconds = {"F": forward, "B": [b * (1 - WEIGHTS_SHARE) for b in backward], "W": [b * WEIGHTS_SHARE for b in backward]}
+    seconds = {
+        "F": forward,
+        "B": [b * (1 - WEIGHTS_SHARE) for b in backward],
+        "W": [b * WEIGHTS_SHARE for b in backward],
+    }
     count = {(what, rank): 0 for what in "FBW" for rank in range(p)}
     done: dict[tuple[What, int, int], float] = {}
     lines: list[list[PipelineTask]] = [[] for _ in range(p)]
@@ -161,17 +179,26 @@ def _line(strategy: Strategy, lines: list[list[PipelineTask]]) -> TimeLine:
     return TimeLine(seconds=end, ranks=tuple(map(tuple, lines)), held=tuple(held))
 
 
-def least_seconds(strategy: Strategy, micro_batches: int, forward: Sequence[float], backward: Sequence[float], hop: float) -> float:
-    """No order of the tasks takes less: each rank waits for its first forward, does all its work, and others finish behind it.
+def least_seconds(
+    strategy: Strategy, micro_batches: int, forward: Sequence[float], backward: Sequence[float], hop: float
+) -> float:
+    """No order of the tasks takes less: each rank waits for its first forward, does all its work, and others
+    finish behind it.
 
-    For rank r: Σ of the forwards before its first stage, m times its own work, Σ of the backwards behind its first stage (those of its last
-    task: a zero-bubble rank ends with weights, which nothing waits for).
+    For rank r: Σ of the forwards before its first stage, m times its own work, Σ of the backwards behind its
+    first stage (those of its last task: a zero-bubble rank ends with weights, which nothing waits for).
     """
     p, m = strategy.pp, micro_batches
     best, before, behind = 0.0, 0.0, 0.0
     for rank in range(p):
         own = sum(forward[s] + backward[s] for s in range(rank, strategy.stages, p))
         tail = behind * (1 - WEIGHTS_SHARE if strategy.schedule == "zero-bubble" else 1)
-        best = max(best, before + m * own + (tail if strategy.schedule != "zero-bubble" else 0.0) + (1 + (tail > 0)) * rank * hop)
+        best = max(
+            best,
+            before
+            + m * own
+            + (tail if strategy.schedule != "zero-bubble" else 0.0)
+            + (1 + (tail > 0)) * rank * hop,
+        )
         before, behind = before + forward[rank], behind + backward[rank]
     return best

@@ -1,22 +1,26 @@
-"""What one rank keeps and computes again: its layers' options scaled to it, a bound in closed form, and the exact solve.
+"""What one rank keeps and computes again: its layers' options scaled to it, a bound in closed form, and the
+exact solve.
 
-A rank of a pipeline holds the kept values of k micro-batches at once (bytes.in_flight): those of k − 1 whole, and the one in hand.
-With K = Σ kept, S_i the kept bytes before layer i and B the budget less what stands, an instant of layer i asks
+A rank of a pipeline holds the kept values of k micro-batches at once (bytes.in_flight): those of k − 1 whole,
+and the one in hand. With K = Σ kept, S_i the kept bytes before layer i and B the budget less what stands, an
+instant of layer i asks
 
     (k − 1) · K + S_i + peak_i(o_i) ≤ B        for the highest instant of its forward and of its backward
 
-so under 1F1B only kept bytes have a multiplier. The bound relaxes that to k · K + min_o (peak − kept) ≤ B with options mixed freely:
-a fractional knapsack over the lower hull of (kept, seconds). Like layers are solved by labels (allot.py). Otherwise the exact
-solve gives the chain solver (planner/remat/chain.py) what it knows, a budget and a cap on K: for an interval [a, c] of K
+so under 1F1B only kept bytes have a multiplier. The bound relaxes that to k · K + min_o (peak − kept) ≤ B
+with options mixed freely: a fractional knapsack over the lower hull of (kept, seconds). Like layers are
+solved by labels (allot.py). Otherwise the exact solve gives the chain solver (planner/remat/chain.py) what it
+knows, a budget and a cap on K: for an interval [a, c] of K
 
     relax    S_i + peak_i ≤ B − (k − 1) · a,   K ≤ c          no choice with K in [a, c] is faster: a bound
     it holds where the choice found satisfies the instants above; else the interval is halved
 
-until the best choice is within the gap of the least bound: branch and bound over one number, with the solver's certificates as bounds.
+until the best choice is within the gap of the least bound: branch and bound over one number, with the
+solver's certificates as bounds.
 
-Where ZeRO-3 shards the weights and there is no pipeline, each option comes twice: gathered weights kept from forward to backward
-(its bytes more), or gathered again (the seconds more that the backward does not hide). So keeping and gathering compete with
-activations for the same bytes.
+Where ZeRO-3 shards the weights and there is no pipeline, each option comes twice: gathered weights kept from
+forward to backward (its bytes more), or gathered again (the seconds more that the backward does not hide). So
+keeping and gathering compete with activations for the same bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +68,8 @@ class RankChoice:
 
     Attributes:
         ways: of each of its layers. seconds: extra ones of a micro-batch.
-        kept: bytes of one micro-batch. peak: its highest instant, all that stands included; instant: which one.
+        kept: bytes of one micro-batch. peak: its highest instant, all that stands included; instant: which
+            one.
         bound: no choice within the budget takes fewer extra seconds.
     """
 
@@ -91,10 +96,14 @@ def ways(clock: Clock, layer: Layer, rule: str) -> tuple[RankWay, ...]:
         remade = [replace(way, seconds=way.seconds + again - kept) for way in found]
         found = remade + [
             replace(
-                way, kept=way.kept + weights, forward=way.forward + weights, backward=way.backward + weights, gathered=True
+                way,
+                kept=way.kept + weights,
+                forward=way.forward + weights,
+                backward=way.backward + weights,
+                gathered=True,
             )
             for way in found
-        ]  # fmt: skip
+        ]
     return tuple(sorted(found, key=lambda way: (way.seconds, way.kept)))
 
 
@@ -105,13 +114,24 @@ def _both(clock: Clock, rule: str) -> bool:
 
 def _way(clock: Clock, layer: Layer, option: StrategyOption, scale: float, always: float) -> RankWay:
     s = clock.strategy
-    kept, forward, backward = (int(scale * part.on_rank(s.tp, s.sp)) for part in (option.kept, option.forward, option.backward))
-    return RankWay(kept=kept, forward=forward, backward=backward, seconds=clock.again(layer, option.again) + always, option=option)
+    kept, forward, backward = (
+        int(scale * part.on_rank(s.tp, s.sp)) for part in (option.kept, option.forward, option.backward)
+    )
+    return RankWay(
+        kept=kept,
+        forward=forward,
+        backward=backward,
+        seconds=clock.again(layer, option.again) + always,
+        option=option,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A rank of the pipeline. `copies`: micro-batches that it holds at once. `options`: of each kind of layer and rule."""
+    """A rank of the pipeline.
+
+    `copies`: micro-batches that it holds at once. `options`: of each kind of layer and rule.
+    """
 
     clock: Clock
     place: RankPlace
@@ -146,12 +166,16 @@ class Rank:
     @cached_property
     def head(self) -> int:
         """Bytes at the loss."""
-        return int(held.logits(self.clock.model, self.clock.strategy, self.place)) + (2 * self.stream if self.place.last else 0)
+        return int(held.logits(self.clock.model, self.clock.strategy, self.place)) + (
+            2 * self.stream if self.place.last else 0
+        )
 
     @cached_property
     def leanest(self) -> int:
         """A lower bound of its highest instant with every layer as lean as it can be."""
-        least = sum(count * min(way.kept for way in self.options[kind]) for kind, count in self.counts.items())
+        least = sum(
+            count * min(way.kept for way in self.options[kind]) for kind, count in self.counts.items()
+        )
         return self.base + int(self.copies * least) + self.working
 
     @cached_property
@@ -162,10 +186,15 @@ class Rank:
     @cached_property
     def working(self) -> int:
         """The least that an instant has beside what is kept."""
-        return max(self.head, *(min(way.peak - way.kept for way in self.options[kind]) for kind in self.counts), 0)
+        return max(
+            self.head, *(min(way.peak - way.kept for way in self.options[kind]) for kind in self.counts), 0
+        )
 
     def least_extra(self, budget: int) -> float | None:
-        """No choice within the budget takes fewer extra seconds of a micro-batch; None: none is within it. Closed form."""
+        """No choice within the budget takes fewer extra seconds of a micro-batch; None: none is within it.
+
+        Closed form.
+        """
         if self.leanest > budget:
             return None
         room = (budget - self.base - self.working) / self.copies
@@ -184,7 +213,10 @@ class Rank:
     def seconds(self) -> float:
         """Forward and backward of a micro-batch, nothing computed again; the proof's reference."""
         clock, model = self.clock, self.clock.model
-        inside = sum(sum(t.total for t in (clock.forward(model.layers[k]), clock.backward(model.layers[k]))) for k, _ in self.kinds)
+        inside = sum(
+            sum(t.total for t in (clock.forward(model.layers[k]), clock.backward(model.layers[k])))
+            for k, _ in self.kinds
+        )
         return inside + (sum(clock.head) if self.place.last else 0.0)
 
     def choose(self, budget: int | None) -> RankChoice:
@@ -207,7 +239,10 @@ class Rank:
         """Like layers, several micro-batches at once: solved by labels (allot.py)."""
         (kind,), n = self.counts, len(self.kinds)
         room = budget - self.base
-        options = [(way.kept, max(way.peak, way.kept + (self.head if n == 1 else 0)), way.seconds) for way in self.options[kind]]
+        options = [
+            (way.kept, max(way.peak, way.kept + (self.head if n == 1 else 0)), way.seconds)
+            for way in self.options[kind]
+        ]
         found = allot(options, n, self.copies, room)
         best = None if found is None else self.taken(found.choice, bound=0.0)
         if best is None or best.peak > budget:  # the loss, with all that is kept, is above
@@ -219,7 +254,10 @@ class Rank:
         """The leaner of: every layer keeps the least; every layer works in the least."""
         by = (lambda way: (way.kept, way.peak), lambda way: (way.peak, way.kept))
         found = [
-            self.taken([min(range(len(self.options[k])), key=lambda i: key(self.options[k][i])) for k in self.kinds], bound=0.0)
+            self.taken(
+                [min(range(len(self.options[k])), key=lambda i: key(self.options[k][i])) for k in self.kinds],
+                bound=0.0,
+            )
             for key in by
         ]
         best = min(found, key=lambda chosen: chosen.peak)
@@ -237,7 +275,10 @@ class Rank:
             solves += 1
             try:
                 solution = solve_chain(
-                    self._problem(budget - int((k - 1) * low), high), reference_seconds=self.seconds, gap=GAP, timeout=_SOLVE_SECONDS
+                    self._problem(budget - int((k - 1) * low), high),
+                    reference_seconds=self.seconds,
+                    gap=GAP,
+                    timeout=_SOLVE_SECONDS,
                 )
             except InfeasibleError:
                 continue
@@ -257,41 +298,62 @@ class Rank:
         return sum(max(way.kept for way in self.options[kind]) for kind in self.kinds)
 
     def _problem(self, budget: int, most: int) -> ChainProblem:
-        """The rank's chain: its layers, the loss, and a last stage whose forward is within the budget where K ≤ most."""
-        options = {f"{kind}": tuple(_block_option(way) for way in self.options[kind]) for kind in set(self.kinds)}
-        nothing = BlockOption(kept=frozenset(), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0)
+        """The rank's chain: its layers, the loss, and a last stage whose forward is within the budget where K
+        ≤ most.
+        """
+        options = {
+            f"{kind}": tuple(_block_option(way) for way in self.options[kind]) for kind in set(self.kinds)
+        }
+        nothing = BlockOption(
+            kept=frozenset(), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0
+        )
         stages = [
             BlockStage(name=f"layer {i}", kind=f"{kind}", forward_base=0, backward_base=0)
             for i, kind in zip(self.place.layers, self.kinds, strict=True)
         ]
         ends = [("loss", self.head), ("cap", max(0, budget - self.base - most))]
-        stages += [BlockStage(name=name, kind="end", forward_base=size, backward_base=size if name == "loss" else 0) for name, size in ends]
-        return ChainProblem(base=self.base, budget=max(budget, 1), options={**options, "end": (nothing,)}, stages=tuple(stages))
+        stages += [
+            BlockStage(name=name, kind="end", forward_base=size, backward_base=size if name == "loss" else 0)
+            for name, size in ends
+        ]
+        return ChainProblem(
+            base=self.base,
+            budget=max(budget, 1),
+            options={**options, "end": (nothing,)},
+            stages=tuple(stages),
+        )
 
     def taken(self, choice: Sequence[int], bound: float) -> RankChoice:
         """What these options become: the instants of the module's docstring."""
         taken = [self.options[kind][i] for kind, i in zip(self.kinds, choice, strict=True)]
         total = sum(way.kept for way in taken)
         others = self.base + int((self.copies - 1) * total)
-        instants, before = [(others + total + self.head, "loss" if self.place.last else "end of the forward")], 0
+        instants, before = (
+            [(others + total + self.head, "loss" if self.place.last else "end of the forward")],
+            0,
+        )
         for i, way in zip(self.place.layers, taken, strict=True):
             phase = "backward" if way.backward >= way.forward else "forward"
             instants.append((others + before + way.peak, f"{phase} of layer {i}"))
             before += way.kept
         peak, instant = max(instants)
         return RankChoice(
-            ways=tuple(taken), seconds=sum(way.seconds for way in taken), kept=total, peak=peak, instant=instant, bound=bound
+            ways=tuple(taken), seconds=sum(way.seconds for way in taken), kept=total, peak=peak,
+            instant=instant, bound=bound
         )  # fmt: skip
 
 
 def _block_option(way: RankWay) -> BlockOption:
     return BlockOption(
-        kept=frozenset(), recomputed=(), kept_bytes=way.kept, forward_peak=way.forward, backward_peak=way.backward, seconds=way.seconds
+        kept=frozenset(), recomputed=(), kept_bytes=way.kept, forward_peak=way.forward,
+        backward_peak=way.backward, seconds=way.seconds
     )  # fmt: skip
 
 
 def lower_hull(options: Sequence[RankWay]) -> list[tuple[int, float]]:
-    """(kept, seconds) of the options on the lower convex hull, from the one that keeps least to the fastest."""
+    """(kept, seconds) of the options on the lower convex hull, from the one that keeps least to
+    the fastest.
+    """
     points: list[tuple[int, float]] = []
     for kept, seconds in sorted((way.kept, way.seconds) for way in options):
         if points and seconds >= points[-1][1]:

@@ -1,14 +1,16 @@
-"""The search over all ways to divide a step: every divisor, a bound in closed form for each, the best solved exactly.
+"""The search over all ways to divide a step: every divisor, a bound in closed form for each, the best solved
+exactly.
 
-The axes of a strategy are choices of the whole program, like the loss head or the precision of one device: each case is a strategy whose
-bound (Division.least_seconds) no choice of its ranks is below. Cases are taken in the order of their bounds, each solved rank by rank and
-simulated (a bound is first made tighter by solving the ranks that it looks at); when the next bound is not below the best step
-found, no other division is faster (branch and bound, planner/search.py). So the result is the best of the exhaustive search of the
-simulator, within the gap of the ranks' proofs, and no rule of thumb prunes.
+The axes of a strategy are choices of the whole program, like the loss head or the precision of one device:
+each case is a strategy whose bound (Division.least_seconds) no choice of its ranks is below. Cases are taken
+in the order of their bounds, each solved rank by rank and simulated (a bound is first made tighter by solving
+the ranks that it looks at); when the next bound is not below the best step found, no other division is faster
+(branch and bound, planner/search.py). So the result is the best of the exhaustive search of the simulator,
+within the gap of the ranks' proofs, and no rule of thumb prunes.
 
     minimise    seconds(strategy, choices)
-    over        dp · tp · pp · cp = devices; vpp, zero, micro_batch, sp, offload, schedule, cuts; an option for
-                each layer of each rank
+    over        dp · tp · pp · cp = devices; vpp, zero, micro_batch, sp, offload, schedule, cuts; an option
+                for each layer of each rank
     subject to  peak(rank) · (1 + error) ≤ memory     for every rank ("fits"); without the error where
                                                       nothing does ("marginal")
                 host bytes of a node ≤ its memory, where that is known
@@ -31,10 +33,12 @@ from effcompile.planner.parallel.engines import ENGINES
 from effcompile.planner.parallel.strategy import check_model
 from effcompile.planner.search import Node, Record
 
-#: Exact solves at the most, and beyond the best this many runners-up; both are told where they cut the search short.
+#: Exact solves at the most, and beyond the best this many runners-up; both are told where they cut the search
+#: short.
 MOST_SOLVES, RUNNERS_UP = 64, 5
 _MOST_VPP = 8
-_MOST_TOLD = 2000  # strategies that were not solved for their bounds, as reasons of options that were not taken
+# strategies that were not solved for their bounds, as reasons of options that were not taken
+_MOST_TOLD = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +85,24 @@ class Found:
 
 def words(strategy: Strategy) -> dict[str, str]:
     """What is decided → the option, as the record keeps it."""
-    names = ("dp", "tp", "pp", "vpp", "cp", "zero", "micro_batch", "sp", "schedule", "recompute", "precision", "offload")
-    return {name: f"{getattr(strategy, name):d}" if name == "sp" else str(getattr(strategy, name)) for name in names}
+    names = (
+        "dp",
+        "tp",
+        "pp",
+        "vpp",
+        "cp",
+        "zero",
+        "micro_batch",
+        "sp",
+        "schedule",
+        "recompute",
+        "precision",
+        "offload",
+    )
+    return {
+        name: f"{getattr(strategy, name):d}" if name == "sp" else str(getattr(strategy, name))
+        for name in names
+    }
 
 
 def divisors(n: int) -> list[int]:
@@ -113,14 +133,18 @@ def _one(asked: StrategyFields, name: str, free: list[int]) -> list[int]:
 def _inner(
     problem: DivisionProblem, asked: StrategyFields, engine: Engine, *, pp: int, tp: int, dp: int, cp: int
 ) -> Iterator[dict[str, object]]:
-    """What is chosen within a mesh: zero, micro-batch, sequence parallelism, offload, virtual stages, the rule of recomputation."""
+    """What is chosen within a mesh: zero, micro-batch, sequence parallelism, offload, virtual stages, the
+    rule of recomputation.
+    """
     free: dict[str, list[object]] = {
         "zero": list(_zeros(engine, pp, dp * cp)),
         "micro_batch": list(divisors(problem.global_batch // dp)),
         "sp": [True] if tp > 1 and engine != "ours" else [False, True] if tp > 1 else [False],
         "offload": ["none", "optimizer"] if engine in ("ours", "deepspeed") else ["none"],
         "recompute": ["planned"] if engine == "ours" else ["none", "op", "layer", "full"],
-        "vpp": [1, *range(2, min(_MOST_VPP, problem.model.depth // pp) + 1)] if pp > 1 and engine != "deepspeed" else [1],
+        "vpp": [1, *range(2, min(_MOST_VPP, problem.model.depth // pp) + 1)]
+        if pp > 1 and engine != "deepspeed"
+        else [1],
     }
     if "vpp" not in asked and "schedule" in asked:
         free["vpp"] = [v for v in free["vpp"] if (v != 1) == (asked["schedule"] == "interleaved")]
@@ -144,7 +168,9 @@ def _inner(
 
 
 def _zeros(engine: Engine, pp: int, shards: int) -> tuple[int, ...]:
-    """What may be sharded: nothing alone; gradients and parameters not under a pipeline, which would gather for each micro-batch."""
+    """What may be sharded: nothing alone; gradients and parameters not under a pipeline, which would gather
+    for each micro-batch.
+    """
     if shards == 1:
         return (0,)
     if engine == "fsdp2":
@@ -155,11 +181,22 @@ def _zeros(engine: Engine, pp: int, shards: int) -> tuple[int, ...]:
 
 
 def _cut(problem: DivisionProblem, strategy: Strategy) -> Iterator[Strategy]:
-    """With even stages, and with those that balance the loss head's seconds (and the table's bytes) against layers."""
+    """With even stages, and with those that balance the loss head's seconds (and the table's bytes) against
+    layers.
+    """
     yield strategy
     if strategy.cuts or strategy.pp == 1 or strategy.vpp > 1:
         return
-    key = ("cuts", strategy.tp, strategy.cp, strategy.sp, strategy.micro_batch, strategy.pp, strategy.precision, strategy.engine)
+    key = (
+        "cuts",
+        strategy.tp,
+        strategy.cp,
+        strategy.sp,
+        strategy.micro_batch,
+        strategy.pp,
+        strategy.precision,
+        strategy.engine,
+    )
     if key not in problem.known_cuts:
         problem.known_cuts[key] = balanced(Division(problem=problem, strategy=strategy))
     cuts = problem.known_cuts[key]
@@ -168,7 +205,9 @@ def _cut(problem: DivisionProblem, strategy: Strategy) -> Iterator[Strategy]:
 
 
 def balanced(division: Division) -> tuple[int, ...]:
-    """Layers of each stage such that the slowest takes the least: the head counts as the layers that take as long."""
+    """Layers of each stage such that the slowest takes the least: the head counts as the layers that take as
+    long.
+    """
     model, p = division.problem.model, division.strategy.pp
     each = sum(map(sum, division.plain)) / model.depth
     each -= sum(division.clock.head) / model.depth
@@ -188,7 +227,10 @@ def search(problem: DivisionProblem, asked: StrategyFields, budget: int | None =
     start = time.monotonic()
     if "precision" in asked and asked["precision"] not in problem.target.peak_flops:
         known = ", ".join(problem.target.peak_flops)
-        raise UsageError(f"precision = {asked['precision']}: {problem.target.name} has no such arithmetic. It has: {known}.")
+        raise UsageError(
+            f"precision = {asked['precision']}: {problem.target.name} has no such arithmetic. It has: "
+            f"{known}."
+        )
     limit = problem.memory if budget is None else min(budget, problem.memory)
     found = Found()
     divisions = _divisions(problem, asked, found)
@@ -209,8 +251,8 @@ def _divisions(problem: DivisionProblem, asked: StrategyFields, found: Found) ->
     for strategy in strategies(problem, asked):
         try:
             check_model(
-                strategy, layers=model.depth, heads=model.heads, key_heads=model.key_heads, sequence=model.sequence,
-                global_batch=problem.global_batch,
+                strategy, layers=model.depth, heads=model.heads, key_heads=model.key_heads,
+                sequence=model.sequence, global_batch=problem.global_batch,
             )  # fmt: skip
         except UsageError as error:
             refused = refused or error
@@ -231,15 +273,20 @@ def _host_too_small(division: Division) -> bool:
     if memory is None or division.strategy.offload == "none":
         return False
     per_node = min(division.problem.cluster.per_node, division.strategy.world)
-    return per_node * max(held.host_bytes(division.problem.model, division.strategy, r.place) for r in division.ranks) > memory
+    return (
+        per_node
+        * max(held.host_bytes(division.problem.model, division.strategy, r.place) for r in division.ranks)
+        > memory
+    )
 
 
 def _nothing(problem: DivisionProblem, asked: StrategyFields) -> UsageError:
     given = ", ".join(f"{name}={value}" for name, value in asked.items()) or "any strategy"
     return UsageError(
-        f"{given}: no such strategy divides {problem.cluster.devices} devices, {problem.model.depth} layers, {problem.model.heads} heads "
-        f"({problem.model.key_heads} of keys) and a global batch of {problem.global_batch}. dp × tp × pp × cp must be the number of "
-        "devices, dp × micro_batch divide the batch, and tp the heads."
+        f"{given}: no such strategy divides {problem.cluster.devices} devices, {problem.model.depth} layers, "
+        f"{problem.model.heads} heads ({problem.model.key_heads} of keys) and a global batch of "
+        f"{problem.global_batch}. dp × tp × pp × cp must be the number of devices, dp × micro_batch divide "
+        "the batch, and tp the heads."
     )
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from effcompile.ir.distributed import MOST_COLUMNS, Distributed, RankBytes, RankPeak, RunnerUp, StagePlan, Verdict
+from effcompile.ir.distributed import (
+    MOST_COLUMNS,
+    Distributed,
+    RankBytes,
+    RankPeak,
+    RunnerUp,
+    StagePlan,
+    Verdict,
+)
 from effcompile.planner.parallel import bytes as held
 from effcompile.planner.parallel.division import DivisionProblem, Solved
 from effcompile.planner.parallel.engines import ENGINES
@@ -24,7 +32,14 @@ def verdict_on(peak: int, error: float, limit: int) -> tuple[Verdict, int, int]:
     return "fits" if high <= limit else "no" if low > limit else "marginal", low, high
 
 
-def tell(problem: DivisionProblem, solved: Solved, found: Found, limit: int, fewest: int | None, nearest: tuple[str, ...]) -> Distributed:
+def tell(
+    problem: DivisionProblem,
+    solved: Solved,
+    found: Found,
+    limit: int,
+    fewest: int | None,
+    nearest: tuple[str, ...],
+) -> Distributed:
     """The plan's account of a division. `limit`: bytes that a device may hold."""
     strategy, cluster, engine = solved.strategy, problem.cluster, ENGINES[solved.strategy.engine]
     verdict, low, high = verdict_on(solved.peak_bytes, engine.error, limit)
@@ -54,7 +69,10 @@ def tell(problem: DivisionProblem, solved: Solved, found: Found, limit: int, few
         stages=tuple(_stage(problem, solved, r) for r in range(strategy.pp)),
         ranks=tuple(_ranks(solved, cluster.per_node)),
         memory=memory(solved, solved.fullest),
-        runners_up=tuple(RunnerUp(strategy=s.strategy, seconds=s.seconds, peak_bytes=s.peak_bytes) for s in found.runners_up),
+        runners_up=tuple(
+            RunnerUp(strategy=s.strategy, seconds=s.seconds, peak_bytes=s.peak_bytes)
+            for s in found.runners_up
+        ),
         dropped={reason: count for reason, count in found.dropped.items() if count},
         considered=found.considered,
         fewest=fewest,
@@ -68,7 +86,13 @@ def _ranks(solved: Solved, per_node: int) -> list[RankPeak]:
     where = [s.coordinates(rank) for rank in range(s.world)]
     return [
         RankPeak(
-            rank=rank, node=rank // per_node, dp=at["dp"], tp=at["tp"], pp=at["pp"], cp=at["cp"], peak_bytes=solved.chosen[at["pp"]].peak
+            rank=rank,
+            node=rank // per_node,
+            dp=at["dp"],
+            tp=at["tp"],
+            pp=at["pp"],
+            cp=at["cp"],
+            peak_bytes=solved.chosen[at["pp"]].peak,
         )
         for rank, at in enumerate(where)
     ]
@@ -115,7 +139,9 @@ def ledger(rank: Rank, chosen: RankChoice) -> dict[str, int]:
     """What a rank holds at its highest instant, by kind; it adds up to the peak."""
     parts = {name: int(size) for name, size in rank.standing.items()}
     parts[held.IN_FLIGHT] = int((rank.copies - 1) * chosen.kept)
-    at = next((i for i, layer in enumerate(rank.place.layers) if chosen.instant.endswith(f"layer {layer}")), None)
+    at = next(
+        (i for i, layer in enumerate(rank.place.layers) if chosen.instant.endswith(f"layer {layer}")), None
+    )
     parts[held.KEPT] = chosen.kept if at is None else sum(way.kept for way in chosen.ways[:at])
     parts[held.LOGITS if at is None else held.WORKING] = 0
     rest = chosen.peak - sum(parts.values())
@@ -124,7 +150,9 @@ def ledger(rank: Rank, chosen: RankChoice) -> dict[str, int]:
 
 
 def memory(solved: Solved, r: int) -> tuple[int, ...]:
-    """Bytes of a rank over the step, in columns: layer by layer of every task, with what other micro-batches keep."""
+    """Bytes of a rank over the step, in columns: layer by layer of every task, with what other micro-batches
+    keep.
+    """
     rank, chosen = solved.ranks[r], solved.chosen[r]
     runs = _runs(rank, chosen)
     share = [sum(way.kept for way in run) for run in runs]
@@ -143,7 +171,9 @@ def memory(solved: Solved, r: int) -> tuple[int, ...]:
             before = share[task.stage // solved.strategy.pp]
             for way in reversed(run):
                 before -= way.kept
-                points.append(rank.base + live - share[task.stage // solved.strategy.pp] + before + way.backward)
+                points.append(
+                    rank.base + live - share[task.stage // solved.strategy.pp] + before + way.backward
+                )
             live -= share[task.stage // solved.strategy.pp]
     size = max(1, -(-len(points) // MOST_COLUMNS))
     return tuple(max(points[i : i + size]) for i in range(0, len(points), size))

@@ -1,7 +1,8 @@
 """Where to keep and where to recompute: block frontiers, their allocation along the chain, and the proof.
 
-`block_front` gives the Pareto front of one block (block.py; the mathematics in prove.py), `solve_chain` an option for
-every stage of a chain (chain.py; the constraints in links.py, the certificate in count.py). Knows no torch.
+`block_front` gives the Pareto front of one block (block.py; the mathematics in prove.py), `solve_chain` an
+option for every stage of a chain (chain.py; the constraints in links.py, the certificate in count.py). Knows
+no torch.
 """
 
 from effcompile.planner.remat.block import BlockFront, block_front, joint_front, keep_fronts

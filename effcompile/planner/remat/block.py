@@ -1,8 +1,9 @@
 """`block_front`: the Pareto front of (kept bytes, backward peak, seconds) of one block.
 
-What an option is and what it takes: simulate.py. How values are held decides everything else, so a block of n values has
-at most 2^n options, (2 + f)^n where each may be held in f other forms; and where host bytes are scarce, they are a fourth
-measure of the front. Three stages find the front and one proves it, and each only adds to what the one before found:
+What an option is and what it takes: simulate.py. How values are held decides everything else, so a block of n
+values has at most 2^n options, (2 + f)^n where each may be held in f other forms; and where host bytes are
+scarce, they are a fourth measure of the front. Three stages find the front and one proves it, and each only
+adds to what the one before found:
 
     greedy     keep all; keep what must be; and, as a min-cut would, keep what takes long to make per byte,
                for every threshold; the same with what is kept, or not, in one of its other forms: always
@@ -15,7 +16,8 @@ measure of the front. Three stages find the front and one proves it, and each on
     check      every option's figures come from the simulator, which knows nothing of the other two
                                                                                    `simulate.option`
 
-Seconds are compared in whole ticks: exactly where 2^30 of them make up the block's time, else rounded up to that.
+Seconds are compared in whole ticks: exactly where 2^30 of them make up the block's time, else rounded up to
+that.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ _SEARCH_SHARE = 0.8  # of the time; the rest is z3's
 _MOST_KNOWN = 1000
 _LEVELS = 16  # thresholds of the greedy options, about
 _WORTH_KEEPING = 0.02  # seconds of search
-#: Problem and points (their hash) → seconds that were given, and the front: subsets of levers have most of their problems in common.
+#: Problem and points (their hash) → seconds that were given, and the front: subsets of levers have most of
+#: their problems in common.
 _known: dict[str, tuple[float, BlockFront]] = {}
-#: Problem without its prices → its leanest options at other prices: a budget that was feasible stays so when operators are timed again.
+#: Problem without its prices → its leanest options at other prices: a budget that was feasible stays so when
+#: operators are timed again.
 _leanest: dict[str, tuple[BlockOption, ...]] = {}
 _fresh: dict[str, KeptFront] = {}  # found here and not yet kept for later processes
 _from_disk: dict[Path, kept.Kept] = {}
@@ -75,22 +79,28 @@ class BlockFront:
 
 
 def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> BlockFront:
-    """The Pareto front of (kept_bytes, backward_peak, seconds), least seconds first, and whether it is complete and proven.
+    """The Pareto front of (kept_bytes, backward_peak, seconds), least seconds first, and whether it is
+    complete and proven.
 
-    A front that this process has found is not looked for again, unless it is not complete and there is more time now. What was leanest
-    of it, or of the block at other prices, is among the options however early the time is up.
+    A front that this process has found is not looked for again, unless it is not complete and there is more
+    time now. What was leanest of it, or of the block at other prices, is among the options however early the
+    time is up.
 
     Args:
         problem: the block.
         timeout: seconds; then what has been found until then, at the least the greedy options.
-        points: of a larger front about evenly many are left, among them the least seconds, kept bytes and peak.
+        points: of a larger front about evenly many are left, among them the least seconds, kept bytes and
+            peak.
 
     Raises:
         UsageError: the block contradicts itself, or timeout or points is not positive.
     """
     check_block(problem)
     if not (math.isfinite(timeout) and timeout > 0) or points < 3:
-        raise UsageError(f"timeout = {timeout!r}, points = {points!r}: give a positive number of seconds, and at least 3 points.")
+        raise UsageError(
+            f"timeout = {timeout!r}, points = {points!r}: give a positive number of seconds, and at least "
+            "3 points."
+        )
     timeout = effort.allowed(timeout)
     key, alike = hashed(problem, points), hashed(_unpriced(problem), points)
     given, front = _known.get(key) or _read(key, problem)
@@ -127,8 +137,8 @@ def _read(key: str, problem: BlockProblem) -> tuple[float, BlockFront | None]:
         return 0.0, None
     solver = f"z3 {z3.get_version_string()}"
     front = BlockFront(
-        options=tuple(_pareto(list(options), problem.scarce)), found=found.found, complete=found.complete, proven=found.proven,
-        solver=solver, seconds=found.seconds,
+        options=tuple(_pareto(list(options), problem.scarce)), found=found.found, complete=found.complete,
+        proven=found.proven, solver=solver, seconds=found.seconds,
     )  # fmt: skip
     return found.given, front
 
@@ -136,20 +146,30 @@ def _read(key: str, problem: BlockProblem) -> tuple[float, BlockFront | None]:
 def _as_kept(problem: BlockProblem, given: float, front: BlockFront) -> KeptFront:
     values, forms = kept.values_of(front.options, problem)
     return KeptFront(
-        given=given, seconds=front.seconds, found=front.found, complete=front.complete, proven=front.proven, kept=values, forms=forms
+        given=given, seconds=front.seconds, found=front.found, complete=front.complete, proven=front.proven,
+        kept=values, forms=forms
     )  # fmt: skip
 
 
 def _unpriced(problem: BlockProblem) -> BlockProblem:
     """The block as if nothing took any time."""
-    forms = {name: tuple(replace(form, seconds=0.0, out=0.0, back=0.0) for form in of) for name, of in problem.forms.items()}
-    return replace(problem, forward=tuple(replace(op, seconds=0.0) for op in problem.forward), forms=forms, hidden=None)
+    forms = {
+        name: tuple(replace(form, seconds=0.0, out=0.0, back=0.0) for form in of)
+        for name, of in problem.forms.items()
+    }
+    return replace(
+        problem, forward=tuple(replace(op, seconds=0.0) for op in problem.forward), forms=forms, hidden=None
+    )
 
 
 def _lean(options: tuple[BlockOption, ...]) -> tuple[BlockOption, ...]:
     """Those that some budget needs, whatever they cost."""
     taken = {o: (o.kept_bytes, o.forward_peak, o.backward_peak, o.host_bytes) for o in options}
-    return tuple(o for o, mine in taken.items() if not any(all(map(le, other, mine)) for other in taken.values() if other != mine))
+    return tuple(
+        o
+        for o, mine in taken.items()
+        if not any(all(map(le, other, mine)) for other in taken.values() if other != mine)
+    )
 
 
 def _found(problem: BlockProblem, timeout: float, points: int, others: Iterable[BlockOption]) -> BlockFront:
@@ -180,24 +200,39 @@ def _passes(until: float) -> Iterator[int]:
 
 
 def joint_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> BlockFront:
-    """`block_front`, and where values have other forms the fronts without any of them, and without recomputation, too.
+    """`block_front`, and where values have other forms the fronts without any of them, and without
+    recomputation, too.
 
-    So however early the time is up, and whatever thinning leaves out, all levers together are never worse than
-    recomputation alone or the forms alone. Up to three times `points` options; each part has a third of the time.
+    So however early the time is up, and whatever thinning leaves out, all levers together are never worse
+    than recomputation alone or the forms alone. Up to three times `points` options; each part has a third of
+    the time.
     """
     if not problem.forms:
         return block_front(problem, timeout=timeout, points=points)
     still = tuple(replace(op, repeatable=False) for op in problem.forward)
     parts = (problem, replace(problem, forms={}, hidden=None, scarce=False), replace(problem, forward=still))
-    fronts = [block_front(part, timeout=timeout / 3, points=points) for i, part in enumerate(parts) if part not in parts[:i]]
+    fronts = [
+        block_front(part, timeout=timeout / 3, points=points)
+        for i, part in enumerate(parts)
+        if part not in parts[:i]
+    ]
     options = _pareto([o for front in fronts for o in front.options], problem.scarce)
-    return replace(fronts[0], options=tuple(options), found=max(fronts[0].found, len(options)), seconds=sum(f.seconds for f in fronts))
+    return replace(
+        fronts[0],
+        options=tuple(options),
+        found=max(fronts[0].found, len(options)),
+        seconds=sum(f.seconds for f in fronts),
+    )
 
 
 def _option(problem: BlockProblem, small: Layout, codes: frozenset[int]) -> BlockOption | None:
     held = [small.held(code) for code in codes]
     forms = {small.names[v]: form.name for v, form in held if form is not None}
-    return option(problem, (name for v, form in held if form is None and (name := small.names[v]) in problem.nbytes), forms)
+    return option(
+        problem,
+        (name for v, form in held if form is None and (name := small.names[v]) in problem.nbytes),
+        forms,
+    )
 
 
 def _greedy(small: Layout, front: Front) -> None:
@@ -207,9 +242,15 @@ def _greedy(small: Layout, front: Front) -> None:
     """
     grid = Grid(small)
     depth = max(map(len, small.forms), default=0)
-    worth = [small.ticks[u] / max(1, small.size[v]) if (u := small.maker[v]) >= 0 else math.inf for v in range(len(small.names))]
+    worth = [
+        small.ticks[u] / max(1, small.size[v]) if (u := small.maker[v]) >= 0 else math.inf
+        for v in range(len(small.names))
+    ]
     levels = sorted(set(worth))
-    tried = [frozenset(v for v, w in enumerate(worth) if w >= level) for level in [*levels[:: max(1, len(levels) // _LEVELS)], math.inf]]
+    tried = [
+        frozenset(v for v, w in enumerate(worth) if w >= level)
+        for level in [*levels[:: max(1, len(levels) // _LEVELS)], math.inf]
+    ]
     tried += [some for kept in tried for m in range(depth) for some in _in_form(small, kept, m)]
     for chosen in dict.fromkeys(tried):
         point, codes, _ = replayed(small, grid, chosen)
@@ -219,28 +260,43 @@ def _greedy(small: Layout, front: Front) -> None:
 def _in_form(small: Layout, kept: frozenset[int], m: int) -> list[frozenset[int]]:
     """The kept values, the others, or all of them in their m-th form where they have one."""
     coded = {v: small.code(v, m) for v, forms in enumerate(small.forms) if m < len(forms)}
-    moved, added = frozenset(coded.get(v, v) for v in kept), frozenset(c for v, c in coded.items() if v not in kept)
+    moved, added = (
+        frozenset(coded.get(v, v) for v in kept),
+        frozenset(c for v, c in coded.items() if v not in kept),
+    )
     return [moved, kept | added, moved | added]
 
 
 def _pareto(options: list[BlockOption], scarce: bool) -> list[BlockOption]:
-    """In order of seconds, what no other option covers. Ticks and seconds may differ in what they cover by rounding."""
+    """In order of seconds, what no other option covers.
+
+    Ticks and seconds may differ in what they cover by rounding.
+    """
     left: list[BlockOption] = []
     host = (lambda o: o.host_bytes) if scarce else lambda _: 0
-    for o in sorted(options, key=lambda o: (o.seconds, o.kept_bytes, o.backward_peak, host(o), o.forward_peak)):
-        if not any(p.kept_bytes <= o.kept_bytes and p.backward_peak <= o.backward_peak and host(p) <= host(o) for p in left):
+    for o in sorted(
+        options, key=lambda o: (o.seconds, o.kept_bytes, o.backward_peak, host(o), o.forward_peak)
+    ):
+        if not any(
+            p.kept_bytes <= o.kept_bytes and p.backward_peak <= o.backward_peak and host(p) <= host(o)
+            for p in left
+        ):
             left.append(o)
     return left
 
 
 def thinned(options: list[BlockOption], points: int, *, scarce: bool = False) -> list[BlockOption]:
-    """The extremes, then again and again the option that is farthest from all chosen ones, each measure scaled to its range.
+    """The extremes, then again and again the option that is farthest from all chosen ones, each measure
+    scaled to its range.
 
     Host bytes are a measure where they are `scarce`.
     """
     if len(options) <= points:
         return options
-    rows = np.array([[o.kept_bytes, o.backward_peak, o.seconds, o.host_bytes if scarce else 0] for o in options], dtype=np.float64)
+    rows = np.array(
+        [[o.kept_bytes, o.backward_peak, o.seconds, o.host_bytes if scarce else 0] for o in options],
+        dtype=np.float64,
+    )
     rows = (rows - rows.min(axis=0)) / (rows.max(axis=0) - rows.min(axis=0)).clip(1e-30)
     everyone = range(len(options))
     chosen = [

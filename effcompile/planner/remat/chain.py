@@ -1,7 +1,9 @@
-"""`solve_chain`: an option for every stage and groups where they pay, for least extra seconds within the budget.
+"""`solve_chain`: an option for every stage and groups where they pay, for least extra seconds within the
+budget.
 
-The constraints stand in links.py. Identical stages are counted, and z3's final unsat of "cheaper than the bound" is the
-certificate (count.py); a dynamic program finds the choice, and is itself a proof where nothing had to be dropped (walk.py).
+The constraints stand in links.py. Identical stages are counted, and z3's final unsat of "cheaper than the
+bound" is the certificate (count.py); a dynamic program finds the choice, and is itself a proof where nothing
+had to be dropped (walk.py).
 
     1  groups     the chain as it is, and with its groupable runs cut into groups of one size, for each
                   size                                                                             `variants`
@@ -10,9 +12,10 @@ certificate (count.py); a dynamic program finds the choice, and is itself a proo
                   it finds such a choice instead, the target is bisected between the proven bound and the
                   best                                                                             `_prove`
 
-Optimal means: among the options given, and among groupings of one size per run. A grouping whose re-runs alone take as
-long as the best choice needs no proof. With gap 0, or where `walk` is exact, more budget never takes more seconds; else
-two budgets may come out of order by up to the gap. `chain_frontier` puts them in order.
+Optimal means: among the options given, and among groupings of one size per run. A grouping whose re-runs
+alone take as long as the best choice needs no proof. With gap 0, or where `walk` is exact, more budget never
+takes more seconds; else two budgets may come out of order by up to the gap. `chain_frontier` puts them in
+order.
 """
 
 from __future__ import annotations
@@ -34,13 +37,17 @@ from effcompile.planner.remat.problem import ChainProblem, ChainSolution
 from effcompile.planner.remat.walk import feasible, walk
 
 _COARSE, _MOST = 200, 40_000  # labels per stage in the first pass, and in any
-_QUICK, _SLOW = 4_000_000, 400_000_000  # labels × ways × stages in the second pass, before and after z3 has tried
-_FIND_SHARE, _PROVE_SHARE, _DONE_SHARE = 0.4, 0.65, 0.9  # of the time, when find, prove, find again must be done
+# labels × ways × stages in the second pass, before and after z3 has tried
+_QUICK, _SLOW = 4_000_000, 400_000_000
+# of the time, when find, prove, find again must be done
+_FIND_SHARE, _PROVE_SHARE, _DONE_SHARE = 0.4, 0.65, 0.9
 _GRAINS = 16  # z3's grain loses at most the gap's 16th over the whole chain
 
 
 class _State:
-    """The best choice so far, and per chain the ticks that no choice of it is below: proven by z3, or at all."""
+    """The best choice so far, and per chain the ticks that no choice of it is below: proven by
+    z3, or at all.
+    """
 
     def __init__(self, chains: list[ChainLinks], links: ChainLinks, choice: tuple[int, ...]) -> None:
         self.chains, self.links, self.choice = chains, links, choice
@@ -67,7 +74,9 @@ class _State:
             self.z3_lower[number] = max(self.z3_lower[number], bound)
 
 
-def solve_chain(problem: ChainProblem, *, reference_seconds: float, gap: float = 0.01, timeout: float = 5.0) -> ChainSolution:
+def solve_chain(
+    problem: ChainProblem, *, reference_seconds: float, gap: float = 0.01, timeout: float = 5.0
+) -> ChainSolution:
     """Choose an option per stage, and groups, for least extra seconds with every instant within the budget.
 
     Args:
@@ -78,10 +87,13 @@ def solve_chain(problem: ChainProblem, *, reference_seconds: float, gap: float =
 
     Raises:
         UsageError: the problem, reference_seconds, gap or timeout is malformed.
-        InfeasibleError: nothing is within the budget: proven. `.nearest["memory"]` is the smallest budget that is.
+        InfeasibleError: nothing is within the budget: proven. `.nearest["memory"]` is the smallest budget
+            that is.
     """
     check_chain(problem)
-    if not (math.isfinite(gap) and gap >= 0) or not all(math.isfinite(x) and x > 0 for x in (timeout, reference_seconds)):
+    if not (math.isfinite(gap) and gap >= 0) or not all(
+        math.isfinite(x) and x > 0 for x in (timeout, reference_seconds)
+    ):
         raise UsageError(
             f"gap = {gap!r}, timeout = {timeout!r}, reference_seconds = {reference_seconds!r}: "
             "gap must be ≥ 0 (0.01 is 1 % of the reference), the others positive numbers of seconds."
@@ -97,7 +109,8 @@ def solve_chain(problem: ChainProblem, *, reference_seconds: float, gap: float =
     for links, _ in possible:
         if links.fits(links.fastest, budget):
             state.take(links, links.fastest)
-    slack = max(0, int(Fraction(gap) * Fraction(reference_seconds) / links.tick) - 2 * len(problem.stages))  # less what rounding loses
+    # less what rounding loses
+    slack = max(0, int(Fraction(gap) * Fraction(reference_seconds) / links.tick) - 2 * len(problem.stages))
     _find(state, budget, _QUICK, start + _FIND_SHARE * timeout)
     if not _prove(state, budget, slack, start + _PROVE_SHARE * timeout):
         _find(state, budget, _SLOW, start + _DONE_SHARE * timeout)
@@ -106,7 +119,10 @@ def solve_chain(problem: ChainProblem, *, reference_seconds: float, gap: float =
 
 
 def _find(state: _State, budget: int, labels: int, deadline: float) -> None:
-    """Improve the choice by the dynamic program, in passes of more and more labels. `lower` rises where one was exact."""
+    """Improve the choice by the dynamic program, in passes of more and more labels.
+
+    `lower` rises where one was exact.
+    """
     for number, links in enumerate(state.chains):
         most = min(_MOST, max(50, labels // sum(len(link.ways) for link in links.links)))
         for room in dict.fromkeys((min(_COARSE, most), most)):
@@ -120,7 +136,10 @@ def _find(state: _State, budget: int, labels: int, deadline: float) -> None:
 
 
 def _prove(state: _State, budget: int, slack: int, deadline: float) -> bool:
-    """z3 raises the bounds, or finds better, until they are within the slack of each other. False at the deadline."""
+    """z3 raises the bounds, or finds better, until they are within the slack of each other.
+
+    False at the deadline.
+    """
     target = state.value - slack
     while (low := min(state.z3_lower)) < state.value - slack:
         number = state.z3_lower.index(low)
@@ -141,13 +160,19 @@ def _prove(state: _State, budget: int, slack: int, deadline: float) -> bool:
     return True
 
 
-def _solution(problem: ChainProblem, state: _State, smallest: int, reference: float, gap: float, start: float) -> ChainSolution:
+def _solution(
+    problem: ChainProblem, state: _State, smallest: int, reference: float, gap: float, start: float
+) -> ChainSolution:
     choice = tuple(link.ways[c].index for link, c in zip(state.links.links, state.choice, strict=True))
     rerun = [s.rerun_seconds for g in state.links.groups for s in problem.stages[g.first : g.last]]
-    seconds = math.fsum([*(problem.options[s.kind][i].seconds for s, i in zip(problem.stages, choice, strict=True)), *rerun])
+    seconds = math.fsum(
+        [*(problem.options[s.kind][i].seconds for s, i in zip(problem.stages, choice, strict=True)), *rerun]
+    )
     bound = min(rounded_down(state.bound * state.links.tick), seconds)
     proven = (state.value - state.bound) * state.links.tick <= Fraction(gap) * Fraction(reference)
-    by_walk = proven and (state.value - min(state.z3_lower)) * state.links.tick > Fraction(gap) * Fraction(reference)
+    by_walk = proven and (state.value - min(state.z3_lower)) * state.links.tick > Fraction(gap) * Fraction(
+        reference
+    )
     single = len(state.chains) == 1 and all(len(problem.options[s.kind]) == 1 for s in problem.stages)
     effort.spend(took := time.monotonic() - start)
     return ChainSolution(
@@ -180,15 +205,21 @@ def frontier_budgets(problem: ChainProblem, points: int = 20) -> list[int]:
     return sorted({low + (max(high, low) - low) * i // (points - 1) for i in range(points)})
 
 
-def chain_frontier(problem: ChainProblem, *, reference_seconds: float, points: int = 20, gap: float = 0.01) -> list[ChainSolution]:
-    """Least seconds for budgets from the smallest feasible one to the unlimited optimum's (`frontier_budgets`), in that order.
+def chain_frontier(
+    problem: ChainProblem, *, reference_seconds: float, points: int = 20, gap: float = 0.01
+) -> list[ChainSolution]:
+    """Least seconds for budgets from the smallest feasible one to the unlimited optimum's
+    (`frontier_budgets`), in that order.
 
-    Never more seconds than at a smaller budget: where the solver's gap left that open, the smaller budget's choice is
-    taken over, with the larger one's bound. Three seconds at most for each point. The problem's own budget is left aside.
+    Never more seconds than at a smaller budget: where the solver's gap left that open, the smaller budget's
+    choice is taken over, with the larger one's bound. Three seconds at most for each point. The problem's own
+    budget is left aside.
     """
     found: list[ChainSolution] = []
     for budget in frontier_budgets(problem, points):
-        solution = solve_chain(replace(problem, budget=budget), reference_seconds=reference_seconds, gap=gap, timeout=3.0)
+        solution = solve_chain(
+            replace(problem, budget=budget), reference_seconds=reference_seconds, gap=gap, timeout=3.0
+        )
         if found and found[-1].seconds < solution.seconds:
             before, bound = found[-1], min(solution.bound, found[-1].seconds)
             left = (before.seconds - bound) / reference_seconds

@@ -1,8 +1,9 @@
-"""z3's certificate for a chain: it refutes "some choice within the budget takes fewer than T ticks", or exhibits one.
+"""z3's certificate for a chain: it refutes "some choice within the budget takes fewer than T ticks", or
+exhibits one.
 
-Of the chain's instants (links.py) only some are *stated*. Between two stated ones, stages with the same ways are
-interchangeable: only how many of them take a way is a variable, not which. With integers n_cw ≥ 0 for class c of such
-stages and way w (a stage with a stated instant is a class of its own):
+Of the chain's instants (links.py) only some are *stated*. Between two stated ones, stages with the same ways
+are interchangeable: only how many of them take a way is a variable, not which. With integers n_cw ≥ 0 for
+class c of such stages and way w (a stage with a stated instant is a class of its own):
 
     (1) one way each      Σ_w n_cw = |c|
     (2) stated instants   Σ_{c before i} Σ_w kept_w n_cw + Σ_w peak_w n_iw ≤ budget − (what is there beside)
@@ -10,22 +11,27 @@ stages and way w (a stage with a stated instant is a class of its own):
     (4) surrogates        Q·(3) + p·(2) for each stated instant, integers Q, p ≥ 0
     (5) host              Σ_c Σ_w host_w n_cw ≤ H, where host bytes are scarce
 
-(4) follows from (2) and (3) and changes no answer, but with p / Q the multiplier of the Lagrangian it is what refutes the linear
-relaxation, which z3 takes long to find when all stages differ (as in planner/certify.py). With the least weight of every class taken
-off it says Σ_c Σ_w d_w n_cw ≤ left, all d ≥ 0: a way with d_w > left is in no choice that is asked for, and is left out (reduced-cost
-fixing: Nemhauser and Wolsey 1988, II.5.2). Of some 35 ways of a stage a few remain.
+(4) follows from (2) and (3) and changes no answer, but with p / Q the multiplier of the Lagrangian it is what
+    refutes the linear
+relaxation, which z3 takes long to find when all stages differ (as in planner/certify.py). With the least
+weight of every class taken off it says Σ_c Σ_w d_w n_cw ≤ left, all d ≥ 0: a way with d_w > left is in no
+choice that is asked for, and is left out (reduced-cost fixing: Nemhauser and Wolsey 1988, II.5.2). Of some 35
+ways of a stage a few remain.
 
-Instants left out only make the system weaker, so unsat is a proof for the chain, in whatever order options stand along
-it. A model is spread over the stages, in a few orders (`_ORDERS`), and checked at every instant. If none fits, an instant
-that was violated is stated and z3 is asked again; with all stated, every stage is its own class and the system exact.
+Instants left out only make the system weaker, so unsat is a proof for the chain, in whatever order options
+stand along it. A model is spread over the stages, in a few orders (`_ORDERS`), and checked at every instant.
+If none fits, an instant that was violated is stated and z3 is asked again; with all stated, every stage is
+its own class and the system exact.
 
-Why the first order is tried first (exchange argument): let a and b be options of two neighbouring stages of one class with
-the same bytes beside, and d = backward − kept. In the order a, b the higher of the two backwards is
-max(d_a + kept_a, d_b + kept_a + kept_b) above what was there. If d_a ≥ d_b that is at most d_a + kept_a + kept_b, which
-the order b, a reaches. So among such stages those of greater d go first, and no other order does better, as long as the
-forward, whose d may order them otherwise, does not bind. Nothing that is proven rests on it.
+Why the first order is tried first (exchange argument): let a and b be options of two neighbouring stages of
+one class with the same bytes beside, and d = backward − kept. In the order a, b the higher of the two
+backwards is max(d_a + kept_a, d_b + kept_a + kept_b) above what was there. If d_a ≥ d_b that is at most d_a +
+kept_a + kept_b, which the order b, a reaches. So among such stages those of greater d go first, and no other
+order does better, as long as the forward, whose d may order them otherwise, does not bind. Nothing that is
+proven rests on it.
 
-Bytes are exact, divided by their common divisor; ticks may be divided by a grain and rounded down, which weakens (3).
+Bytes are exact, divided by their common divisor; ticks may be divided by a grain and rounded down, which
+weakens (3).
 """
 
 from __future__ import annotations
@@ -70,11 +76,18 @@ class Certifier:
 
     def tight(self, choice: Sequence[int]) -> None:
         """State the two highest instants of a choice, and those at its last stage."""
-        loads = [(load, i, phase) for i, pair in enumerate(self.links.instants(choice)) for phase, load in enumerate(pair)]
+        loads = [
+            (load, i, phase)
+            for i, pair in enumerate(self.links.instants(choice))
+            for phase, load in enumerate(pair)
+        ]
         self.stated.update((i, phase) for _, i, phase in sorted(loads, reverse=True)[:_MOST_STATED])
 
     def cheaper(self, target: int, *, grain: int, deadline: float) -> CountVerdict:
-        """Is there a choice within the budget of fewer than `target` ticks? Sound either way; "unknown" at the deadline."""
+        """Decide whether there is a choice within the budget of fewer than `target` ticks.
+
+        Sound either way; "unknown" at the deadline.
+        """
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -93,7 +106,11 @@ class Certifier:
                 grain = 1  # the choice fits, and was not cheaper than the target only by the grain
 
     def _state(self, choice: Sequence[int]) -> bool:
-        loads = [(load, i, phase) for i, pair in enumerate(self.links.instants(choice)) for phase, load in enumerate(pair)]
+        loads = [
+            (load, i, phase)
+            for i, pair in enumerate(self.links.instants(choice))
+            for phase, load in enumerate(pair)
+        ]
         over = sorted((x for x in loads if x[0] > self.budget), reverse=True)
         self.stated.update((i, phase) for _, i, phase in over[:_MOST_STATED])
         return bool(over)
@@ -101,14 +118,25 @@ class Certifier:
 
 @dataclass(frozen=True, slots=True)
 class _Surrogate:
-    """(4) of one instant: per class, how much more each way weighs than its least, and what all stages may weigh more together."""
+    """(4) of one instant: per class, how much more each way weighs than its least, and what all stages may
+    weigh more together.
+    """
 
     above: list[dict[int, int]]
     left: int
 
     def stated(self, counts: list[dict[int, z3.ArithRef]]) -> z3.BoolRef:
         """To z3."""
-        return _sum([(d, numbers[w]) for row, numbers in zip(self.above, counts, strict=True) for w, d in row.items()]) <= self.left
+        return (
+            _sum(
+                [
+                    (d, numbers[w])
+                    for row, numbers in zip(self.above, counts, strict=True)
+                    for w, d in row.items()
+                ]
+            )
+            <= self.left
+        )
 
 
 class _System:
@@ -119,19 +147,30 @@ class _System:
         self.classes = _classes(links, {i for i, _ in stated})
         self.ways = [list(enumerate(links.links[members[0]].ways)) for members in self.classes]
 
-    def solve(self, target: int, grain: int, seconds: float) -> tuple[z3.CheckSatResult, list[dict[int, int]]]:
+    def solve(
+        self, target: int, grain: int, seconds: float
+    ) -> tuple[z3.CheckSatResult, list[dict[int, int]]]:
         """z3's answer and, where there is one, per class the number of stages that take each of its ways."""
         surrogates = self._reduce(target)
         counts = [{w: z3.Int(f"n{c}_{w}") for w, _ in ways} for c, ways in enumerate(self.ways)]
-        if any(surrogate.left < 0 for surrogate in surrogates):  # hopeless, and z3's simplex says so at once when asked for nothing else
+        if any(surrogate.left < 0 for surrogate in surrogates):
+            # hopeless, and z3's simplex says so at once when asked for nothing else
             alone = z3.Solver()
-            alone.add(*(n >= 0 for numbers in counts for n in numbers.values()), *(s.stated(counts) for s in surrogates))
+            alone.add(
+                *(n >= 0 for numbers in counts for n in numbers.values()),
+                *(s.stated(counts) for s in surrogates),
+            )
             return ask(alone)[0], []
         solver = z3.SolverFor("QF_LIA")
         for members, numbers in zip(self.classes, counts, strict=True):
             solver.add(z3.Sum([*numbers.values()]) == len(members), *(n >= 0 for n in numbers.values()))
-        solver.add(*(self._instant(i, phase, counts) for i, phase in sorted(self.stated)), *(s.stated(counts) for s in surrogates))
-        pairs = [(way, numbers[w]) for ways, numbers in zip(self.ways, counts, strict=True) for w, way in ways]
+        solver.add(
+            *(self._instant(i, phase, counts) for i, phase in sorted(self.stated)),
+            *(s.stated(counts) for s in surrogates),
+        )
+        pairs = [
+            (way, numbers[w]) for ways, numbers in zip(self.ways, counts, strict=True) for w, way in ways
+        ]
         if self.links.host is not None:
             solver.add(_sum([(way.host, n) for way, n in pairs]) <= self.links.host)
         solver.add(_sum([(way.ticks // grain, n) for way, n in pairs]) <= (target - 1) // grain)
@@ -139,10 +178,15 @@ class _System:
         answer, model = ask(solver)
         if model is None:
             return answer, []
-        return answer, [{w: model.eval(n, model_completion=True).as_long() for w, n in numbers.items()} for numbers in counts]
+        return answer, [
+            {w: model.eval(n, model_completion=True).as_long() for w, n in numbers.items()}
+            for numbers in counts
+        ]
 
     def _reduce(self, target: int) -> list[_Surrogate]:
-        """Leave out ways until no stated instant's surrogate leaves out more: these surrogates, or one that nothing satisfies."""
+        """Leave out ways until no stated instant's surrogate leaves out more: these surrogates, or one that
+        nothing satisfies.
+        """
         left_out = True
         while left_out:
             before, surrogates = sum(map(len, self.ways)), []
@@ -151,13 +195,20 @@ class _System:
                 if surrogate.left < 0:
                     return [surrogate]
                 pairs = zip(self.ways, surrogate.above, strict=True)
-                self.ways = [[(w, way) for w, way in ways if above[w] <= surrogate.left] for ways, above in pairs]
+                self.ways = [
+                    [(w, way) for w, way in ways if above[w] <= surrogate.left] for ways, above in pairs
+                ]
             left_out = sum(map(len, self.ways)) < before
         return surrogates
 
     def _instant(self, i: int, phase: int, counts: list[dict[int, z3.ArithRef]]) -> z3.BoolRef:
         used, room = self._row(i, phase)
-        terms = [(a, n) for row, numbers in zip(used, counts, strict=True) for a, n in zip(row, numbers.values(), strict=True) if a]
+        terms = [
+            (a, n)
+            for row, numbers in zip(used, counts, strict=True)
+            for a, n in zip(row, numbers.values(), strict=True)
+            if a
+        ]
         unit = gcd(*(c for c, _ in terms)) or 1
         return _sum([(c // unit, n) for c, n in terms]) <= room // unit
 
@@ -210,7 +261,10 @@ def _multiplier(ticks: list[list[int]], used: list[list[int]], sizes: list[int],
     """p that makes Σ_c |c| min_w (Q ticks_w + p bytes_w) − p room, which is concave in it, about greatest."""
 
     def dual(p: float) -> float:
-        lows = (n * min(_Q * t + p * a for t, a in zip(ts, row, strict=True)) for n, ts, row in zip(sizes, ticks, used, strict=True))
+        lows = (
+            n * min(_Q * t + p * a for t, a in zip(ts, row, strict=True))
+            for n, ts, row in zip(sizes, ticks, used, strict=True)
+        )
         return sum(lows) - p * room
 
     low, high = -10.0, 60.0  # of log2 p

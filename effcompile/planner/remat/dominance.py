@@ -1,7 +1,9 @@
-"""Which rows of numbers no other row is as good as or better than, in every column: the Pareto front of thousands of rows.
+"""Which rows of numbers no other row is as good as or better than, in every column: the Pareto front of
+thousands of rows.
 
-Rows in order of their sum can only be covered by earlier ones. Some hundred at a time are compared with those that are left
-of the earlier, and with each other: first all pairs in a few columns, then the pairs that are left in the others.
+Rows in order of their sum can only be covered by earlier ones. Some hundred at a time are compared with those
+that are left of the earlier, and with each other: first all pairs in a few columns, then the pairs that are
+left in the others.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _COLUMNS = 16  # compared at a time of the pairs that are left
 
 
 def undominated(rows: Matrix) -> NDArray[np.intp]:
-    """Indices of rows (n, columns) that no other covers: is nowhere larger than. Of equal rows the first stays; sums ascend.
+    """Indices of rows (n, columns) that no other covers: is nowhere larger than.
+
+    Of equal rows the first stays; sums ascend.
 
     Sums of rows are compared as doubles: of rows whose sums differ by less, one that is covered may stay.
     """

@@ -1,6 +1,9 @@
-"""Fronts of blocks kept between plans: how each option holds its values. Figures are computed anew when a front is read.
+"""Fronts of blocks kept between plans: how each option holds its values.
 
-A block is known by the hash of its problem, figures and all: a block whose operators were measured anew is another one.
+Figures are computed anew when a front is read.
+
+A block is known by the hash of its problem, figures and all: a block whose operators were measured anew is
+another one.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class KeptFront(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         given: seconds that the search had. seconds: that it took.
         found, complete, proven: as in BlockFront.
-        kept: option → the values it keeps, by their number in the problem. forms: option → value → the form it is held in.
+        kept: option → the values it keeps, by their number in the problem. forms: option → value → the form
+            it is held in.
     """
 
     given: _Seconds
@@ -55,7 +59,9 @@ class KeptFront(msgspec.Struct, kw_only=True, frozen=True):
             if not all(0 <= v < len(names) for v in (*kept, *forms)):
                 return None
             others = {names[v]: form for v, form in forms.items()}
-            if not all(form in {f.name for f in problem.forms.get(name, ())} for name, form in others.items()):
+            if not all(
+                form in {f.name for f in problem.forms.get(name, ())} for name, form in others.items()
+            ):
                 return None
             if not others.keys().isdisjoint({*problem.forced, *(names[v] for v in kept)}):
                 return None
@@ -69,7 +75,9 @@ def hashed(problem: BlockProblem, points: int) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
-def values_of(options: tuple[BlockOption, ...], problem: BlockProblem) -> tuple[list[list[int]], list[dict[int, str]]]:
+def values_of(
+    options: tuple[BlockOption, ...], problem: BlockProblem
+) -> tuple[list[list[int]], list[dict[int, str]]]:
     """(`kept`, `forms`) of options."""
     number = {name: i for i, name in enumerate(problem.nbytes)}
     kept = [sorted(number[name] for name in o.kept) for o in options]
@@ -82,7 +90,9 @@ def path() -> Path:
 
 
 def read(file: Path) -> Kept:
-    """The fronts of a file, each of them not decoded before it is asked for; none where there is none, or it is not ours."""
+    """The fronts of a file, each of them not decoded before it is asked for; none where there is none, or it
+    is not ours.
+    """
     try:
         return dict(msgspec.json.decode(read_kept(file, _MOST_BYTES, "the fronts of blocks"), type=Kept))
     except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -98,7 +108,9 @@ def decoded(front: msgspec.Raw) -> KeptFront | None:
 
 
 def write(file: Path, fronts: Mapping[str, KeptFront]) -> Kept:
-    """Keep the fronts beside those that others kept meanwhile, and give all; where nothing can be written, the next plan searches again."""
+    """Keep the fronts beside those that others kept meanwhile, and give all; where nothing can be written,
+    the next plan searches again.
+    """
     every = {**read(file), **{key: msgspec.Raw(msgspec.json.encode(front)) for key, front in fronts.items()}}
     every = dict(list(every.items())[-_MOST:])
     with contextlib.suppress(EffcompileError, OSError):

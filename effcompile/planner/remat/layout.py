@@ -1,12 +1,15 @@
-"""One block in small numbers: indices for names, whole ticks for seconds, and the backward without its dull instants.
+"""One block in small numbers: indices for names, whole ticks for seconds, and the backward without its dull
+instants.
 
-Only steps that read a value can be places or last uses, so every value that is alive at one step between two such
-*reading steps* is alive at all of them: of each such run only the step with the most of the backward's own bytes can be
-the highest instant, and not even that one when a reading step beside it, where no fewer values are alive, has as many.
+Only steps that read a value can be places or last uses, so every value that is alive at one step between two
+such *reading steps* is alive at all of them: of each such run only the step with the most of the backward's
+own bytes can be the highest instant, and not even that one when a reading step beside it, where no fewer
+values are alive, has as many.
 
-Instants stand on a grid (j, x): at reading step j, operator x of the forward runs again (0 ≤ x < n), or the step itself
-runs (x = n), or the best of the run of steps after it (x = n + 1). At x = −2 what the step and its operators need is
-restored from other forms; at x = −1 it is there. A value is alive over an interval of that grid.
+Instants stand on a grid (j, x): at reading step j, operator x of the forward runs again (0 ≤ x < n), or the
+step itself runs (x = n), or the best of the run of steps after it (x = n + 1). At x = −2 what the step and
+its operators need is restored from other forms; at x = −1 it is there. A value is alive over an interval of
+that grid.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ _FINE = 1 << 30  # ticks of the block's whole time when the seconds are no multi
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A Form by index: bytes as there, ticks rounded up. Where copies are synchronous, `ticks` has the link's time too."""
+    """A Form by index: bytes as there, ticks rounded up.
+
+    Where copies are synchronous, `ticks` has the link's time too.
+    """
 
     name: str
     held: int
@@ -38,7 +44,9 @@ class Away:
 
     @property
     def unpacks(self) -> bool:
-        """Whether restoring takes bytes beside the value; else it is never the highest instant of its step."""
+        """Whether restoring takes bytes beside the value; else it is never the highest instant of
+        its step.
+        """
         return self.packed > 0 or self.workspace > 0
 
 
@@ -51,13 +59,16 @@ class Layout:
         makes, reads: operator → values. `ticks`: operator → time in whole units of `tick` seconds.
         workspace, repeatable: of the operators, where they run again.
         used: value → reading steps that read it, ascending. `readers`: value → operators that read it.
-        steps: per reading step, the backward's bytes while it runs; `gaps`: right before it; `runs`: per j = −1 …, the most
-            bytes after reading step j and before the next one, None when that cannot be the highest instant.
+        steps: per reading step, the backward's bytes while it runs; `gaps`: right before it; `runs`: per j =
+            −1 …, the most bytes after reading step j and before the next one, None when that cannot be the
+            highest instant.
         forced: values that must be kept.
         places: operator → reading steps at which it may run again.
         forms: value → other forms in which it may be held.
-        arrive: reading step → ticks of the backward before it, that hide copies to the device; () where copies are synchronous.
-        depart: operator + 1 → ticks of the forward after it (0: after the block's beginning), that hide copies to the host.
+        arrive: reading step → ticks of the backward before it, that hide copies to the device; () where
+            copies are synchronous.
+        depart: operator + 1 → ticks of the forward after it (0: after the block's beginning), that hide
+            copies to the host.
     """
 
     names: tuple[str, ...]
@@ -152,7 +163,9 @@ def _runs(live: list[int], reading: list[int]) -> tuple[int | None, ...]:
     return tuple(runs)
 
 
-def _possible_places(makes: tuple[tuple[int, ...], ...], used: list[list[int]], readers: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+def _possible_places(
+    makes: tuple[tuple[int, ...], ...], used: list[list[int]], readers: list[list[int]]
+) -> tuple[tuple[int, ...], ...]:
     places: list[set[int]] = [set() for _ in makes]
     for u in reversed(range(len(makes))):
         for v in makes[u]:
@@ -161,7 +174,10 @@ def _possible_places(makes: tuple[tuple[int, ...], ...], used: list[list[int]], 
 
 
 def _ticks(seconds: list[float], problem: BlockProblem) -> tuple[tuple[int, ...], Fraction]:
-    """Whole numbers in proportion to the seconds, exact where 2^30 of them reach; else each rounded up. With their unit."""
+    """Whole numbers in proportion to the seconds, exact where 2^30 of them reach; else each rounded up.
+
+    With their unit.
+    """
     others = [s for forms in problem.forms.values() for f in forms for s in (f.seconds, f.out, f.back)]
     exact = [Fraction(s) for s in (*seconds, *others, *((problem.hidden or ()) if others else ()))]
     total = sum(exact, Fraction(0))
@@ -185,10 +201,16 @@ def _away(form: Residency, tick: Fraction, problem: BlockProblem) -> Away:
     return Away(form.name, form.held, form.staged, form.packed, form.workspace, host, ticks, out, back)
 
 
-def _hiding(problem: BlockProblem, reading: list[int], tick: Fraction) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(`arrive`, `depart`), rounded down, so that no copy counts as hidden that is not; () where nothing is held elsewhere."""
+def _hiding(
+    problem: BlockProblem, reading: list[int], tick: Fraction
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(`arrive`, `depart`), rounded down, so that no copy counts as hidden that is not; () where nothing is
+    held elsewhere.
+    """
     if problem.hidden is None or not any(problem.forms.values()):
         return (), ()
     before = [Fraction(0), *accumulate(map(Fraction, problem.hidden))]
     passed = [Fraction(0), *accumulate(Fraction(op.seconds) for op in problem.forward)]
-    return tuple(int(before[t] // tick) for t in reading), tuple(int((passed[-1] - p) // tick) for p in passed)
+    return tuple(int(before[t] // tick) for t in reading), tuple(
+        int((passed[-1] - p) // tick) for p in passed
+    )

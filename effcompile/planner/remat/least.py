@@ -1,7 +1,8 @@
 """The smallest budget of a chain, and why nothing fits below it.
 
-Exact: for a given budget, keeping least at every stage is feasible if anything is (`Links.lean`; with scarce host memory
-walk.feasible), and feasibility only grows with the budget, so bisection over whole bytes finds the least.
+Exact: for a given budget, keeping least at every stage is feasible if anything is (`Links.lean`; with scarce
+host memory walk.feasible), and feasibility only grows with the budget, so bisection over whole bytes finds
+the least.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ UNLIMITED = 1 << 60  # bytes; more than any chain takes
 
 
 def smallest_budget(problem: ChainProblem) -> int:
-    """The least budget within which some choice of options, or of groups, fits: exact. The problem's own budget is left aside.
+    """The least budget within which some choice of options, or of groups, fits: exact.
+
+    The problem's own budget is left aside.
 
     Raises:
         UsageError: the problem contradicts itself.
@@ -63,17 +66,27 @@ def infeasible(problem: ChainProblem, chains: Sequence[ChainLinks]) -> Infeasibl
     kept = sum(link.ways[c].kept for link, c in zip(links.links[:i], choice, strict=False))
     own = way.backward if phase else way.forward
     others = (links.links[i].backward if phase else links.links[i].forward) - problem.base
-    parts = (("parameters, buffers, inputs", problem.base), ("kept values", kept), ("gradients and other storages", others))
+    parts = (
+        ("parameters, buffers, inputs", problem.base),
+        ("kept values", kept),
+        ("gradients and other storages", others),
+    )
     alive = (*(part for part in parts if part[1]), (f"{stage.name} itself", own))
-    instant = Instant(budget=problem.budget, phase="backward" if phase else "forward", site=stage.name, parts=alive)
+    instant = Instant(
+        budget=problem.budget, phase="backward" if phase else "forward", site=stage.name, parts=alive
+    )
     return InfeasibleError(instant, binding=("memory", name), nearest={"memory": float(least)})
 
 
-def _host_too_small(problem: ChainProblem, host: int, chains: Sequence[ChainLinks], roomy: Sequence[ChainLinks]) -> InfeasibleError:
+def _host_too_small(
+    problem: ChainProblem, host: int, chains: Sequence[ChainLinks], roomy: Sequence[ChainLinks]
+) -> InfeasibleError:
     """Nothing fits, but would with more host memory."""
     assert problem.budget is not None
     counted = [replace(links, host=UNLIMITED) for links in roomy]
-    needed = min(links.hosted(choice) for links in counted if (choice := feasible(links, problem.budget)) is not None)
+    needed = min(
+        links.hosted(choice) for links in counted if (choice := feasible(links, problem.budget)) is not None
+    )
     least = leanest(chains)[0]
     return InfeasibleError(
         HostMemory(budget=problem.budget, host=host, needed=needed, instead=least),
@@ -84,7 +97,9 @@ def _host_too_small(problem: ChainProblem, host: int, chains: Sequence[ChainLink
 
 def highest(problem: ChainProblem, links: ChainLinks, choice: Sequence[int]) -> tuple[str, int, int]:
     """The name of the highest instant, its stage, and 0 for forward or 1 for backward."""
-    loads = [(load, -i, phase) for i, pair in enumerate(links.instants(choice)) for phase, load in enumerate(pair)]
+    loads = [
+        (load, -i, phase) for i, pair in enumerate(links.instants(choice)) for phase, load in enumerate(pair)
+    ]
     _, i, phase = max(loads)
     return f"{'backward' if phase else 'forward'} {problem.stages[-i].name}", -i, phase
 
@@ -94,7 +109,8 @@ def check_chain(problem: ChainProblem) -> None:
 
     Raises:
         UnknownNameError: a run of a stage that is none.
-        UsageError: no stages, names used twice, a kind without options, negative bytes or seconds, runs that overlap or leave the chain.
+        UsageError: no stages, names used twice, a kind without options, negative bytes or seconds, runs that
+            overlap or leave the chain.
     """
     names = [s.name for s in problem.stages]
     if not names:
@@ -102,26 +118,44 @@ def check_chain(problem: ChainProblem) -> None:
     if problem.host is not None and problem.host < 0:
         raise UsageError(f"host = {problem.host!r} bytes; give 0 or more, or None for no limit.")
     if len(set(names)) < len(names):
-        raise UsageError(f"Two stages are named {next(n for n in names if names.count(n) > 1)!r}. Give each its own name.")
+        raise UsageError(
+            f"Two stages are named {next(n for n in names if names.count(n) > 1)!r}. Give each its own name."
+        )
     for stage in problem.stages:
         if not problem.options.get(stage.kind):
-            raise UsageError(f"Stage {stage.name!r} is of kind {stage.kind!r}, which has no options. Known: {', '.join(problem.options)}.")
+            raise UsageError(
+                f"Stage {stage.name!r} is of kind {stage.kind!r}, which has no options. Known: "
+                f"{', '.join(problem.options)}."
+            )
         if not 0 <= stage.rerun_seconds < float("inf") or min(stage.entering_bytes, stage.rerun_peak) < 0:
-            raise UsageError(f"Stage {stage.name!r}: rerun_seconds, entering_bytes and rerun_peak must be 0 or more, and finite.")
+            raise UsageError(
+                f"Stage {stage.name!r}: rerun_seconds, entering_bytes and rerun_peak must be 0 or more, "
+                "and finite."
+            )
     for kind, options in problem.options.items():
         if problem.host is not None and options and all(o.host_bytes for o in options):
-            raise UsageError(f"Every option of {kind!r} takes host memory, which is limited. Give one that takes none.")
+            raise UsageError(
+                f"Every option of {kind!r} takes host memory, which is limited. Give one that takes none."
+            )
         for i, o in enumerate(options):
             if not 0 <= o.seconds < float("inf") or not 0 <= o.entering_kept <= o.kept_bytes:
                 raise UsageError(
-                    f"Option {i} of {kind!r}: seconds {o.seconds!r}, kept_bytes {o.kept_bytes}, entering_kept {o.entering_kept}; "
-                    "seconds must be 0 or more, and 0 ≤ entering_kept ≤ kept_bytes."
+                    f"Option {i} of {kind!r}: seconds {o.seconds!r}, kept_bytes {o.kept_bytes}, "
+                    f"entering_kept {o.entering_kept}; seconds must be 0 or more, and 0 ≤ entering_kept ≤ "
+                    "kept_bytes."
                 )
             if o.host_bytes < 0:
                 raise UsageError(f"Option {i} of {kind!r} has {o.host_bytes} host bytes; give 0 or more.")
-    for before, (first, last) in zip([(-1, -1), *sorted(problem.groupable)], sorted(problem.groupable), strict=False):
+    for before, (first, last) in zip(
+        [(-1, -1), *sorted(problem.groupable)], sorted(problem.groupable), strict=False
+    ):
         if not before[1] < first <= last < len(names):
-            raise UsageError(f"groupable ({first}, {last}) overlaps another run or leaves the {len(names)} stages.")
-    for title, slack in (("forward_slack", problem.forward_slack), ("backward_slack", problem.backward_slack)):
+            raise UsageError(
+                f"groupable ({first}, {last}) overlaps another run or leaves the {len(names)} stages."
+            )
+    for title, slack in (
+        ("forward_slack", problem.forward_slack),
+        ("backward_slack", problem.backward_slack),
+    ):
         if strange := [n for n in slack if n not in names]:
             raise UnknownNameError(f"stage ({title})", strange[0], names)

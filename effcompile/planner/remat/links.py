@@ -6,15 +6,16 @@ With S_i = Σ_{j<i} kept_j(o_j), option o of stage i is possible within budget M
     backward  S_i + backward_peak_i(o) + base + backward_base_i + backward_slack_i  ≤ M
     host      Σ_j host_j(o_j) ≤ H
 
-The link to the host needs no constraint of its own here: within each block, prefix sums of what is copied to the device
-and suffix sums of what is copied to the host are held against the block's own compute, and what they lag behind is in
-the option's seconds (simulate.stall). So the link is idle at every border between two blocks' runs, whatever options
-they take, by induction along the chain: what a block offloads is on the host when its forward ends, which is before
-any backward asks for it, and the step's time is at most its compute plus Σ_j seconds_j(o_j). Letting copies run on
-into a neighbour's compute could only save more; it is not counted. `host` counts every stage, for all that is on the
-host is there when the forward ends.
+The link to the host needs no constraint of its own here: within each block, prefix sums of what is copied to
+the device and suffix sums of what is copied to the host are held against the block's own compute, and what
+they lag behind is in the option's seconds (simulate.stall). So the link is idle at every border between two
+blocks' runs, whatever options they take, by induction along the chain: what a block offloads is on the host
+when its forward ends, which is before any backward asks for it, and the step's time is at most its compute
+plus Σ_j seconds_j(o_j). Letting copies run on into a neighbour's compute could only save more; it is not
+counted. `host` counts every stage, for all that is on the host is there when the forward ends.
 
-A *group* of stages f … l (problem.Group) is the same chain with other numbers, so what solves chains solves groups:
+A *group* of stages f … l (problem.Group) is the same chain with other numbers, so what solves chains solves
+groups:
 
     kept_j           loses entering_kept_j(o) for f < j ≤ l; only options where that is positive, and at f
                      only those that keep the entering values whole (they are what the re-run starts from);
@@ -44,7 +45,9 @@ _EVERY_SIZE = 12  # runs up to this long are grouped in every size, longer ones 
 
 @dataclass(frozen=True, slots=True)
 class ChainWay:
-    """An option of a stage: its index in the problem, bytes kept for others, highest instants, ticks, host bytes (0 if plenty)."""
+    """An option of a stage: its index in the problem, bytes kept for others, highest instants, ticks, host
+    bytes (0 if plenty).
+    """
 
     index: int
     kept: int
@@ -58,7 +61,8 @@ class ChainWay:
 class Link:
     """A stage: its ways, and what is there beside S_i and the way.
 
-    None of the ways is as good as another in everything; those that keep least come first. Equal stages share one tuple.
+    None of the ways is as good as another in everything; those that keep least come first. Equal stages share
+    one tuple.
     """
 
     ways: tuple[ChainWay, ...]
@@ -91,7 +95,10 @@ class ChainLinks:
     @cached_property
     def fastest(self) -> tuple[int, ...]:
         """Every stage's way of the least ticks, and of those the one that keeps least."""
-        best = {id(link.ways): min(range(len(link.ways)), key=[way.ticks for way in link.ways].__getitem__) for link in self.links}
+        best = {
+            id(link.ways): min(range(len(link.ways)), key=[way.ticks for way in link.ways].__getitem__)
+            for link in self.links
+        }
         return tuple(best[id(link.ways)] for link in self.links)
 
     @cached_property
@@ -100,7 +107,10 @@ class ChainLinks:
         return self.cost(self.fastest)
 
     def instants(self, choice: Sequence[int]) -> list[tuple[int, int]]:
-        """Per stage, bytes at the highest instant of its forward and of its backward. `choice` counts a link's ways."""
+        """Per stage, bytes at the highest instant of its forward and of its backward.
+
+        `choice` counts a link's ways.
+        """
         kept, loads = 0, []
         for link, c in zip(self.links, choice, strict=True):
             way = link.ways[c]
@@ -123,7 +133,9 @@ class ChainLinks:
         return self.peak(choice) <= budget and (self.host is None or self.hosted(choice) <= self.host)
 
     def lean(self, budget: int) -> tuple[int, ...] | None:
-        """The choice that keeps least at every stage: feasible if any is. None: nothing fits, for a lower S_i never hurts.
+        """The choice that keeps least at every stage: feasible if any is.
+
+        None: nothing fits, for a lower S_i never hurts.
 
         The host's limit is left aside: walk.feasible has it too.
         """
@@ -139,7 +151,9 @@ class ChainLinks:
 
 def most_hosted(problem: ChainProblem) -> int:
     """Host bytes if every stage took as many as any of its options does."""
-    return sum(max((o.host_bytes for o in problem.options[stage.kind]), default=0) for stage in problem.stages)
+    return sum(
+        max((o.host_bytes for o in problem.options[stage.kind]), default=0) for stage in problem.stages
+    )
 
 
 def variants(problem: ChainProblem) -> list[ChainLinks]:
@@ -168,10 +182,20 @@ def _cut(first: int, last: int, size: int) -> list[Group]:
 
 
 def _tick(problem: ChainProblem) -> Fraction:
-    """The largest unit of which all seconds are multiples; a 2^40th of the longest choice where that is larger."""
+    """The largest unit of which all seconds are multiples; a 2^40th of the longest choice where that is
+    larger.
+    """
     count = Counter((s.kind, s.rerun_seconds) for s in problem.stages)
-    seconds = {Fraction(o.seconds) for kind, _ in count for o in problem.options[kind]} | {Fraction(rerun) for _, rerun in count}
-    longest = sum((n * (max(Fraction(o.seconds) for o in problem.options[k]) + Fraction(r)) for (k, r), n in count.items()), Fraction(0))
+    seconds = {Fraction(o.seconds) for kind, _ in count for o in problem.options[kind]} | {
+        Fraction(rerun) for _, rerun in count
+    }
+    longest = sum(
+        (
+            n * (max(Fraction(o.seconds) for o in problem.options[k]) + Fraction(r))
+            for (k, r), n in count.items()
+        ),
+        Fraction(0),
+    )
     if not longest:
         return Fraction(1)
     bottom = lcm(*(s.denominator for s in seconds))
@@ -185,7 +209,10 @@ class _Shop:
     def __init__(self, problem: ChainProblem, tick: Fraction) -> None:
         self.problem, self.tick = problem, tick
         self.scarce = problem.host is not None and problem.host < most_hosted(problem)
-        self.ways = {kind: tuple(self._way(i, o) for i, o in enumerate(options)) for kind, options in problem.options.items()}
+        self.ways = {
+            kind: tuple(self._way(i, o) for i, o in enumerate(options))
+            for kind, options in problem.options.items()
+        }
         self.made: dict[tuple[str, int | None, int | None], tuple[ChainWay, ...]] = {}
 
     def _way(self, index: int, option: BlockOption) -> ChainWay:
@@ -208,17 +235,29 @@ class _Shop:
         return self._once((stage.kind, whole, None), whole_and_plain)
 
     def member(self, stage: BlockStage, rerun: int | None) -> tuple[ChainWay, ...]:
-        """Those that keep entering values, without them; at the group's last stage its backward is at least the re-run."""
+        """Those that keep entering values, without them; at the group's last stage its backward is at least
+        the re-run.
+        """
         options = self.problem.options[stage.kind]
 
         def less(way: ChainWay) -> ChainWay | None:
             spared = 0 if options[way.index].forms else options[way.index].entering_kept
             kept = way.kept - spared
-            return replace(way, kept=kept, backward=way.backward if rerun is None else max(way.backward, kept + rerun)) if spared else None
+            return (
+                replace(
+                    way,
+                    kept=kept,
+                    backward=way.backward if rerun is None else max(way.backward, kept + rerun),
+                )
+                if spared
+                else None
+            )
 
         return self._once((stage.kind, -1, rerun), less)
 
-    def _once(self, key: tuple[str, int | None, int | None], change: Callable[[ChainWay], ChainWay | None]) -> tuple[ChainWay, ...]:
+    def _once(
+        self, key: tuple[str, int | None, int | None], change: Callable[[ChainWay], ChainWay | None]
+    ) -> tuple[ChainWay, ...]:
         if key not in self.made:
             changed = [change(way) for way in self.ways[key[0]]]
             self.made[key] = _undominated([way for way in changed if way])
@@ -229,7 +268,9 @@ def _links(problem: ChainProblem, groups: tuple[Group, ...], tick: Fraction, sho
     links = [_link(problem, stage, shop.alone(stage)) for stage in problem.stages]
     ticks = 0
     for group in groups:
-        links[group.first : group.last + 1] = _grouped(problem, group, links[group.first : group.last + 1], shop)
+        links[group.first : group.last + 1] = _grouped(
+            problem, group, links[group.first : group.last + 1], shop
+        )
         ticks += sum(int(Fraction(s.rerun_seconds) / tick) for s in problem.stages[group.first : group.last])
     return ChainLinks(tuple(links), groups, ticks, tick, problem.host if shop.scarce else None)
 
@@ -240,7 +281,9 @@ def _link(problem: ChainProblem, stage: BlockStage, ways: tuple[ChainWay, ...]) 
 
 
 def _grouped(problem: ChainProblem, group: Group, links: list[Link], shop: _Shop) -> list[Link]:
-    """The group's stages: `remade` counts up the entering values of those after the first, as the re-run makes them."""
+    """The group's stages: `remade` counts up the entering values of those after the first, as the re-run
+    makes them.
+    """
     stages = problem.stages[group.first : group.last + 1]
     changed = [replace(links[0], ways=shop.first(stages[0]))]
     remade, rerun = 0, stages[0].rerun_peak
@@ -248,13 +291,18 @@ def _grouped(problem: ChainProblem, group: Group, links: list[Link], shop: _Shop
         changed.append(replace(link, ways=shop.member(stage, None), backward=link.backward + remade))
         remade += stage.entering_bytes
         rerun = max(rerun, remade + stage.rerun_peak)
-    changed.append(replace(links[-1], ways=shop.member(stages[-1], rerun - remade), backward=links[-1].backward + remade))
+    changed.append(
+        replace(links[-1], ways=shop.member(stages[-1], rerun - remade), backward=links[-1].backward + remade)
+    )
     return changed
 
 
 def _undominated(ways: list[ChainWay]) -> tuple[ChainWay, ...]:
     left: list[ChainWay] = []
     for w in sorted(ways, key=lambda w: (w.kept, w.ticks, w.backward, w.forward, w.host, w.index)):
-        if not any(v.ticks <= w.ticks and v.backward <= w.backward and v.forward <= w.forward and v.host <= w.host for v in left):
+        if not any(
+            v.ticks <= w.ticks and v.backward <= w.backward and v.forward <= w.forward and v.host <= w.host
+            for v in left
+        ):
             left.append(w)
     return tuple(left)

@@ -1,7 +1,9 @@
-"""z3 completes and proves a block's front: it refutes "there is an option that none of these covers", or exhibits one.
+"""z3 completes and proves a block's front: it refutes "there is an option that none of these covers", or
+exhibits one.
 
-Booleans: k_v "value v is kept"; f_vm "it is held in its form m"; d_uj "operator u has run again by reading step j"
-(layout.py), for j among its possible places. h_v := k_v ∨ ⋁_m f_vm "held". What is read at which step is data.
+Booleans: k_v "value v is kept"; f_vm "it is held in its form m"; d_uj "operator u has run again by reading
+step j" (layout.py), for j among its possible places. h_v := k_v ∨ ⋁_m f_vm "held". What is read at which step
+is data.
 
     (1) place       d_uj ⇔ ⋁_{v ∈ makes(u)} ¬h_v ∧ n_vj                                        `_Terms.done`
                     with n_vj := v read at a step ≤ j ∨ ⋁_{w reads v} d_wj "needed by j": u runs right before
@@ -27,11 +29,16 @@ Booleans: k_v "value v is kept"; f_vm "it is held in its form m"; d_uj "operator
         link        y_j = Σ back_m f_vm n_vj − arrive_j;  x_i = Σ_{v made at i or later} out_m f_vm − depart_i
                     (simulate.stall)
 
-W starts without limit and only falls. If z3 refutes (8) under W, every option of peak ≤ W is covered by one found, of
-peak at most P; so W becomes P − 1, until nothing is found there: the front is complete. Else the held values of z3's
-model are an option: a new one, or one whose peak exceeds W, or whose copies miss a deadline that (8) does not have yet.
-Then the instants where it does are added to (7), or that deadline to (8); both start empty, for few of the many ever
-matter. All numbers are exact integers. Without forms, (1) to (8) are those of keeping and recomputing alone.
+W starts without limit and only falls. If z3 refutes (8) under W, every option of peak ≤ W is covered by one
+found, of peak at most P; so W becomes P − 1, until nothing is found there: the front is complete. Else the
+held values of z3's model are an option: a new one, or one whose peak exceeds W, or whose copies miss a
+deadline that (8) does not have yet. Then the instants where it does are added to (7), or that deadline to
+(8); both start empty, for few of the many ever matter. All numbers are exact integers. Without forms, (1) to
+(8) are those of keeping and recomputing alone.
+
+Every option is measured by the replay (search.py), never by z3. A model in which (1) to (8) do not hold, as
+z3 5.4 gave behind many `pop`s in one of 25 orders of a block of T5, tells nothing new by its replay. Then z3
+is asked afresh, with nothing behind it; and where that fails too, the front is not proven.
 """
 
 from __future__ import annotations
@@ -79,8 +86,12 @@ def prove(layout: Layout, front: Front, *, deadline: float) -> bool:
         limit = max(p[1] for p in under) - 1
 
 
-def _another(terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, stated: set[int], deadline: float) -> z3.CheckSatResult:
-    """Ask once for an uncovered option: sat when one was added to the front, or one over the limit to the stated instants."""
+def _another(
+    terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, stated: set[int], deadline: float
+) -> z3.CheckSatResult:
+    """Ask once for an uncovered option: sat when one was added to the front, or one over the limit to the
+    stated instants.
+    """
     left = deadline - time.monotonic()
     if left <= 0:
         return z3.unknown
@@ -89,25 +100,46 @@ def _another(terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, 
     solver.set("timeout", max(1, int(left * 1000)))
     answer, model = ask(solver)
     solver.pop()
-    if model is None:
+    if model is None or _learned(terms, solver, front, limit, stated, model):
         return answer
+    answer, model = ask(_afresh(terms, front, limit, stated, max(0.001, deadline - time.monotonic())))
+    if model is None or _learned(terms, solver, front, limit, stated, model):
+        return answer
+    return z3.unknown
+
+
+def _learned(
+    terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, stated: set[int], model: z3.ModelRef
+) -> bool:
+    """Whether the replay of a model told something new: an option, instants over the limit, or a deadline."""
     point, kept, load = replayed(terms.layout, terms.grid, terms.kept(model))
     if limit is None or point[1] <= limit:
-        if not front.add(point, kept):
-            terms.state(lateness(terms.layout, terms.grid, kept))
-        return answer
+        return front.add(point, kept) or terms.state(lateness(terms.layout, terms.grid, kept))
     over = sorted((i for i in range(terms.grid.instants) if load[i] > limit), key=lambda i: -load[i])
-    assert not stated.issuperset(over), "z3's model and the replay disagree"
     new = [i for i in over if i not in stated][:_MOST_STATED]
     stated.update(new)
     solver.add(*(terms.limit(i, limit) for i in new))
-    return answer
+    return bool(new)
+
+
+def _afresh(terms: _Terms, front: Front, limit: int | None, stated: set[int], seconds: float) -> z3.Solver:
+    """A solver that is asked the same, and was asked nothing before."""
+    solver = z3.SolverFor("QF_FD")
+    solver.add(*terms.rules(), *_uncovered(terms, _under(front, limit)))
+    if limit is not None:
+        solver.add(*(terms.limit(i, limit) for i in sorted(stated)))
+    solver.set("timeout", max(1, int(seconds * 1000)))
+    return solver
 
 
 def _under(front: Front, limit: int | None) -> list[Point]:
-    """The options of peak ≤ limit that no other of those covers in all other measures; of equals the one of least peak."""
+    """The options of peak ≤ limit that no other of those covers in all other measures; of equals the one of
+    least peak.
+    """
     left: list[Point] = []
-    for point in sorted((p for p in front.points if limit is None or p[1] <= limit), key=lambda p: (p[0], p[2], p[3], p[1])):
+    for point in sorted(
+        (p for p in front.points if limit is None or p[1] <= limit), key=lambda p: (p[0], p[2], p[3], p[1])
+    ):
         if not any(p[2] <= point[2] and p[3] <= point[3] for p in left):
             left.append(point)
     return left
@@ -115,13 +147,19 @@ def _under(front: Front, limit: int | None) -> list[Point]:
 
 def _uncovered(terms: _Terms, found: list[Point]) -> list[z3.BoolRef]:
     return [
-        z3.Or(_at_most(terms.sizes, size - 1), _at_most(terms.hosts, host - 1), z3.And([terms.faster(ticks, d) for d in terms.deadlines]))
+        z3.Or(
+            _at_most(terms.sizes, size - 1),
+            _at_most(terms.hosts, host - 1),
+            z3.And([terms.faster(ticks, d) for d in terms.deadlines]),
+        )
         for size, _, ticks, host in found
     ]
 
 
 def _at_most(weighted: Weighted, bound: int) -> z3.BoolRef:
-    """Σ w b ≤ bound, in units of all w's common divisor: the numbers of a PbLe are C ints, and GPT-3's bytes are none."""
+    """Σ w b ≤ bound, in units of all w's common divisor: the numbers of a PbLe are C ints, and GPT-3's bytes
+    are none.
+    """
     if bound < 0:
         return z3.BoolVal(False)
     if sum(w for _, w in weighted) <= bound:
@@ -139,8 +177,14 @@ class _Terms:
     def __init__(self, layout: Layout) -> None:
         self.layout, self.grid = layout, Grid(layout)
         self.keep = [z3.Bool(f"k{v}") for v in range(len(layout.names))]
-        self.away = [[(z3.Bool(f"f{v}_{m}"), form) for m, form in enumerate(forms)] for v, forms in enumerate(layout.forms)]
-        self.held = [z3.Or(k, *(f for f, _ in away)) if away else k for k, away in zip(self.keep, self.away, strict=True)]
+        self.away = [
+            [(z3.Bool(f"f{v}_{m}"), form) for m, form in enumerate(forms)]
+            for v, forms in enumerate(layout.forms)
+        ]
+        self.held = [
+            z3.Or(k, *(f for f, _ in away)) if away else k
+            for k, away in zip(self.keep, self.away, strict=True)
+        ]
         self.placed = [{j: z3.Bool(f"d{u}_{j}") for j in places} for u, places in enumerate(layout.places)]
         self.again = [self.done(u, len(layout.steps)) for u in range(layout.count)]
         forms = [pair for away in self.away for pair in away]
@@ -154,14 +198,20 @@ class _Terms:
         def true(term: z3.BoolRef) -> bool:
             return z3.is_true(model.eval(term, model_completion=True))
 
-        forms = {self.layout.code(v, m) for v, away in enumerate(self.away) for m, (f, _) in enumerate(away) if true(f)}
+        forms = {
+            self.layout.code(v, m)
+            for v, away in enumerate(self.away)
+            for m, (f, _) in enumerate(away)
+            if true(f)
+        }
         return frozenset(v for v, k in enumerate(self.keep) if true(k)) | forms
 
-    def state(self, deadline: Deadline) -> None:
-        """Add a deadline to (8), and with it both of its parts alone."""
-        assert deadline not in self.deadlines, "z3's model and the replay disagree"
+    def state(self, deadline: Deadline) -> bool:
+        """Add a deadline to (8), and with it both of its parts alone; whether it was not there."""
         parts = (deadline, (deadline[0], None), (None, deadline[1]))
-        self.deadlines += [d for d in dict.fromkeys(parts) if d not in self.deadlines]
+        new = [d for d in dict.fromkeys(parts) if d not in self.deadlines]
+        self.deadlines += new
+        return deadline in new
 
     def faster(self, ticks: int, deadline: Deadline) -> z3.BoolRef:
         """(8): recomputation, packing and the copies' lateness at these deadlines take fewer ticks."""
@@ -169,10 +219,21 @@ class _Terms:
         terms, hidden = list(self.times), 0
         if j is not None:
             hidden += layout.arrive[j]
-            terms += [(z3.And(f, self._read(v, j)), a.back) for v, away in enumerate(self.away) for f, a in away if a.back]
+            terms += [
+                (z3.And(f, self._read(v, j)), a.back)
+                for v, away in enumerate(self.away)
+                for f, a in away
+                if a.back
+            ]
         if i is not None:
             hidden += layout.depart[i]
-            terms += [(f, a.out) for v, away in enumerate(self.away) if layout.maker[v] + 1 >= i for f, a in away if a.out]
+            terms += [
+                (f, a.out)
+                for v, away in enumerate(self.away)
+                if layout.maker[v] + 1 >= i
+                for f, a in away
+                if a.out
+            ]
         return _at_most(terms, ticks - 1 + hidden)
 
     def done(self, u: int, j: int) -> z3.BoolRef:
@@ -213,7 +274,13 @@ class _Terms:
             now = z3.And(self._read(v, j), z3.Not(self._read(v, j - 1)))
             there = self._alive_at(j, x)
             room = limit - layout.gaps[j]
-            return z3.And([z3.Implies(z3.And(now, f), _at_most(there, room - a.workspace)) for f, a in self.away[v] if a.unpacks])
+            return z3.And(
+                [
+                    z3.Implies(z3.And(now, f), _at_most(there, room - a.workspace))
+                    for f, a in self.away[v]
+                    if a.unpacks
+                ]
+            )
         bytes_there = layout.gaps[j] + layout.workspace[x] + sum(layout.size[v] for v in layout.makes[x])
         runs = z3.And(self.done(x, j), z3.Not(self.done(x, j - 1)))
         return z3.Implies(runs, _at_most(self._alive_at(j, x), limit - bytes_there))
@@ -225,9 +292,17 @@ class _Terms:
     def packed(self, v: int, j: int, x: int) -> Weighted:
         """(6): packed copies at (j, x), with their bytes."""
         if x >= 0:
-            return [(z3.And(f, z3.Not(self._read(v, j))), a.packed) for f, a in self.away[v] if a.packed and a.staged]
+            return [
+                (z3.And(f, z3.Not(self._read(v, j))), a.packed)
+                for f, a in self.away[v]
+                if a.packed and a.staged
+            ]
         before, now = self._read(v, j - 1), self._read(v, j)
-        return [(z3.And(f, z3.Not(before), now if not a.staged else z3.BoolVal(True)), a.packed) for f, a in self.away[v] if a.packed]
+        return [
+            (z3.And(f, z3.Not(before), now if not a.staged else z3.BoolVal(True)), a.packed)
+            for f, a in self.away[v]
+            if a.packed
+        ]
 
     def alive(self, v: int, j: int, x: int) -> z3.BoolRef:
         """(6): v is alive at (j, x); copies that x itself makes are left out."""
@@ -243,7 +318,9 @@ class _Terms:
         layout = self.layout
         if layout.used[v] and layout.used[v][-1] >= (j if x <= layout.count else j + 1):
             return z3.BoolVal(True)
-        readers = [z3.And(self.again[w], z3.Not(self.done(w, j - 1 if w >= x else j))) for w in layout.readers[v]]
+        readers = [
+            z3.And(self.again[w], z3.Not(self.done(w, j - 1 if w >= x else j))) for w in layout.readers[v]
+        ]
         if v in layout.forced and not layout.used[v]:
             readers.append(z3.Not(z3.Or([self.again[w] for w in layout.readers[v]])))
         return z3.Or(readers)

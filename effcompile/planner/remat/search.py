@@ -1,16 +1,17 @@
 """Finds a block's options: labels over the operators in reverse, the better of two that have the same future.
 
-From the last operator to the first, and the entering values at the end, each value that something will read in the
-backward is kept, made again, or held in one of its other forms. All its readers are decided by then, so the interval of
-the grid (grid.py) over which it is alive is known, and only ever more bytes are added to an instant, and more seconds
-of the link to a deadline (`late`: a step that waits for copies, or the end of the forward; simulate.stall). A label
-carries the bytes of every instant and the lateness of every deadline so far. Of two labels in which the same undecided
-values are read over the same intervals, one that has no fewer bytes kept, time, host bytes, bytes at any instant and
-lateness at any deadline can be dropped: whatever completes it completes the other. So can a label that is no better
-already than a complete option. If no label is dropped for lack of room, what is left is the whole front.
+From the last operator to the first, and the entering values at the end, each value that something will read
+in the backward is kept, made again, or held in one of its other forms. All its readers are decided by then,
+so the interval of the grid (grid.py) over which it is alive is known, and only ever more bytes are added to
+an instant, and more seconds of the link to a deadline (`late`: a step that waits for copies, or the end of
+the forward; simulate.stall). A label carries the bytes of every instant and the lateness of every deadline so
+far. Of two labels in which the same undecided values are read over the same intervals, one that has no fewer
+bytes kept, time, host bytes, bytes at any instant and lateness at any deadline can be dropped: whatever
+completes it completes the other. So can a label that is no better already than a complete option. If no label
+is dropped for lack of room, what is left is the whole front.
 
-Labels with the same future are the rows of matrices, and a decision adds the same to all of them. There are few futures
-(tens, of thousands of labels), so that a step of the search is a few operations of numpy.
+Labels with the same future are the rows of matrices, and a decision adds the same to all of them. There are
+few futures (tens, of thousands of labels), so that a step of the search is a few operations of numpy.
 
 How a value is held is one number, its code (`Layout.code`): the value's own for "kept".
 """
@@ -41,7 +42,9 @@ _WEIGHTS = tuple((w, x, 1.0, 0.1) for w in (0.05, 0.3, 1.0, 3.0, 20.0) for x in 
 
 @dataclass(slots=True)
 class Front:
-    """Options found so far, none of them as good as another in all measures; how each holds its values, in codes."""
+    """Options found so far, none of them as good as another in all measures; how each holds its values, in
+    codes.
+    """
 
     points: dict[Point, frozenset[int]] = field(default_factory=dict)
     _rows: Matrix | None = None  # the points, as long as none is added
@@ -90,7 +93,9 @@ class _Labels:
         return len(self.taken)
 
     def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> _Labels:
-        return _Labels(self.need, self.load[chosen], self.late[chosen], self.taken[chosen], self.codes[chosen])
+        return _Labels(
+            self.need, self.load[chosen], self.late[chosen], self.taken[chosen], self.codes[chosen]
+        )
 
     def held(self, row: int) -> frozenset[int]:
         """The codes of one label."""
@@ -107,7 +112,8 @@ class _Labels:
 def search(layout: Layout, front: Front, *, room: int, deadline: float) -> bool:
     """Add options to the front; at most `room` labels at a time. True when the front is then complete.
 
-    After the deadline it goes on with a fiftieth of the room, to end with complete options: milliseconds per operator.
+    After the deadline it goes on with a fiftieth of the room, to end with complete options: milliseconds per
+    operator.
     """
     grid = Grid(layout)
     groups, complete = [_start(layout, grid)], True
@@ -126,17 +132,23 @@ def search(layout: Layout, front: Front, *, room: int, deadline: float) -> bool:
 
 
 def replayed(layout: Layout, grid: Grid, kept: frozenset[int]) -> tuple[Point, frozenset[int], Vector]:
-    """The option that holds of these values those that something reads, and what must be kept: measures, codes, bytes per instant."""
+    """The option that holds of these values those that something reads, and what must be kept: measures,
+    codes, bytes per instant.
+    """
     label = _replayed(layout, grid, kept)
     kept_bytes, peak, ticks, host = label.points(grid)[0].tolist()
     return (kept_bytes, peak, ticks, host), label.held(0), label.load[0]
 
 
 def lateness(layout: Layout, grid: Grid, kept: frozenset[int]) -> tuple[int | None, int | None]:
-    """The deadlines (reading step, operator + 1) at which an option waits longest for the link; None: none is missed."""
+    """The deadlines (reading step, operator + 1) at which an option waits longest for the link; None: none is
+    missed.
+    """
     late = _replayed(layout, grid, kept).late[0]
     back, out = late[: grid.arrivals], late[grid.arrivals :]
-    return int(back.argmax()) if back.max(initial=0) > 0 else None, int(out.argmax()) if out.max(initial=0) > 0 else None
+    return int(back.argmax()) if back.max(initial=0) > 0 else None, int(out.argmax()) if out.max(
+        initial=0
+    ) > 0 else None
 
 
 def _replayed(layout: Layout, grid: Grid, kept: frozenset[int]) -> _Labels:
@@ -147,13 +159,17 @@ def _replayed(layout: Layout, grid: Grid, kept: frozenset[int]) -> _Labels:
         must = u < 0 or not layout.repeatable[u]
         away = {v: others[v] for v in wanted if v in others and v not in layout.forced}
         keep = [v for v in wanted if v not in away and (must or v in kept or v in layout.forced)]
-        label = _after(layout, grid, label, u, keep, away, [v for v in wanted if v not in keep and v not in away])
+        label = _after(
+            layout, grid, label, u, keep, away, [v for v in wanted if v not in keep and v not in away]
+        )
     return label
 
 
 def _start(layout: Layout, grid: Grid) -> _Labels:
     need = dict.fromkeys(layout.forced, (NEVER, _UNREAD))
-    need.update({v: (used[0], grid.code(used[-1], layout.count)) for v, used in enumerate(layout.used) if used})
+    need.update(
+        {v: (used[0], grid.code(used[-1], layout.count)) for v, used in enumerate(layout.used) if used}
+    )
     codes = len(layout.names) * (1 + max(map(len, layout.forms), default=0))
     empty = np.zeros((1, -(-codes // 64)), dtype=np.uint64)
     return _Labels(need, grid.base[None], grid.late[None], np.zeros((1, 3), dtype=np.int64), empty)
@@ -211,7 +227,15 @@ def _ways(layout: Layout, v: int, must: bool) -> tuple[bool | Away, ...]:
     return (True, *layout.forms[v]) if must else (True, False, *layout.forms[v])
 
 
-def _after(layout: Layout, grid: Grid, group: _Labels, u: int, keep: list[int], away: Mapping[int, Away], again: list[int]) -> _Labels:
+def _after(
+    layout: Layout,
+    grid: Grid,
+    group: _Labels,
+    u: int,
+    keep: list[int],
+    away: Mapping[int, Away],
+    again: list[int],
+) -> _Labels:
     need = {v: span for v, span in group.need.items() if v not in keep and v not in again and v not in away}
     load, taken, codes = group.load.copy(), group.taken.copy(), group.codes.copy()
     if again:
@@ -254,7 +278,9 @@ def _put_away(layout: Layout, grid: Grid, load: Matrix, v: int, form: Away, span
 
 
 def _later(grid: Grid, late: Matrix, u: int, form: Away, place: int) -> Matrix:
-    """What a copy adds to the deadlines: to steps from the one that needs it, and to all of the forward until it is made."""
+    """What a copy adds to the deadlines: to steps from the one that needs it, and to all of the forward until
+    it is made.
+    """
     if not late.shape[1]:
         return late
     late = late.copy()
@@ -273,4 +299,6 @@ def _thinned(grid: Grid, groups: Sequence[_Labels], room: int) -> list[_Labels]:
     for weight in _WEIGHTS:
         chosen[np.argsort(points @ np.array(weight), kind="stable")[:each]] = True
     ends = np.cumsum([len(group) for group in groups])
-    return [group.rows(own) for group, own in zip(groups, np.split(chosen, ends[:-1]), strict=True) if own.any()]
+    return [
+        group.rows(own) for group, own in zip(groups, np.split(chosen, ends[:-1]), strict=True) if own.any()
+    ]

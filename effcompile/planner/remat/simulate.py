@@ -5,20 +5,21 @@ The order is fixed by rule. A recomputed operator u runs right before its first 
     place(u) = min( steps that read a value of u that is not kept,
                     place(w) of recomputed operators w that read such a value )
 
-Operators of one place run in forward order, then the backward step itself. A recomputed value dies after its last
-reader, a kept one too. A recomputed operator makes all its values again: those that are kept, or that nobody reads,
-are there for that instant. Before step t the backward's own storages take at most min(live_{t−1}, live_t), for what is
-there between two steps is there during both.
+Operators of one place run in forward order, then the backward step itself. A recomputed value dies after its
+last reader, a kept one too. A recomputed operator makes all its values again: those that are kept, or that
+nobody reads, are there for that instant. Before step t the backward's own storages take at most
+min(live_{t−1}, live_t), for what is there between two steps is there during both.
 
-A value v held in another form is put away right after its maker (entering ones before the first operator), and dies after
-its last reader in the forward like one that is not kept. It is restored at step restore(v) = min( steps that read it,
-place(w) of recomputed operators w that read it ), with all others of that step, before the step's recomputed operators;
-packed copies of a step live until all of them are unpacked. Where copies run beside the compute (`hidden`), what is on
-its way to the host lives to the end of the block's forward, and what comes back from the beginning of its backward: so
-the link is idle at the borders of the block's two runs, and what it carries for one block delays no other.
+A value v held in another form is put away right after its maker (entering ones before the first operator),
+and dies after its last reader in the forward like one that is not kept. It is restored at step restore(v) =
+min( steps that read it, place(w) of recomputed operators w that read it ), with all others of that step,
+before the step's recomputed operators; packed copies of a step live until all of them are unpacked. Where
+copies run beside the compute (`hidden`), what is on its way to the host lives to the end of the block's
+forward, and what comes back from the beginning of its backward: so the link is idle at the borders of the
+block's two runs, and what it carries for one block delays no other.
 
-Given what is kept and held in forms, what is recomputed follows (`closure`): a value that is read and not held asks for
-its operator.
+Given what is kept and held in forms, what is recomputed follows (`closure`): a value that is read and not
+held asks for its operator.
 """
 
 from __future__ import annotations
@@ -43,22 +44,29 @@ class _Instant:
 
 
 def simulate_block(
-    problem: BlockProblem, kept: Collection[str], recomputed: Collection[str], forms: Mapping[str, str] | None = None
+    problem: BlockProblem,
+    kept: Collection[str],
+    recomputed: Collection[str],
+    forms: Mapping[str, str] | None = None,
 ) -> tuple[int, int, int, float]:
-    """(kept_bytes, forward_peak, backward_peak, seconds) of one way to run a block, as `BlockOption` defines them.
+    """(kept_bytes, forward_peak, backward_peak, seconds) of one way to run a block, as `BlockOption` defines
+    them.
 
     `forms`: value → the form that it is held in.
 
     Raises:
-        UsageError: the way is not possible: a value that the backward or a recomputed operator reads is neither held nor
-            recomputed, an operator that may not run again does, a forced value is not kept, or a name is unknown.
+        UsageError: the way is not possible: a value that the backward or a recomputed operator reads is
+            neither held nor recomputed, an operator that may not run again does, a forced value is not kept,
+            or a name is unknown.
     """
     kept, again = frozenset(kept), frozenset(recomputed)
     away = _away(problem, kept, forms or {})
     _possible(problem, kept, again, away)
     problem, kept = _with_states(problem, kept, again)
     placed, first = _places(problem, kept | away.keys(), again)
-    seconds = fsum(op.seconds for op in problem.forward if op.name in again) + fsum(f.seconds for f in away.values())
+    seconds = fsum(op.seconds for op in problem.forward if op.name in again) + fsum(
+        f.seconds for f in away.values()
+    )
     return (
         sum(problem.nbytes[v] for v in kept) + sum(f.held for f in away.values()),
         _forward_peak(problem, kept, away),
@@ -67,7 +75,9 @@ def simulate_block(
     )
 
 
-def _with_states(problem: BlockProblem, kept: frozenset[str], again: frozenset[str]) -> tuple[BlockProblem, frozenset[str]]:
+def _with_states(
+    problem: BlockProblem, kept: frozenset[str], again: frozenset[str]
+) -> tuple[BlockProblem, frozenset[str]]:
     """The block with the states of the draws that are repeated as values, which are kept."""
     states = [state_of(op) for op in problem.forward if op.state and op.name in again]
     return (with_states(problem, again), kept.union(states)) if states else (problem, kept)
@@ -76,29 +86,37 @@ def _with_states(problem: BlockProblem, kept: frozenset[str], again: frozenset[s
 def stall(problem: BlockProblem, away: Mapping[str, Residency], first: Mapping[str, int]) -> float:
     """Seconds that the copies of a block add. `first`: value → the backward step that it is restored for.
 
-    With x_v, y_v the link's seconds of v's copies out and back. Synchronous: Σ (x_v + y_v). Else, c(u) and b(t) being the
-    seconds of the forward after operator u and of the backward before step t (recomputation left out: it only hides more),
+    With x_v, y_v the link's seconds of v's copies out and back. Synchronous: Σ (x_v + y_v). Else, c(u) and
+    b(t) being the seconds of the forward after operator u and of the backward before step t (recomputation
+    left out: it only hides more),
 
         forward   the copies wait for their makers and for each other; the block ends when the last one has:
-                  max_u ( Σ_{v made at u or later} x_v − c(u) )⁺   a suffix sum, entering values at the beginning
+                  max_u ( Σ_{v made at u or later} x_v − c(u) )⁺     a suffix sum, entering values first
         backward  all are asked for at the beginning, in the order in which they are needed:
                   max_t ( Σ_{v restored at t or before} y_v − b(t) )⁺    a prefix sum
 
-    Both are exact for a link that carries one copy at a time at full speed, and nothing else (POFO; OffMate's time =
-    max(compute, link), per block).
+    Both are exact for a link that carries one copy at a time at full speed, and nothing else (POFO; OffMate's
+    time = max(compute, link), per block).
     """
     if problem.hidden is None:
         return fsum(s for f in away.values() for s in (f.out, f.back))
     made = {v: u for u, op in enumerate(problem.forward, start=1) for v in op.makes}
     after = [fsum(op.seconds for op in problem.forward[u:]) for u in range(len(problem.forward) + 1)]
     before = [0.0, *accumulate(problem.hidden)]
-    leaving = [fsum(f.out for v, f in away.items() if made.get(v, 0) >= u) - after[u] for u in {made.get(v, 0) for v in away}]
-    coming = [fsum(f.back for v, f in away.items() if first[v] <= t) - before[t] for t in {first[v] for v in away}]
+    leaving = [
+        fsum(f.out for v, f in away.items() if made.get(v, 0) >= u) - after[u]
+        for u in {made.get(v, 0) for v in away}
+    ]
+    coming = [
+        fsum(f.back for v, f in away.items() if first[v] <= t) - before[t] for t in {first[v] for v in away}
+    ]
     return max(0.0, *leaving) + max(0.0, *coming) if away else 0.0
 
 
 def closure(problem: BlockProblem, kept: Collection[str]) -> frozenset[str] | None:
-    """The operators that must run again when exactly `kept` is held, in whatever form; None when that is impossible."""
+    """The operators that must run again when exactly `kept` is held, in whatever form; None when that is
+    impossible.
+    """
     maker = makers(problem)
     again: set[str] = set()
     asked = [v for step in problem.backward for v in step.reads]
@@ -115,13 +133,19 @@ def closure(problem: BlockProblem, kept: Collection[str]) -> frozenset[str] | No
     return frozenset(again)
 
 
-def option(problem: BlockProblem, kept: Iterable[str], forms: Mapping[str, str] | None = None) -> BlockOption | None:
-    """The option that keeps these values and the forced ones, and holds others in forms, less those that nothing in the backward reads."""
+def option(
+    problem: BlockProblem, kept: Iterable[str], forms: Mapping[str, str] | None = None
+) -> BlockOption | None:
+    """The option that keeps these values and the forced ones, and holds others in forms, less those that
+    nothing in the backward reads.
+    """
     wanted, others = frozenset(kept) | problem.forced, dict(forms or {})
     again = closure(problem, wanted | others.keys())
     if again is None:
         return None
-    read = {v for step in problem.backward for v in step.reads} | {v for op in problem.forward if op.name in again for v in op.reads}
+    read = {v for step in problem.backward for v in step.reads} | {
+        v for op in problem.forward if op.name in again for v in op.reads
+    }
     held = frozenset(v for v in wanted if v in read or v in problem.forced)
     others = {v: name for v, name in others.items() if v in read}
     order = tuple(op.name for op in problem.forward if op.name in again)
@@ -167,7 +191,9 @@ def _away(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, str])
     return found
 
 
-def _possible(problem: BlockProblem, kept: frozenset[str], again: frozenset[str], away: Mapping[str, Residency]) -> None:
+def _possible(
+    problem: BlockProblem, kept: frozenset[str], again: frozenset[str], away: Mapping[str, Residency]
+) -> None:
     ops = {op.name: op for op in problem.forward}
     if strange := sorted(again - set(ops)):
         raise UsageError(f"No operator of the block is named {strange[0]!r}. Known: {', '.join(ops)}.")
@@ -181,7 +207,9 @@ def _possible(problem: BlockProblem, kept: frozenset[str], again: frozenset[str]
     for name, reads in readers:
         for value in reads:
             if value not in there:
-                raise UsageError(f"{name!r} reads {value!r} in the backward, which is neither kept nor recomputed.")
+                raise UsageError(
+                    f"{name!r} reads {value!r} in the backward, which is neither kept nor recomputed."
+                )
     if unread := sorted(away.keys() - {v for _, reads in readers for v in reads}):
         raise UsageError(f"Nothing in the backward reads {unread[0]!r}, which is held in another form.")
 
@@ -208,7 +236,11 @@ def _put_away(values: Iterable[str], away: Mapping[str, Residency]) -> list[_Ins
 
 
 def _backward_peak(
-    problem: BlockProblem, kept: frozenset[str], away: Mapping[str, Residency], placed: Mapping[int, list[Op]], first: Mapping[str, int]
+    problem: BlockProblem,
+    kept: frozenset[str],
+    away: Mapping[str, Residency],
+    placed: Mapping[int, list[Op]],
+    first: Mapping[str, int],
 ) -> int:
     instants: list[_Instant] = []
     begins = dict.fromkeys((*kept, *(_packed(v) if f.packed else v for v, f in away.items() if f.staged)), 0)
@@ -229,15 +261,21 @@ def _backward_peak(
 
 
 def _restoring(values: Sequence[str], away: Mapping[str, Residency], gap: int) -> list[_Instant]:
-    """The instants before one step in which these values are restored: all are there at each, packed and unpacked."""
+    """The instants before one step in which these values are restored: all are there at each, packed and
+    unpacked.
+    """
     if not values:
         return []
     there = (*values, *map(_packed, values))
     return [_Instant(there, there if i == 0 else (), gap + away[v].workspace) for i, v in enumerate(values)]
 
 
-def _places(problem: BlockProblem, held: frozenset[str], again: frozenset[str]) -> tuple[Mapping[int, list[Op]], Mapping[str, int]]:
-    """(backward step → the operators that run again right before it, in forward order; value → the step that first needs it)."""
+def _places(
+    problem: BlockProblem, held: frozenset[str], again: frozenset[str]
+) -> tuple[Mapping[int, list[Op]], Mapping[str, int]]:
+    """(backward step → the operators that run again right before it, in forward order; value → the step that
+    first needs it).
+    """
     first: dict[str, int] = {}
     for t, step in enumerate(problem.backward):
         for v in step.reads:
@@ -256,8 +294,13 @@ def _places(problem: BlockProblem, held: frozenset[str], again: frozenset[str]) 
     return placed, first
 
 
-def _highest(nbytes: Mapping[str, int], instants: list[_Instant], begins: Mapping[str, int], ends: Mapping[str, int]) -> int:
-    """The most bytes alive at an instant. Values are alive from their making to their last reader, or to `ends`."""
+def _highest(
+    nbytes: Mapping[str, int], instants: list[_Instant], begins: Mapping[str, int], ends: Mapping[str, int]
+) -> int:
+    """The most bytes alive at an instant.
+
+    Values are alive from their making to their last reader, or to `ends`.
+    """
     born, dies = dict(begins), dict.fromkeys(begins, 0)
     for i, instant in enumerate(instants):
         for v in instant.makes:
@@ -275,7 +318,12 @@ def _highest(nbytes: Mapping[str, int], instants: list[_Instant], begins: Mappin
 
 
 def _label(order: Sequence[str], forms: Mapping[str, str]) -> str:
-    parts = [f"{name} {', '.join(v for v, f in forms.items() if f == name)}" for name in sorted(set(forms.values()))]
+    parts = [
+        f"{name} {', '.join(v for v, f in forms.items() if f == name)}"
+        for name in sorted(set(forms.values()))
+    ]
     if order:
-        parts.append("recompute " + ", ".join(order[:4]) + (f" and {len(order) - 4} more" if len(order) > 4 else ""))
+        parts.append(
+            "recompute " + ", ".join(order[:4]) + (f" and {len(order) - 4} more" if len(order) > 4 else "")
+        )
     return "; ".join(parts) or "keep all"

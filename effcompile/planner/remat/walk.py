@@ -1,10 +1,12 @@
-"""Finds a chain's choice: an exact dynamic program over (stage, bytes kept so far), thinned where that is too much.
+"""Finds a chain's choice: an exact dynamic program over (stage, bytes kept so far), thinned where that is too
+much.
 
-Only S_i, what is kept before stage i, ties a stage to those before it, and a smaller S_i is never worse (links.py). So of
-two ways to come to stage i the one with more kept and no fewer ticks can be dropped. So can one whose S_i no way on is
-feasible from, or whose ticks with the least of all later stages reach those of a choice already known. What is left is
-a staircase in (S_i, ticks); with more than `room` steps, only some of them all along it are followed, and the result
-is a choice but no longer the proven best. Where host bytes are scarce they are a third number of a label, with its limit.
+Only S_i, what is kept before stage i, ties a stage to those before it, and a smaller S_i is never worse
+(links.py). So of two ways to come to stage i the one with more kept and no fewer ticks can be dropped. So can
+one whose S_i no way on is feasible from, or whose ticks with the least of all later stages reach those of a
+choice already known. What is left is a staircase in (S_i, ticks); with more than `room` steps, only some of
+them all along it are followed, and the result is a choice but no longer the proven best. Where host bytes are
+scarce they are a third number of a label, with its limit.
 """
 
 from __future__ import annotations
@@ -29,15 +31,23 @@ _FEASIBLE_ROOM = 40_000
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The best choice found (None: none below the limit, or out of time), and whether no label was dropped for lack of room."""
+    """The best choice found (None: none below the limit, or out of time), and whether no label was dropped
+    for lack of room.
+    """
 
     choice: tuple[int, ...] | None
     exact: bool
 
 
 def walk(links: ChainLinks, budget: int, *, below: int | None, room: int, deadline: float) -> Walk:
-    """The least ticks within the budget and, where given, fewer than `below`, with at most `room` labels per stage."""
-    reach, rest, host_rest = _reach(links, budget), _rest(links, lambda w: w.ticks), _rest(links, lambda w: w.host)
+    """The least ticks within the budget and, where given, fewer than `below`, with at most `room` labels per
+    stage.
+    """
+    reach, rest, host_rest = (
+        _reach(links, budget),
+        _rest(links, lambda w: w.ticks),
+        _rest(links, lambda w: w.host),
+    )
     room = room if links.host is None else min(room, _HOST_ROOM)
     kept, ticks, host = np.zeros(1, np.int64), np.full(1, links.ticks, np.int64), np.zeros(1, np.int64)
     trail: list[tuple[Vector, Vector]] = []
@@ -46,17 +56,30 @@ def walk(links: ChainLinks, budget: int, *, below: int | None, room: int, deadli
         if time.monotonic() > deadline:
             return Walk(None, False)
         table = _table(link.ways)
-        most = np.array([min(link.reach(way, budget), reach[i + 1] - way.kept) for way in link.ways], np.int64)
+        most = np.array(
+            [min(link.reach(way, budget), reach[i + 1] - way.kept) for way in link.ways], np.int64
+        )
         possible = kept[:, None] <= most
         if below is not None:
             possible &= ticks[:, None] + table[1] < below - rest[i + 1]
         if links.host is not None:
             possible &= host[:, None] + table[2] <= links.host - host_rest[i + 1]
         parents, ways = np.nonzero(possible)
-        kept, ticks, host = kept[parents] + table[0][ways], ticks[parents] + table[1][ways], host[parents] + table[2][ways]
+        kept, ticks, host = (
+            kept[parents] + table[0][ways],
+            ticks[parents] + table[1][ways],
+            host[parents] + table[2][ways],
+        )
         left = _stairs(kept, ticks) if links.host is None else _steps(kept, ticks, host)
         if len(left) > room:
-            exact, left = False, left[_nearest(kept[left], ticks[left], room) if links.host is None else _spaced(len(left), room)]
+            exact, left = (
+                False,
+                left[
+                    _nearest(kept[left], ticks[left], room)
+                    if links.host is None
+                    else _spaced(len(left), room)
+                ],
+            )
         kept, ticks, host = kept[left], ticks[left], host[left]
         trail.append((parents[left], ways[left]))
     if not len(ticks):
@@ -67,13 +90,22 @@ def walk(links: ChainLinks, budget: int, *, below: int | None, room: int, deadli
 def feasible(links: ChainLinks, budget: int) -> tuple[int, ...] | None:
     """A choice within the budget and the host's limit; None: there is none.
 
-    Without a limit on the host the leanest (`Links.lean`); with one, that of the fewest host bytes within the budget,
-    by the walk over (kept, host bytes) in the place of (kept, ticks).
+    Without a limit on the host the leanest (`Links.lean`); with one, that of the fewest host bytes within the
+    budget, by the walk over (kept, host bytes) in the place of (kept, ticks).
     """
     if links.host is None:
         return links.lean(budget)
-    turned = tuple(replace(link, ways=tuple(replace(way, ticks=way.host, host=0) for way in link.ways)) for link in links.links)
-    found = walk(replace(links, links=turned, ticks=0, host=None), budget, below=links.host + 1, room=_FEASIBLE_ROOM, deadline=math.inf)
+    turned = tuple(
+        replace(link, ways=tuple(replace(way, ticks=way.host, host=0) for way in link.ways))
+        for link in links.links
+    )
+    found = walk(
+        replace(links, links=turned, ticks=0, host=None),
+        budget,
+        below=links.host + 1,
+        room=_FEASIBLE_ROOM,
+        deadline=math.inf,
+    )
     return found.choice
 
 
@@ -97,7 +129,8 @@ def _stairs(kept: Vector, ticks: Vector) -> Vector:
 def _steps(kept: Vector, ticks: Vector, host: Vector) -> Vector:
     """Indices of the labels that no other has at most the bytes, the ticks and the host bytes of, by bytes.
 
-    In order of bytes, a label is covered if the staircase in (ticks, host) of those before it passes below it.
+    In order of bytes, a label is covered if the staircase in (ticks, host) of those before it passes below
+    it.
     """
     left: list[int] = []
     stairs: list[tuple[int, int]] = []  # ascending ticks, descending host
@@ -119,7 +152,8 @@ def _spaced(count: int, room: int) -> Vector:
 
 
 def _nearest(kept: Vector, ticks: Vector, room: int) -> Vector:
-    """Of a staircase in `room` equal parts, the ends and each part's step nearest to the convex hull: what mixes best with later stages.
+    """Of a staircase in `room` equal parts, the ends and each part's step nearest to the convex hull: what
+    mixes best with later stages.
 
     The hull is taken from below by tangents of slopes around the mean one.
     """

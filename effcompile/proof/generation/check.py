@@ -1,4 +1,6 @@
-"""A planned generation against the model itself, by teacher forcing: the same text through prefill, chunks and single tokens."""
+"""A planned generation against the model itself, by teacher forcing: the same text through prefill, chunks
+and single tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from effcompile.runtime.generation.stepper import Stepper
 
 #: Tokens that are decoded one by one.
 _DECODED = 12
-#: Exact results in fp32 that are given token by token differ by so much from those of one call, whatever the goal's tolerance.
+#: Exact results in fp32 that are given token by token differ by so much from those of one call, whatever the
+#: goal's tolerance.
 _ROUNDING = 1e-4
 
 
@@ -43,7 +46,14 @@ def told_by(model: HFModel, texts: Sequence[torch.Tensor], extra: Kwargs, goal: 
     found = []
     for text in texts:
         logits = _logits(model, text, extra)
-        found.append(Told(text=text, logits=logits, extra=extra, rounding=cache(partial(_rounding, wide, text, extra, logits))))
+        found.append(
+            Told(
+                text=text,
+                logits=logits,
+                extra=extra,
+                rounding=cache(partial(_rounding, wide, text, extra, logits)),
+            )
+        )
     return found
 
 
@@ -54,7 +64,9 @@ def _logits(model: HFModel, text: torch.Tensor, extra: Kwargs) -> torch.Tensor:
     return logits
 
 
-def _rounding(wide: Callable[[], HFModel | None], text: torch.Tensor, extra: Kwargs, logits: torch.Tensor) -> float:
+def _rounding(
+    wide: Callable[[], HFModel | None], text: torch.Tensor, extra: Kwargs, logits: torch.Tensor
+) -> float:
     """The relative error of the model's logits against its float64 copy's; 0 where there is none."""
     exact = wide()
     if exact is None:
@@ -73,7 +85,10 @@ def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -
     for one in told:
         for name, sizes in _ways(one.text.shape[1]):
             logits = forced(stepper, model, one, sizes)
-            error, loss = relative_error(logits, one.logits), _nats(logits, one.text) - _nats(one.logits, one.text)
+            error, loss = (
+                relative_error(logits, one.logits),
+                _nats(logits, one.text) - _nats(one.logits, one.text),
+            )
             limit = max(limit, exact_limit(goal, error, most, one.rounding))
             before = found.get(name, (0.0, 0.0))
             found[name] = (max(error, before[0]), loss if abs(loss) > abs(before[1]) else before[1])
@@ -105,4 +120,6 @@ def forced(stepper: Stepper, model: HFModel, told: Told, sizes: Sequence[int]) -
 
 def _nats(logits: torch.Tensor, text: torch.Tensor) -> float:
     """Cross entropy of a text's tokens under these logits, per token."""
-    return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), text[:, 1:].flatten()))
+    return float(
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), text[:, 1:].flatten())
+    )

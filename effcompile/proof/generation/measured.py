@@ -1,4 +1,6 @@
-"""What a generation really costs: each regime's seconds beside the model's own, and the allocator's peak over a whole context."""
+"""What a generation really costs: each regime's seconds beside the model's own, and the allocator's peak over
+a whole context.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved:
-    """Seconds of the model itself and of each lowered step, by name; bytes a second of a plain read beside their tokens, 0 on a GPU."""
+    """Seconds of the model itself and of each lowered step, by name; bytes a second of a plain read beside
+    their tokens, 0 on a GPU.
+    """
 
     each: Mapping[str, Seconds]
     stream: float
@@ -66,15 +70,23 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> In
     key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     with evaluating(model), torch.no_grad():
         prefills = {name: partial(_prefill, model, run, {key: ids, **extra}) for name, run in runs.items()}
-        first = {name: faster_half_median(times) for name, times in interleaved(prefills, 2, repeats=1).items()}
+        first = {
+            name: faster_half_median(times) for name, times in interleaved(prefills, 2, repeats=1).items()
+        }
         ready = {name: prefill() for name, prefill in prefills.items()}
         decodes: dict[str, Callable[[], object]] = {
             name: partial(_decode, runs[name], {key: ids[:, :1], **extra}, ready[name]) for name in runs
         }
         buffer = torch.ones(_STREAM // 4 if model.device.type == "cpu" else 0)
         decodes[_READ] = buffer.sum
-        each = {name: faster_half_median(times) for name, times in interleaved(decodes, _ROUNDS, repeats=1).items()}
-    return Interleaved(each={name: Seconds(prefill=first[name], decode=each[name]) for name in runs}, stream=buffer.nbytes / each[_READ])
+        each = {
+            name: faster_half_median(times)
+            for name, times in interleaved(decodes, _ROUNDS, repeats=1).items()
+        }
+    return Interleaved(
+        each={name: Seconds(prefill=first[name], decode=each[name]) for name in runs},
+        stream=buffer.nbytes / each[_READ],
+    )
 
 
 def _original(model: HFModel, **given: Any) -> Outputs:
@@ -116,15 +128,25 @@ def _extra(model: HFModel, batch: int) -> Kwargs:
     """The encoder's output, which a decoder reads."""
     if not model.config.is_encoder_decoder:
         return {}
-    inputs = {name: value[:1].expand(batch, *value.shape[1:]) for name, value in encoder_inputs(model).items()}
+    inputs = {
+        name: value[:1].expand(batch, *value.shape[1:]) for name, value in encoder_inputs(model).items()
+    }
     with torch.no_grad():
-        return {"encoder_outputs": encoder_output(model.get_encoder()(**inputs, return_dict=True).last_hidden_state)}
+        return {
+            "encoder_outputs": encoder_output(
+                model.get_encoder()(**inputs, return_dict=True).last_hidden_state
+            )
+        }
 
 
-def peak_bytes(stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, goal: Goal, room: CacheRoom) -> int:
-    """Most bytes of weights, cache and workspace over a whole context: a prompt of all of it but one token, and that token.
+def peak_bytes(
+    stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, goal: Goal, room: CacheRoom
+) -> int:
+    """Most bytes of weights, cache and workspace over a whole context: a prompt of all of it but one token,
+    and that token.
 
-    torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at the end of the context.
+    torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at
+    the end of the context.
     """
     weights = sum(part.weight_bytes for name, part in parts.items() if name != "encoder")
     context = goal.tokens[0]
@@ -160,9 +182,17 @@ def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, 
 
 
 def told(
-    plan: Plan, found: Interleaved, name: str, goal: Goal, lowered: LoweredStep, parts: Mapping[str, Lowered], program: Program
+    plan: Plan,
+    found: Interleaved,
+    name: str,
+    goal: Goal,
+    lowered: LoweredStep,
+    parts: Mapping[str, Lowered],
+    program: Program,
 ) -> Plan:
-    """The plan with what was measured under this name, in figures and in words. `program`: the step as captured.
+    """The plan with what was measured under this name, in figures and in words.
+
+    `program`: the step as captured.
 
     What an earlier run measured, of a plan that was saved, goes: its rates, and what was said behind them.
     """
@@ -170,13 +200,20 @@ def told(
     context, prompt, new = goal.tokens
     peak = plan.measured.peak_bytes if plan.measured else None
     error = max((check.error for check in plan.checks), default=0.0)
-    totals = Totals(seconds=mine.total(goal), weight_bytes=parts["step"].weight_bytes, peak_bytes=peak, error=error)
+    totals = Totals(
+        seconds=mine.total(goal), weight_bytes=parts["step"].weight_bytes, peak_bytes=peak, error=error
+    )
     cache = lowered.layout.nbytes(context, goal.batch)
     weights = parts["step"].weight_bytes
     held = lambda tokens: lowered.layout.nbytes(tokens, goal.batch)  # noqa: E731
     read = weights - _looked_up(program, plan) + held(min(context, prompt + new // 2))
     share = read / mine.decode / found.stream if found.stream else 0.0
-    beside = (Because("that is {share} of a plain read of memory measured beside it: {bytes} a second", (share, int(found.stream))),)
+    beside = (
+        Because(
+            "that is {share} of a plain read of memory measured beside it: {bytes} a second",
+            (share, int(found.stream)),
+        ),
+    )
     at = [max(1, context * quarter // 4) for quarter in (1, 2, 4)]
     notes = (
         TokenRates(
@@ -185,7 +222,10 @@ def told(
             decode=goal.batch / mine.decode,
             decode_before=goal.batch / theirs.decode,
         ),
-        Because("a token reads {bytes} of weights and cache: {bytes} a second", (int(read), int(read / mine.decode))),
+        Because(
+            "a token reads {bytes} of weights and cache: {bytes} a second",
+            (int(read), int(read / mine.decode)),
+        ),
         *(beside if found.stream else ()),
         Because("cache of {} tokens: {} bytes", (context, cache)),
         Because(
@@ -208,7 +248,9 @@ def _looked_up(program: Program, plan: Plan) -> int:
         own = held(site.site) != FP32
         if own or _storage(program, site.weight) not in multiplied:
             table = program.tensor(site.weight)
-            total += held(site.site).stored_bytes(site.count, site.width) if own or table is None else table.nbytes
+            total += (
+                held(site.site).stored_bytes(site.count, site.width) if own or table is None else table.nbytes
+            )
     return total
 
 

@@ -1,4 +1,5 @@
-"""A function on so many ranks of this machine: forked processes that meet over gloo, so that torch is imported once.
+"""A function on so many ranks of this machine: forked processes that meet over gloo, so that torch is
+imported once.
 
 A rank runs on one thread: the thread pools of the process that is forked do not follow it.
 """
@@ -30,7 +31,9 @@ T = TypeVar("T")
 MOST = 16
 
 
-def on_ranks(function: Callable[..., T], world: int, *args: object, seconds: float = 300.0, silence: float = 60.0) -> list[T]:
+def on_ranks(
+    function: Callable[..., T], world: int, *args: object, seconds: float = 300.0, silence: float = 60.0
+) -> list[T]:
     """What `function(rank, *args)` returns on each of `world` gloo ranks, in their order.
 
     Args:
@@ -41,13 +44,18 @@ def on_ranks(function: Callable[..., T], world: int, *args: object, seconds: flo
         silence: seconds that a collective waits for a rank.
 
     Raises:
-        RankError: a rank ended without a result, or in no time. UsageError: no such number of ranks, or no fork here.
-        EffcompileError: what a rank raised, if that is one of ours; of several, the one that is no consequence of another's.
+        RankError: a rank ended without a result, or in no time. UsageError: no such number of ranks, or no
+            fork here.
+        EffcompileError: what a rank raised, if that is one of ours; of several, the one that is no
+            consequence of another's.
     """
     if not 1 <= world <= MOST:
         raise UsageError(f"ranks = {world}: give 1 to {MOST} processes of this machine.")
     if not hasattr(os, "fork"):
-        raise UsageError("Ranks of this machine are forked processes, which this system has not. Start them yourself, with torchrun.")
+        raise UsageError(
+            "Ranks of this machine are forked processes, which this system has not. Start them yourself, "
+            "with torchrun."
+        )
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="effcompile-ranks-") as folder:
         started: list[tuple[ForkProcess, Connection]] = []
@@ -55,7 +63,9 @@ def on_ranks(function: Callable[..., T], world: int, *args: object, seconds: flo
         try:
             for rank in range(world):
                 mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank, args=(rank, world, Path(folder) / "store", theirs, silence, function, args))
+                process = context.Process(
+                    target=_rank, args=(rank, world, Path(folder) / "store", theirs, silence, function, args)
+                )
                 process.start()
                 theirs.close()
                 started.append((process, mine))
@@ -69,14 +79,26 @@ def on_ranks(function: Callable[..., T], world: int, *args: object, seconds: flo
 
 
 def _rank(
-    rank: int, world: int, store: Path, told: Connection, silence: float, function: Callable[..., object], args: Sequence[object]
+    rank: int,
+    world: int,
+    store: Path,
+    told: Connection,
+    silence: float,
+    function: Callable[..., object],
+    args: Sequence[object],
 ) -> None:
     """A forked process. It leaves without the exit handlers of the process that it is a copy of."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network name has this one
     status, answer = 1, b""
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=silence))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=silence),
+        )
         answer = pickle.dumps((True, function(rank, *args)))
         status = 0
     except BaseException as error:
@@ -93,7 +115,9 @@ def _pickled(error: BaseException) -> bytes:
         pickle.loads(answer)
     except Exception:
         said = f"{type(error).__name__}: {error}"
-        answer = pickle.dumps((False, type(error)(said) if isinstance(error, RankError) else RuntimeError(said)))
+        answer = pickle.dumps(
+            (False, type(error)(said) if isinstance(error, RankError) else RuntimeError(said))
+        )
     return answer
 
 
@@ -109,20 +133,30 @@ def _results(started: Sequence[tuple[ForkProcess, Connection]], seconds: float) 
             try:
                 fine, value = pickle.loads(mine.recv_bytes())
             except EOFError:
-                fine, value = False, RankError(f"Rank {rank} ended {_how(started[rank][0])} without a result.")
+                fine, value = (
+                    False,
+                    RankError(f"Rank {rank} ended {_how(started[rank][0])} without a result."),
+                )
             (found if fine else failed)[rank] = value
         if failed:
             end = min(end, time.monotonic() + 10.0)  # the others will notice
     if failed:
         raise _cause(failed)
     if waiting:
-        raise RankError(f"Rank {', '.join(map(str, waiting.values()))} did not come to an end within {seconds:.0f} s, and was stopped.")
+        raise RankError(
+            f"Rank {', '.join(map(str, waiting.values()))} did not come to an end within {seconds:.0f} s, "
+            "and was stopped."
+        )
     return [found[rank] for rank in range(len(started))]
 
 
 def _cause(failed: dict[int, BaseException]) -> BaseException:
     """The error that the others follow from: one that is not about a lost rank."""
-    ended = [error for error in failed.values() if isinstance(error, RankError) and "without a result" in str(error)]
+    ended = [
+        error
+        for error in failed.values()
+        if isinstance(error, RankError) and "without a result" in str(error)
+    ]
     own = [error for error in failed.values() if not isinstance(error, RankError)]
     rank, error = next((r, e) for r, e in failed.items() if e in (own or ended or list(failed.values())))
     if isinstance(error, (EffcompileError, AssertionError)):
@@ -133,4 +167,8 @@ def _cause(failed: dict[int, BaseException]) -> BaseException:
 def _how(process: ForkProcess) -> str:
     process.join(5.0)
     code = process.exitcode
-    return f"by the signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with status {code}"
+    return (
+        f"by the signal {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"with status {code}"
+    )

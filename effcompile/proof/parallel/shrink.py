@@ -1,4 +1,6 @@
-"""A small copy of a model for a proof on this machine: few layers, narrow, as its own class makes it of a smaller configuration."""
+"""A small copy of a model for a proof on this machine: few layers, narrow, as its own class makes it of a
+smaller configuration.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _TOKENS = 32
 def shrunk(
     model: nn.Module, args: Args, kwargs: Kwargs, examples: int, *, split: int = 1, layers: int = 1
 ) -> tuple[nn.Module, Inputs, str]:
-    """(small copy, inputs of so many examples, what it is). A model without a configuration that can be made smaller stays as it is.
+    """(small copy, inputs of so many examples, what it is).
+
+    A model without a configuration that can be made smaller stays as it is.
 
     split: its heads are divided among so many ranks. layers: so many stages need a layer each.
     """
@@ -62,7 +66,11 @@ def _smaller(model: nn.Module, split: int, most: int) -> Iterator[tuple[Any, str
         for name in ("intermediate_size", "d_ff", "n_inner", "moe_intermediate_size", "ffn_dim"):
             _set(narrow, name, 2 * left * _HEAD)
         _set(narrow, "num_local_experts", 2)
-        _set(narrow, "vocab_size", min(int(getattr(config, "vocab_size", _VOCABULARY) or _VOCABULARY), _VOCABULARY))
+        _set(
+            narrow,
+            "vocab_size",
+            min(int(getattr(config, "vocab_size", _VOCABULARY) or _VOCABULARY), _VOCABULARY),
+        )
         for name in ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id"):
             if isinstance(value := getattr(narrow, name, None), int) and value >= _VOCABULARY:
                 _set(narrow, name, 0)
@@ -79,7 +87,9 @@ def _set(config: Any, name: str, value: object) -> None:
 
 def _inputs(args: Args, kwargs: Kwargs, examples: int, vocabulary: int) -> Inputs:
     """The example inputs with so many examples, short, their indices within the vocabulary."""
-    leaves = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.dim()]
+    leaves = [
+        leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.dim()
+    ]
     batch = max((int(leaf.shape[0]) for leaf in leaves), default=1)
 
     def small(tensor: Tensor) -> Tensor:
@@ -90,7 +100,11 @@ def _inputs(args: Args, kwargs: Kwargs, examples: int, vocabulary: int) -> Input
             if vocabulary:
                 tensor = torch.where(tensor >= 0, tensor % vocabulary, tensor)
         times = -(-examples // batch)
-        return torch.cat([tensor] * times)[:examples].roll(1, -1).contiguous() if times > 1 else tensor[:examples].contiguous()
+        return (
+            torch.cat([tensor] * times)[:examples].roll(1, -1).contiguous()
+            if times > 1
+            else tensor[:examples].contiguous()
+        )
 
     found: Inputs = pytree.tree_map_only(Tensor, small, (args, dict(kwargs)))
     return found

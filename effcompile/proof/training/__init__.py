@@ -1,1 +1,3 @@
-"""A planned step run beside the original one: loss, every gradient, the update, and what the allocator held."""
+"""A planned step run beside the original one: loss, every gradient, the update, and what the
+allocator held.
+"""

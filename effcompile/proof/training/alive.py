@@ -1,6 +1,8 @@
-"""The measuring side of a peak: bytes of every tensor that can be reached from a model and its inputs, found by the garbage collector.
+"""The measuring side of a peak: bytes of every tensor that can be reached from a model and its inputs, found
+by the garbage collector.
 
-It shares nothing with the plan: neither the captured graph nor the walk over parameters and buffers that planning counts.
+It shares nothing with the plan: neither the captured graph nor the walk over parameters and buffers that
+planning counts.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from effcompile.backends.torch.training import StepRunner
 from effcompile.core.torch_compat import is_fake
 
-#: What belongs to the program and not to the model: walking on from it would reach every tensor of the process. So does the step of an
-#: earlier plan, which a planned model has with it, and the table of ranks that a distributed tensor's mesh has.
+#: What belongs to the program and not to the model: walking on from it would reach every tensor of the
+#: process. So does the step of an earlier plan, which a planned model has with it, and the table of ranks
+#: that a distributed tensor's mesh has.
 _NOT_OWNED = (
-    type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType, StepRunner, DeviceMesh
+    type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType,
+    StepRunner, DeviceMesh
 )  # fmt: skip
 
 
 def alive_bytes(device: str, *roots: Any) -> int:
-    """Bytes of the distinct storages on a type of device that are reachable from `roots`; tensors' gradients are left out.
+    """Bytes of the distinct storages on a type of device that are reachable from `roots`; tensors' gradients
+    are left out.
 
     Functions lead on to what they close over, not to their module's globals.
     """
@@ -38,7 +43,8 @@ def alive_bytes(device: str, *roots: Any) -> int:
         seen[id(found)] = found
         if isinstance(found, torch.Tensor):
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()
-            if is_traceable_wrapper_subclass(found):  # a distributed tensor has no memory but that of what it wraps
+            if is_traceable_wrapper_subclass(found):
+                # a distributed tensor has no memory but that of what it wraps
                 waiting += [getattr(found, name) for name in found.__tensor_flatten__()[0]]
             elif found.device.type == device and found.layout is torch.strided and not is_fake(found):
                 storage = found.untyped_storage()

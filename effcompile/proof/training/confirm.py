@@ -1,4 +1,6 @@
-"""Running what was planned: loss, gradients and updates against the model's own, the allocator's peak, and times beside eager's."""
+"""Running what was planned: loss, gradients and updates against the model's own, the allocator's peak, and
+times beside eager's.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +39,36 @@ from effcompile.search.training.moved import RefutedError, host_use, too_coarse
 from effcompile.search.training.prepare import Prepared
 from effcompile.search.training.work import Work
 
-#: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and gaps in the heap (measured).
+#: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and
+#: gaps in the heap (measured).
 _UNPLANNED = 1.25
-_DEVICE = "on the GPU: {bytes} allocated at the highest instant, {bytes} reserved by torch's allocator, {bytes} of {bytes} in use by all"
-_IN_FP32 = "compared with the model's own step run leanly, its 16-bit products in fp32 and rounded once: here they are slow"
+_DEVICE = (
+    "on the GPU: {bytes} allocated at the highest instant, {bytes} reserved by torch's allocator, "
+    "{bytes} of {bytes} in use by all"
+)
+_IN_FP32 = (
+    "compared with the model's own step run leanly, its 16-bit products in fp32 and rounded once: "
+    "here they are slow"
+)
 #: Seconds that timing the step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
-#: Seconds of an original step (predicted) that are waited for where a lean one is faster: it is run three times.
+#: Seconds of an original step (predicted) that are waited for where a lean one is faster: it is run three
+#: times.
 _PATIENT = 60.0
 #: Loss scales that are too small to be of use: an fp16 step that overflows still is given up.
 _LEAST_SCALE = 2.0**-14
 
 
-def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> tuple[TrainingExecutable, int]:
-    """The planned model with what was verified and measured in its plan; bytes that the allocator was above the budget.
+def verified(
+    work: Work, prepared: Prepared, runner: StepRunner, plan: Plan
+) -> tuple[TrainingExecutable, int]:
+    """The planned model with what was verified and measured in its plan; bytes that the allocator was above
+    the budget.
 
     Raises:
         VerificationError: loss, gradients or updates differ from the model's own by more than rounding.
-        RefutedError: values in 8 bits, or products in 16, change the gradient by more than the goal allows; or the micro-batches' sum
-            is not the whole batch's loss or gradient.
+        RefutedError: values in 8 bits, or products in 16, change the gradient by more than the goal allows;
+            or the micro-batches' sum is not the whole batch's loss or gradient.
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     states, division = prepared.case.states, prepared.case.division
@@ -67,10 +80,14 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
     gradients = Spool(prepared.cut.host.folder)
     runner.sink, runner.guarded = gradients.put, False
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
-        found = _settled(lambda: verify.run(step, work.model, work.leaves, gradients), runner, prepared.case, plan)
+        found = _settled(
+            lambda: verify.run(step, work.model, work.leaves, gradients), runner, prepared.case, plan
+        )
     room.tidy()
     plan = replace(plan, notes=(*(n for n in plan.notes if not isinstance(n, HostUse)), *used))
-    original = _Original(work=work, case=prepared.case, folder=prepared.cut.host.folder, room=room, refusal=refusal)
+    original = _Original(
+        work=work, case=prepared.case, folder=prepared.cut.host.folder, room=room, refusal=refusal
+    )
     wanted, checks, notes = None, list[Check](), list[Reason]()
     try:
         wanted = original.run(work.eager_loss)
@@ -93,13 +110,21 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
     room.tidy()
     with work.progress.step("time the steps"):
         seconds, eager_seconds = _timed(work, runner, step, found, ours, together=refusal is None)
-    there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
+    there = (
+        states.resident_bytes
+        if states is not None and work.optimizer is not None and work.optimizer.state
+        else 0
+    )
     peak = _peak(base + there, found, ours)  # an optimizer that has states already is not run
-    measured = Totals(seconds=seconds + _update(ours), peak_bytes=peak, error=checks[0].error if checks else None)
+    measured = Totals(
+        seconds=seconds + _update(ours), peak_bytes=peak, error=checks[0].error if checks else None
+    )
     notes += _on_device(work, peak, found, ours)
     plan = replace(plan, checks=tuple(checks), measured=measured, notes=(*plan.notes, *notes))
     if refusal is None and wanted is not None:
-        before = Totals(seconds=eager_seconds + _update(theirs), peak_bytes=_peak(base + there, wanted, theirs), error=0.0)
+        before = Totals(
+            seconds=eager_seconds + _update(theirs), peak_bytes=_peak(base + there, wanted, theirs), error=0.0
+        )
         plan = replace(plan, measured_baseline=before)
     else:
         plan = replace(plan, notes=(*plan.notes, Unmeasured(because=refusal or "does not fit")))
@@ -126,21 +151,30 @@ class _Original:
         if self.refusal is None:
             with self.work.progress.step(name):
                 return verify.run(step, self.work.model, self.work.leaves, gradients)
-        with self.work.progress.step(f"{name} leanly"), lean(self.work.model, self.work.leaves, gradients, self.room):
+        with (
+            self.work.progress.step(f"{name} leanly"),
+            lean(self.work.model, self.work.leaves, gradients, self.room),
+        ):
             return replace(verify.run(step, self.work.model, self.work.leaves, gradients), peak_bytes=None)
 
     def truth(self, wanted: verify.Result, peak_bytes: int) -> verify.Result | None:
-        """What tells rounding from an error: the step in float64, or where that does not fit, in 16 bits rounded otherwise."""
+        """What tells rounding from an error: the step in float64, or where that does not fit, in 16 bits
+        rounded otherwise.
+        """
         if (found := in_float64(self.work, self.room, wanted, peak_bytes)) is not None:
             return found
         with contextlib.suppress(NoRoomError), rounded_otherwise(self.work.model) as narrow:
             if narrow:
-                return replace(self.run(self.work.eager_loss, "run the original step rounded otherwise"), named="eager's rounded otherwise")
+                return replace(
+                    self.run(self.work.eager_loss, "run the original step rounded otherwise"),
+                    named="eager's rounded otherwise",
+                )
         return None
 
 
 def _settled(run: Callable[[], verify.Result], runner: StepRunner, case: Case, plan: Plan) -> verify.Result:
-    """A step whose gradients are finite: where the loss is scaled, it is run until the scale has come down to what fits.
+    """A step whose gradients are finite: where the loss is scaled, it is run until the scale has come down to
+    what fits.
 
     Raises:
         RefutedError: the loss is not finite, or a gradient is not at any scale.
@@ -152,14 +186,20 @@ def _settled(run: Callable[[], verify.Result], runner: StepRunner, case: Case, p
         while scale is not None and scale.overflowed and scale.scaler.get_scale() > _LEAST_SCALE:
             found = run()
     if scale is not None and (scale.overflowed or not bool(found.loss.isfinite())):
-        what = f"a gradient is not finite at a loss scale of {scale.scaler.get_scale():g}" if scale.overflowed else "the loss is not finite"
+        what = (
+            f"a gradient is not finite at a loss scale of {scale.scaler.get_scale():g}"
+            if scale.overflowed
+            else "the loss is not finite"
+        )
         if (error := too_coarse(case, plan, f"it overflows: {what}")) is not None:
             raise error
     return found
 
 
 def _too_long(work: Work, plan: Plan) -> str | None:
-    """None, or why the original is run leanly though it fits: only there its products are not those that this machine is slow at."""
+    """None, or why the original is run leanly though it fits: only there its products are not those that this
+    machine is slow at.
+    """
     seconds = plan.baseline.seconds or 0.0
     if seconds <= _PATIENT or not products_in_fp32(work.model):
         return None
@@ -167,20 +207,24 @@ def _too_long(work: Work, plan: Plan) -> str | None:
 
 
 def _alive(work: Work, prepared: Prepared, runner: StepRunner) -> int:
-    """Bytes alive before a step, counted over the tensors that are there; the graph's constants, and codes, live in the runner.
+    """Bytes alive before a step, counted over the tensors that are there; the graph's constants, and codes,
+    live in the runner.
 
-    Frozen weights that are held as codes are there as they were given too, to be compared with: they go when the plan is taken up.
+    Frozen weights that are held as codes are there as they were given too, to be compared with: they go when
+    the plan is taken up.
     """
     device, constants = device_of(work.model), [*prepared.step.constants.values(), *runner.codes]
     going = alive_bytes(device, [held(work.model, name) for name in prepared.step.coded])
     return alive_bytes(device, work.model, work.args, dict(work.kwargs), work.loss, constants) - going
 
 
-def _checked(original: _Original, plan: Plan, runner: StepRunner, found: verify.Result, wanted: verify.Result) -> list[Check]:
+def _checked(
+    original: _Original, plan: Plan, runner: StepRunner, found: verify.Result, wanted: verify.Result
+) -> list[Check]:
     """The checks of loss and gradients.
 
-    Where dropout draws other numbers for micro-batches than for the whole batch: the planned step against the model's own on the
-    same micro-batches, and those against the whole batch where nothing is drawn.
+    Where dropout draws other numbers for micro-batches than for the whole batch: the planned step against the
+    model's own on the same micro-batches, and those against the whole batch where nothing is drawn.
 
     Raises:
         VerificationError: they differ by more than rounding. RefutedError: as in `verified`.
@@ -195,9 +239,14 @@ def _checked(original: _Original, plan: Plan, runner: StepRunner, found: verify.
         name = "run the original step in micro-batches"
         apart = original.run(eager_in_parts(work, runner), name)
         with without_dropout():
-            each, whole = (original.run(step, name) for step in (eager_in_parts(work, runner), work.eager_loss))
+            each, whole = (
+                original.run(step, name) for step in (eager_in_parts(work, runner), work.eager_loss)
+            )
         same = _passed(verify.compare(each, whole, work.goal.max_error))
-        return [_compared(original, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
+        return [
+            _compared(original, plan, found, apart),
+            replace(same, name="micro-batches as the whole batch, without dropout"),
+        ]
     except RefutedError:
         raise
     except VerificationError as error:
@@ -208,7 +257,8 @@ def _compared(original: _Original, plan: Plan, found: verify.Result, wanted: ver
     """Loss and gradients against eager's: the whole gradient where values are rounded, else each parameter's.
 
     Raises:
-        VerificationError: they differ by more than rounding. RefutedError: by more than the goal allows, in 8 or 16 bits.
+        VerificationError: they differ by more than rounding. RefutedError: by more than the goal allows, in 8
+            or 16 bits.
     """
     work = original.work
     if too_coarse(original.case, plan, "") is None:
@@ -235,7 +285,9 @@ def _passed(check: Check) -> Check:
     return check
 
 
-def _compare_updates(work: Work, states: StatesOption | None, wanted: verify.Result, checks: list[Check]) -> list[Reason]:
+def _compare_updates(
+    work: Work, states: StatesOption | None, wanted: verify.Result, checks: list[Check]
+) -> list[Reason]:
     """Adds the check of the planned update, or returns the note on one that may differ."""
     if states is None or work.optimizer is None:
         return []
@@ -247,11 +299,17 @@ def _compare_updates(work: Work, states: StatesOption | None, wanted: verify.Res
 
 
 def _updated(
-    work: Work, runner: StepRunner | None, step: Callable[[], torch.Tensor], states: StatesOption | None, ran: verify.Result | None
+    work: Work,
+    runner: StepRunner | None,
+    step: Callable[[], torch.Tensor],
+    states: StatesOption | None,
+    ran: verify.Result | None,
 ) -> updates.Steps | None:
-    """Updates by the planned optimizer (`states`), or by the given one; None without one, or where it has states already.
+    """Updates by the planned optimizer (`states`), or by the given one; None without one, or where it has
+    states already.
 
-    ran: the same step before, whose gradients the first update may have; those of a scaled loss are not asked for twice.
+    ran: the same step before, whose gradients the first update may have; those of a scaled loss are not asked
+    for twice.
     """
     given = work.optimizer
     if given is None or given.state:
@@ -259,7 +317,9 @@ def _updated(
     optimizer = given if states is None or runner is None else _made(work, runner, states)
     try:
         scaled = runner is not None and runner.loss_scale is not None
-        return updates.run(step, work.model, optimizer, runner, work.leaves, None if ran is None or scaled else ran.gradients)
+        return updates.run(
+            step, work.model, optimizer, runner, work.leaves, None if ran is None or scaled else ran.gradients
+        )
     finally:
         given.state.clear()
 
@@ -267,7 +327,9 @@ def _updated(
 def _made(work: Work, runner: StepRunner, states: StatesOption) -> Optimizer:
     assert work.optimizer is not None
     consumes = frozenset(runner.consumed)
-    return planned_optimizer(work.optimizer, states.form, on_host=states.on_host, consumes=consumes, model=work.model)
+    return planned_optimizer(
+        work.optimizer, states.form, on_host=states.on_host, consumes=consumes, model=work.model
+    )
 
 
 def _finished(work: Work, runner: StepRunner, plan: Plan, states: StatesOption | None) -> TrainingExecutable:
@@ -286,12 +348,18 @@ def _peak(base: int, found: verify.Result, whole: updates.Steps | None) -> int |
     return None if peak is None else base + peak
 
 
-def _on_device(work: Work, peak: int | None, found: verify.Result, whole: updates.Steps | None) -> list[Reason]:
-    """What the step took of a GPU: of torch's allocator, what that reserved, and what is in use there by all."""
+def _on_device(
+    work: Work, peak: int | None, found: verify.Result, whole: updates.Steps | None
+) -> list[Reason]:
+    """What the step took of a GPU: of torch's allocator, what that reserved, and what is in use
+    there by all.
+    """
     if device_of(work.model) != "cuda" or peak is None:
         return []
     free, total = torch.cuda.mem_get_info()
-    return [Because(_DEVICE, (peak, found.reserved if whole is None else whole.reserved, total - free, total))]
+    return [
+        Because(_DEVICE, (peak, found.reserved if whole is None else whole.reserved, total - free, total))
+    ]
 
 
 def _update(whole: updates.Steps | None) -> float:
@@ -299,7 +367,13 @@ def _update(whole: updates.Steps | None) -> float:
 
 
 def _timed(
-    work: Work, runner: StepRunner, step: Callable[[], torch.Tensor], found: verify.Result, ours: updates.Steps | None, *, together: bool
+    work: Work,
+    runner: StepRunner,
+    step: Callable[[], torch.Tensor],
+    found: verify.Result,
+    ours: updates.Steps | None,
+    *,
+    together: bool,
 ) -> tuple[float, float]:
     """Seconds of the planned and (`together`) of the original step, run in turn: the fastest of each.
 
@@ -312,7 +386,9 @@ def _timed(
     runs = {"ours": step, "eager": work.eager_loss} if together else {"ours": step}
     runner.sink = lambda name, gradient: None
     start = perf_counter()
-    while not all(samples[name] for name in runs) or (perf_counter() - start < _TIMING_SECONDS and len(samples["ours"]) < rounds):
+    while not all(samples[name] for name in runs) or (
+        perf_counter() - start < _TIMING_SECONDS and len(samples["ours"]) < rounds
+    ):
         for name, run in runs.items():
             samples[name].append(verify.seconds(run, work.model, work.leaves))
     return min(samples["ours"]), min(samples["eager"], default=0.0)

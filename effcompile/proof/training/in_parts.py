@@ -1,4 +1,6 @@
-"""Running a batch in micro-batches, as planned and by the model itself, to see whether their sum is the whole batch's."""
+"""Running a batch in micro-batches, as planned and by the model itself, to see whether their sum is the whole
+batch's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def runner_of(model: torch.nn.Module, case: Case, emitted: Emitted, ranks: Ranks
 
 def inseparable(message: str) -> RefutedError:
     """Micro-batches were run, and their sum is not the whole batch's loss or gradient."""
-    return RefutedError(f"run, and not the whole batch's: {message}", kind=KIND, option="", said="no micro-batches")
+    return RefutedError(
+        f"run, and not the whole batch's: {message}", kind=KIND, option="", said="no micro-batches"
+    )
 
 
 def eager_in_parts(work: Work, runner: MicrobatchRunner) -> Callable[[], torch.Tensor]:
@@ -62,10 +66,11 @@ _FILL = 0.4
 
 
 class Undrawn(TorchDispatchMode):
-    """Within, nothing is left to chance: dropout keeps everything, and what is drawn otherwise is one number at every place.
+    """Within, nothing is left to chance: dropout keeps everything, and what is drawn otherwise is one number
+    at every place.
 
-    So the whole batch and its micro-batches can be compared, which draw other numbers. It acts on operators, not on modules: dropout as a
-    function, inside an attention or in evaluation mode is dropout, too.
+    So the whole batch and its micro-batches can be compared, which draw other numbers. It acts on operators,
+    not on modules: dropout as a function, inside an attention or in evaluation mode is dropout, too.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

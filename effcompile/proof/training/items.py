@@ -1,4 +1,7 @@
-"""Does the model's loss follow `num_items_in_batch`, and can the planned one? Read off the graph, and checked by running the model."""
+"""Whether the model's loss follows `num_items_in_batch`, and the planned one can.
+
+Read off the graph, and checked by running the model.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,17 @@ from effcompile.search.training.work import Work
 #: No number of labels: a mean over as many as are said is the plain mean.
 _PROBE = 3.5
 NOT_TAKEN = Because(
-    "{name} is not taken: the loss is not one mean over labels. With gradient accumulation HuggingFace's Trainer then averages the "
-    "batches' means, where the model alone would weigh every label alike. Plan with {name} among the inputs to have it taken.",
+    "{name} is not taken: the loss is not one mean over labels. With gradient accumulation HuggingFace's "
+    "Trainer then averages the batches' means, where the model alone would weigh every label alike. Plan "
+    "with {name} among the inputs to have it taken.",
     (ITEMS, ITEMS),
 )
 
 
 def items_of(work: Work, step: Step) -> tuple[Items | None, tuple[Reason, ...]]:
-    """How the planned loss takes `num_items_in_batch`, and a note where the model itself would take it and the plan does not."""
+    """How the planned loss takes `num_items_in_batch`, and a note where the model itself would take it and
+    the plan does not.
+    """
     if work.loss is not None or ITEMS in work.kwargs or not accepts_items(work.model):
         return None, ()
     counted = labels_counted(step)
@@ -42,7 +48,9 @@ def items_of(work: Work, step: Step) -> tuple[Items | None, tuple[Reason, ...]]:
     if counted is not None:
         (count,) = run_graph(counted, leaves(work.args, work.kwargs))
         wanted = plain.double() * float(count) / _PROBE
-        if float((probed.double() - wanted).abs()) <= max(EXACT_TOLERANCE, 4 * torch.finfo(plain.dtype).eps) * float(wanted.abs()):
+        if float((probed.double() - wanted).abs()) <= max(
+            EXACT_TOLERANCE, 4 * torch.finfo(plain.dtype).eps
+        ) * float(wanted.abs()):
             return Items(leaves=leaves, counted=counted), ()
     return None, (NOT_TAKEN,)
 
@@ -55,7 +63,9 @@ def accepts_items(model: nn.Module) -> bool:
     inner = base() if callable(base) else model
     if hasattr(inner, "accepts_loss_kwargs"):
         return bool(inner.accepts_loss_kwargs)
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(inner.forward).parameters.values())
+    return any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(inner.forward).parameters.values()
+    )
 
 
 def _losses(work: Work, more: Kwargs) -> torch.Tensor | None:
@@ -70,7 +80,10 @@ def _losses(work: Work, more: Kwargs) -> torch.Tensor | None:
 
 
 def taking_items(result: TrainingExecutable, work: Work, step: Step) -> TrainingExecutable:
-    """The planned model, which takes `num_items_in_batch` where it can, and says where it cannot. `step`: as captured."""
+    """The planned model, which takes `num_items_in_batch` where it can, and says where it cannot.
+
+    `step`: as captured.
+    """
     result.runner.items, notes = items_of(work, step)
     result.plan = replace(result.plan, notes=tuple(dict.fromkeys((*result.plan.notes, *notes))))
     if hasattr(work.model, "config"):

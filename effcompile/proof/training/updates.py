@@ -1,4 +1,6 @@
-"""The optimizer's part of verification: a whole step's peak with its update, and the planned update against the given one's."""
+"""The optimizer's part of verification: a whole step's peak with its update, and the planned update against
+the given one's.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,16 @@ from effcompile.proof.training import verify
 from effcompile.search.training.work import LeafInputs
 
 #: Optimizers whose update of an element depends on no other one's gradient.
-_ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam)
-#: Elements of a parameter whose update is compared, a multiple of a block of 8-bit states and of those that have one.
+_ELEMENTWISE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+)
+#: Elements of a parameter whose update is compared, a multiple of a block of 8-bit states and of those that
+#: have one.
 _SAMPLE = 1 << 16
 #: By name; None for a parameter that has none.
 Gradients = Mapping[str, torch.Tensor | None]
@@ -36,7 +46,8 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Two whole steps: bytes allocated at the highest instant, and on a GPU reserved; of the second the seconds.
+    """Two whole steps: bytes allocated at the highest instant, and on a GPU reserved; of the second the
+    seconds.
 
     These are of forward and backward, and of the updates.
     """
@@ -55,14 +66,20 @@ def run(
     inputs: LeafInputs,
     gradients: Gradients | None = None,
 ) -> Steps:
-    """Two updates, the second one after a forward and a backward; all is put back afterwards but the optimizer's states.
+    """Two updates, the second one after a forward and a backward; all is put back afterwards but the
+    optimizer's states.
 
-    `runner` is of a planned step, whose backward may update parameters itself; `inputs` are those that get gradients. With `gradients`,
-    of a step at these parameters, the first update makes the states; without them it has a forward and a backward of its own.
+    `runner` is of a planned step, whose backward may update parameters itself; `inputs` are those that get
+    gradients. With `gradients`, of a step at these parameters, the first update makes the states; without
+    them it has a forward and a backward of its own.
     """
     clock = _Clock()
     libraries = verify.held_by_libraries(model)
-    with verify.restored(model, inputs), _parameters_restored(model), torch_compat_memory.watched_memory(device_of(model)) as peak:
+    with (
+        verify.restored(model, inputs),
+        _parameters_restored(model),
+        torch_compat_memory.watched_memory(device_of(model)) as peak,
+    ):
         if gradients is None:
             _bind(runner, optimizer, lambda consume: consume)
             _step(step, optimizer.step, optimizer, inputs)
@@ -74,11 +91,16 @@ def run(
         _step(step, clock.around(optimizer.step), optimizer, inputs)
         spent = perf_counter() - start
     return Steps(
-        peak_bytes=libraries + peak(), reserved=verify.reserved(), step_seconds=spent - clock.seconds, update_seconds=clock.seconds
+        peak_bytes=libraries + peak(),
+        reserved=verify.reserved(),
+        step_seconds=spent - clock.seconds,
+        update_seconds=clock.seconds,
     )
 
 
-def _step(step: Callable[[], torch.Tensor], update: Callable[..., object], optimizer: Optimizer, inputs: LeafInputs) -> None:
+def _step(
+    step: Callable[[], torch.Tensor], update: Callable[..., object], optimizer: Optimizer, inputs: LeafInputs
+) -> None:
     """One step."""
     step().backward()
     update()
@@ -145,10 +167,12 @@ class _parameters_restored:  # noqa: N801  a context manager, named like one
 
 
 def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: Gradients) -> Check | Reason:
-    """Parameters after two planned updates with the same gradients against the given optimizer's: a check, or a note.
+    """Parameters after two planned updates with the same gradients against the given optimizer's: a check, or
+    a note.
 
-    The note stands for updates that the user allowed to differ. Where an element's update depends on that element's gradient, or its
-    block's, the first elements of a large parameter stand for all: in 8 bits on a CPU an update takes microseconds an element.
+    The note stands for updates that the user allowed to differ. Where an element's update depends on that
+    element's gradient, or its block's, the first elements of a large parameter stand for all: in 8 bits on a
+    CPU an update takes microseconds an element.
     """
     name = type(given).__name__
     if one_by_one(given) is not None:
@@ -161,7 +185,12 @@ def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: G
         if gradient is None or id(parameter) not in groups:
             continue
         tensor, there = parameter.detach(), there + parameter.numel()
-        if type(given) in _ELEMENTWISE and states.form.name in (GIVEN, EIGHT_BIT) and tensor.is_contiguous() and not gradient.is_sparse:
+        if (
+            type(given) in _ELEMENTWISE
+            and states.form.name in (GIVEN, EIGHT_BIT)
+            and tensor.is_contiguous()
+            and not gradient.is_sparse
+        ):
             tensor, gradient = tensor.view(-1)[:_SAMPLE], gradient.reshape(-1)[:_SAMPLE]
         seen += tensor.numel()
         ours = Spool()
@@ -174,14 +203,24 @@ def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: G
         apart += between.apart
     if states.changes_numbers:
         relative = (apart / moved) ** 0.5 if moved else 0.0
-        text = "{name}: two updates differ from those of {name} by {error} of them, at the example inputs' gradients"
+        text = (
+            "{name}: two updates differ from those of {name} by {error} of them, at the example "
+            "inputs' gradients"
+        )
         return Because(text, (states.form.name, name, relative))
-    note = Because("on {} of {} elements, the first of each parameter", (seen, there)) if seen < there else None
+    note = (
+        Because("on {} of {} elements, the first of each parameter", (seen, there)) if seen < there else None
+    )
     return Check(name=f"parameters after two updates, as {name}'s", error=worst[0], limit=worst[1], note=note)
 
 
 def _updated(
-    tensor: torch.Tensor, group: Mapping[str, object], given: Optimizer, form: StatesForm, on_host: bool, gradient: torch.Tensor
+    tensor: torch.Tensor,
+    group: Mapping[str, object],
+    given: Optimizer,
+    form: StatesForm,
+    on_host: bool,
+    gradient: torch.Tensor,
 ) -> torch.Tensor:
     copy = nn.Parameter(tensor.clone())
     worker = Worker(copy, group, given, form, on_host)

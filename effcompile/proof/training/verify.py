@@ -1,4 +1,7 @@
-"""Is the planned step the model's own? Loss and every gradient against eager, and the allocator's peak against the plan."""
+"""Whether the planned step is the model's own.
+
+Loss and every gradient against eager, and the allocator's peak against the plan.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,22 @@ _NO_LEAVES: LeafInputs = MappingProxyType({})
 #: Relative error that the dtype's own rounding makes when sums are taken in another order.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: EXACT_TOLERANCE, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 _SEED = 20
-#: Elements that are compared at a time, of a host and of a device: in float64 they stay in a core's cache, or pay for their launches.
+#: Elements that are compared at a time, of a host and of a device: in float64 they stay in a core's cache, or
+#: pay for their launches.
 _PIECE, _PIECE_ON_DEVICE = 1 << 15, 1 << 22
 #: A gradient whose elements are smaller than this share of the usual one is compared with that share.
 _NEGLIGIBLE = 1e-3
 #: A gradient may be so many times as far from float64's as the model's own, or as gradients usually are.
 _AS_NEAR = 4.0
-#: Where there is none in float64: the difference that is rounding, as a share of the usual gradient: some 16 units in the last place of
-#: fp32, and in 16 bits what sums in another order make.
+#: Where there is none in float64: the difference that is rounding, as a share of the usual gradient: some 16
+#: units in the last place of fp32, and in 16 bits what sums in another order make.
 _ROUNDED_AWAY, NARROW = 1e-6, (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One step: its loss, its gradients by name, the bytes allocated at its highest instant, seconds while watched; whose it is.
+    """One step: its loss, its gradients by name, the bytes allocated at its highest instant, seconds while
+    watched; whose it is.
 
     reserved: on a GPU, what torch's allocator took from the device in all.
     """
@@ -52,14 +57,20 @@ class Result:
     reserved: int = 0
 
 
-def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: LeafInputs = _NO_LEAVES, spool: Spool | None = None) -> Result:
+def run(
+    step: Callable[[], torch.Tensor],
+    model: nn.Module,
+    inputs: LeafInputs = _NO_LEAVES,
+    spool: Spool | None = None,
+) -> Result:
     """One step from seed, with the model's gradients, buffers and the random generators put back afterwards.
 
     Args:
         step: runs the forward and returns the loss.
         model: whose gradients it makes.
         inputs: those that get a gradient too, by name.
-        spool: where the gradients are put, so that none is alive; those that left within the backward are there already.
+        spool: where the gradients are put, so that none is alive; those that left within the backward are
+            there already.
     """
     with restored(model, inputs):
         torch.manual_seed(_SEED)
@@ -81,7 +92,9 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: LeafInputs =
                 if tensor.grad is not None or name not in spool:
                     spool.put(name, tensor.grad)
                 tensor.grad = None
-        return Result(loss=loss, gradients=gradients, peak_bytes=libraries + peak(), seconds=spent, reserved=reserved())
+        return Result(
+            loss=loss, gradients=gradients, peak_bytes=libraries + peak(), seconds=spent, reserved=reserved()
+        )
 
 
 def held_by_libraries(model: nn.Module) -> int:
@@ -114,18 +127,22 @@ def seconds(step: Callable[[], torch.Tensor], model: nn.Module, inputs: LeafInpu
         return perf_counter() - start
 
 
-def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[[], Result | None] = lambda: None) -> Check:
+def compare(
+    found: Result, wanted: Result, limit: float | None, exact: Callable[[], Result | None] = lambda: None
+) -> Check:
     """Loss and gradients of the planned step against the model's own, each relative to its own norm.
 
-    A gradient that is mathematically zero (a key's bias: softmax does not see it) is rounding in both, and its relative error says
-    nothing. So one that fails is compared with what the step makes in float64, or in 16 bits rounded otherwise: it has to be as near to
-    that as the model's own. Where there is neither, it has to be within rounding of the whole gradient's scale.
+    A gradient that is mathematically zero (a key's bias: softmax does not see it) is rounding in both, and
+    its relative error says nothing. So one that fails is compared with what the step makes in float64, or in
+    16 bits rounded otherwise: it has to be as near to that as the model's own. Where there is neither, it has
+    to be within rounding of the whole gradient's scale.
 
     Args:
         found: of the planned step.
         wanted: of the original one.
         limit: the goal's error.
-        exact: the original in float64 or rounded otherwise, where it runs so; called only when a gradient fails.
+        exact: the original in float64 or rounded otherwise, where it runs so; called only when a gradient
+            fails.
 
     Raises:
         VerificationError: the model's own loss, or a gradient of its, is not a number.
@@ -133,27 +150,48 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     return _compared(_pairs(found, wanted), found, wanted, limit, exact)
 
 
-def _compared(pairs: _Pairs, found: Result, wanted: Result, limit: float | None, exact: Callable[[], Result | None]) -> Check:
+def _compared(
+    pairs: _Pairs, found: Result, wanted: Result, limit: float | None, exact: Callable[[], Result | None]
+) -> Check:
     """`compare`, of tensors that were read already."""
     rounded = [_ROUNDING.get(dtype, EXACT_TOLERANCE) for dtype in (wanted.loss.dtype, *_autocast_dtypes())]
     allowed = max(limit or 0.0, *rounded, *(pair.rounding for pair in pairs.gradients.values()))
-    usual = math.sqrt(sum(sums.theirs for sums in pairs.sums) / max(1, sum(pair.elements for pair in pairs.gradients.values())))
-    errors = {"loss": pairs.loss.error(0.0), **{name: pair.error(_NEGLIGIBLE * usual) for name, pair in pairs.gradients.items()}}
+    usual = math.sqrt(
+        sum(sums.theirs for sums in pairs.sums)
+        / max(1, sum(pair.elements for pair in pairs.gradients.values()))
+    )
+    errors = {
+        "loss": pairs.loss.error(0.0),
+        **{name: pair.error(_NEGLIGIBLE * usual) for name, pair in pairs.gradients.items()},
+    }
     same = all(pair.same for pair in (pairs.loss, *pairs.gradients.values()))
-    failed = [name for name, error in errors.items() if name != "loss" and not error <= allowed and math.isfinite(error)]
+    failed = [
+        name
+        for name, error in errors.items()
+        if name != "loss" and not error <= allowed and math.isfinite(error)
+    ]
     truth = exact() if failed else None
     scale = usual if truth is None else _AS_NEAR * _usual_rounding(wanted, truth)
     nothing = [name for name in failed if _is_rounding(name, found, wanted, truth, scale)]
     apart = max((errors.pop(name) for name in nothing), default=0.0)
-    where = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])  # NaN is the worst
+    # NaN is the worst
+    where = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     notes: list[Reason] = [Because("bit-identical") if same else Because("largest at {name}", (where,))]
     if nothing:
         text = "{name} and {} more" if len(nothing) > 1 else "{name}"
         text += ": off by rounding alone (up to {error}), "
-        text += "as near to {name} as eager's" if truth is not None else "measured by the scale of the whole gradient"
+        text += (
+            "as near to {name} as eager's"
+            if truth is not None
+            else "measured by the scale of the whole gradient"
+        )
         more = (len(nothing) - 1,) if len(nothing) > 1 else ()
-        notes.append(Because(text, (nothing[0], *more, apart, *((truth.named,) if truth is not None else ()))))
-    return Check(name="loss and all gradients, as eager", error=errors[where], limit=allowed, note=Together.of(notes))
+        notes.append(
+            Because(text, (nothing[0], *more, apart, *((truth.named,) if truth is not None else ())))
+        )
+    return Check(
+        name="loss and all gradients, as eager", error=errors[where], limit=allowed, note=Together.of(notes)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +199,8 @@ class _Pair:
     """A tensor of the planned step beside the model's own, read once.
 
     Attributes:
-        sums: over their elements; None where the model has none. elements: of the model's own. rounding: of its dtype.
+        sums: over their elements; None where the model has none. elements: of the model's own. rounding: of
+            its dtype.
         same: they are equal to the bit. missing: the error where one of the two has none.
     """
 
@@ -185,7 +224,8 @@ class _Pair:
         )
 
     def error(self, floor: float) -> float:
-        """‖a − b‖ / ‖b‖, where b's elements count as `floor` in the mean at the least; a missing tensor counts as zeros.
+        """‖a − b‖ / ‖b‖, where b's elements count as `floor` in the mean at the least; a missing tensor
+        counts as zeros.
 
         The floor is for gradients that are zero but for rounding (a key's bias: softmax does not see it).
         """
@@ -240,8 +280,8 @@ def _usual_rounding(wanted: Result, truth: Result) -> float:
 def _is_rounding(name: str, found: Result, wanted: Result, truth: Result | None, scale: float) -> bool:
     """Whether a gradient is off by rounding alone.
 
-    It is no further from the truth than the model's own or than `scale` an element; without a truth, it is off by less than rounding of a
-    gradient of the usual `scale`.
+    It is no further from the truth than the model's own or than `scale` an element; without a truth, it is
+    off by less than rounding of a gradient of the usual `scale`.
     """
     ours, theirs = found.gradients.get(name), wanted.gradients.get(name)
     if ours is None or theirs is None:
@@ -251,18 +291,23 @@ def _is_rounding(name: str, found: Result, wanted: Result, truth: Result | None,
     if exact is None:
         share = rounding(theirs) if theirs.dtype in NARROW else _ROUNDED_AWAY
         return math.sqrt(GradientSums.of(ours, theirs).apart) <= share * least
-    return math.sqrt(GradientSums.of(ours, exact).apart) <= max(_AS_NEAR * math.sqrt(GradientSums.of(theirs, exact).apart), least)
+    return math.sqrt(GradientSums.of(ours, exact).apart) <= max(
+        _AS_NEAR * math.sqrt(GradientSums.of(theirs, exact).apart), least
+    )
 
 
 def compare_whole(found: Result, wanted: Result, limit: float) -> Check:
-    """The whole gradient, all parameters' as one vector, of a step that rounds what its backward reads; its cosine is in the note.
+    """The whole gradient, all parameters' as one vector, of a step that rounds what its backward reads; its
+    cosine is in the note.
 
     Raises:
         VerificationError: the model's own loss, or a gradient of its, is not a number.
     """
     pairs = _pairs(found, wanted)
     each = _compared(pairs, found, wanted, limit, lambda: None)
-    apart, ours, theirs, dot = (math.fsum(getattr(one, name) for one in pairs.sums) for name in ("apart", "ours", "theirs", "dot"))
+    apart, ours, theirs, dot = (
+        math.fsum(getattr(one, name) for one in pairs.sums) for name in ("apart", "ours", "theirs", "dot")
+    )
     error = max(math.sqrt(apart / theirs) if theirs else 0.0, pairs.loss.error(0.0))
     cosine = dot / math.sqrt(ours * theirs) if ours and theirs else 1.0
     note = Cosine(cosine=cosine, alone=each.note, error=each.error)
@@ -278,7 +323,9 @@ def _nothing_to_compare(what: str) -> VerificationError:
 
 @dataclass(frozen=True, slots=True)
 class GradientSums:
-    """Sums over two tensors' elements in float64, taken piece by piece: of squares of the difference and of each, of products."""
+    """Sums over two tensors' elements in float64, taken piece by piece: of squares of the difference and of
+    each, of products.
+    """
 
     apart: float
     ours: float
@@ -293,7 +340,10 @@ class GradientSums:
         sums = torch.zeros(4, dtype=torch.float64)
         piece = _PIECE if b.device.type == "cpu" else _PIECE_ON_DEVICE
         for theirs, ours in zip(*(t.split(piece) for t in flat), strict=True):
-            y, x = theirs.double(), ours.double() if a is not None else torch.zeros_like(theirs, dtype=torch.float64)
+            y, x = (
+                theirs.double(),
+                ours.double() if a is not None else torch.zeros_like(theirs, dtype=torch.float64),
+            )
             apart = x - y
             sums += torch.stack([apart.dot(apart), x.dot(x), y.dot(y), x.dot(y)]).cpu()
         return cls(*(float(each) for each in sums))
@@ -306,12 +356,16 @@ def rounding(gradient: torch.Tensor | None) -> float:
 
 def _autocast_dtypes() -> list[torch.dtype]:
     """Where autocast is on, gradients are sums of rounded products, whatever their own dtype."""
-    return [torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return [
+        torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    ]
 
 
 @contextlib.contextmanager
 def restored(model: nn.Module, inputs: LeafInputs = _NO_LEAVES) -> Iterator[None]:
-    """Gradients, buffers, tensor attributes and random generators are put back; within, there are no gradients yet."""
+    """Gradients, buffers, tensor attributes and random generators are put back; within, there are no
+    gradients yet.
+    """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     leaves = [*model.parameters(), *inputs.values()]
     gradients = [leaf.grad for leaf in leaves]
@@ -331,4 +385,10 @@ def restored(model: nn.Module, inputs: LeafInputs = _NO_LEAVES) -> Iterator[None
         for now, before in attributes:
             for name in [name for name, value in now.items() if isinstance(value, torch.Tensor)]:
                 del now[name]  # a forward that keeps what it computed would keep its whole graph alive
-            now.update({name: value for name, value in before.items() if name not in now or isinstance(value, torch.Tensor)})
+            now.update(
+                {
+                    name: value
+                    for name, value in before.items()
+                    if name not in now or isinstance(value, torch.Tensor)
+                }
+            )

@@ -1,4 +1,7 @@
-"""The fields of a Stage that do something, in the order in which they change a model. A new one: its file, a line here, and a test."""
+"""The fields of a Stage that do something, in the order in which they change a model.
+
+A new one: its file, a line here, and a test.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,18 @@ __all__ = ["FIELDS", "LAYERED", "Effect", "Graph"]
 
 FIELDS: dict[str, type[Effect]] = {
     each.name: each
-    for each in (Image, Depth, Init, Tokens, KeptLayers, Sparsity, BackwardSparsity, StagePrecision, Average, Data)
-}  # fmt: skip
+    for each in (
+        Image,
+        Depth,
+        Init,
+        Tokens,
+        KeptLayers,
+        Sparsity,
+        BackwardSparsity,
+        StagePrecision,
+        Average,
+        Data,
+    )
+}
 #: Those that need to know which modules are the model's layers.
 LAYERED = frozenset({Depth.name, Init.name, Tokens.name, KeptLayers.name})

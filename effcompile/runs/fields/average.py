@@ -1,4 +1,6 @@
-"""Latest weight averaging: the mean of the last checkpoints of a stage (Kaddour 2022, arXiv 2209.14981), by torch.optim.swa_utils."""
+"""Latest weight averaging: the mean of the last checkpoints of a stage (Kaddour 2022, arXiv 2209.14981), by
+torch.optim.swa_utils.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from effcompile.runs.carry import size_of
 from effcompile.runs.fields.base import Effect, check_count
 from effcompile.runs.fields.values import StageValues
 
-#: A stage takes so many checkpoints for each one that is averaged: the paper's are the last 6 of 90 epochs. With half of a run averaged
-#: the mean was behind the last weights in every seed (benchmarks/schedules.py learn averages).
+#: A stage takes so many checkpoints for each one that is averaged: the paper's are the last 6 of 90 epochs.
+#: With half of a run averaged the mean was behind the last weights in every seed (benchmarks/schedules.py
+#: learn averages).
 _OFTEN = 15
 
 
 class Average(Effect):
-    """`average`: how many of the last checkpoints. Each is a copy beside the model: on a machine with a host of its own, there."""
+    """`average`: how many of the last checkpoints.
+
+    Each is a copy beside the model: on a machine with a host of its own, there.
+    """
 
     name: ClassVar[str] = "average"
 
@@ -45,7 +51,9 @@ class Average(Effect):
     def stepped(self, model: nn.Module) -> None:
         self.steps += 1
         if self.steps % self.every == 0:
-            self.copies.append({name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()})
+            self.copies.append(
+                {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+            )
             del self.copies[: -int(self.value)]
 
     def averaged(self, model: nn.Module) -> nn.Module:
@@ -55,7 +63,10 @@ class Average(Effect):
             UsageError: there is none yet.
         """
         if not self.copies:
-            raise UsageError(f"There is no checkpoint to average yet: the first is taken after {self.every} steps of the stage.")
+            raise UsageError(
+                f"There is no checkpoint to average yet: the first is taken after {self.every} steps of "
+                "the stage."
+            )
         scratch = copy.deepcopy(model)
         mean = AveragedModel(scratch, use_buffers=True)
         for one in self.copies:

@@ -1,4 +1,7 @@
-"""What a field of a Stage does. A new field is a subclass in a file of its own, a line in `FIELDS`, and a test."""
+"""What a field of a Stage does.
+
+A new field is a subclass in a file of its own, a line in `FIELDS`, and a test.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from effcompile.runs.fields.values import StageValues
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """One of the graphs that a stage's steps run: `share` of the steps run it, `named` so in the report; `dropped` layers are left out."""
+    """One of the graphs that a stage's steps run: `share` of the steps run it, `named` so in the report;
+    `dropped` layers are left out.
+    """
 
     named: str
     share: float
@@ -64,7 +69,9 @@ class Effect:
         return ()
 
     def change(self, model: nn.Module, example: Example) -> Origins:
-        """Change the model in place when the stage is entered; returns where parameters that are new or changed come from."""
+        """Change the model in place when the stage is entered; returns where parameters that are new or
+        changed come from.
+        """
         return {}
 
     def rates(self, model: nn.Module) -> Mapping[str, float]:
@@ -84,7 +91,9 @@ class Effect:
         return 0
 
     def begin(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """The stage begins: the model is in its form, the optimizer of its parameters and has their moments."""
+        """The stage begins: the model is in its form, the optimizer of its parameters and has
+        their moments.
+        """
 
     def stepped(self, model: nn.Module) -> None:
         """A step was taken."""
@@ -109,7 +118,10 @@ def check_share(stage: StageValues, name: str, *, one: bool = True) -> None:
     value = getattr(stage, name)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 < value <= 1 or (value == 1 and not one):
-        raise UsageError(f"Stage({name}={value!r}): a share above 0 and {'at most' if one else 'below'} 1 is wanted, such as 0.5.")
+        raise UsageError(
+            f"Stage({name}={value!r}): a share above 0 and {'at most' if one else 'below'} 1 is wanted, "
+            "such as 0.5."
+        )
 
 
 def check_count(stage: StageValues, name: str) -> None:

@@ -16,7 +16,10 @@ from effcompile.runs.scoring import Scores
 
 
 class Data(Effect):
-    """`data`: the share of the examples; `scores`: of each of them. `Active.examples` are the places of those that are kept."""
+    """`data`: the share of the examples; `scores`: of each of them.
+
+    `Active.examples` are the places of those that are kept.
+    """
 
     name: ClassVar[str] = "data"
 
@@ -24,15 +27,19 @@ class Data(Effect):
     def check(cls, stage: StageValues) -> None:
         check_share(stage, "data")
         if not isinstance(stage.scores, Scores):
-            raise UsageError("Stage(data=...) wants scores=effcompile.scores(model, batches, loss), one for each example of the data.")
+            raise UsageError(
+                "Stage(data=...) wants scores=effcompile.scores(model, batches, loss), one for each "
+                "example of the data."
+            )
 
     def begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         scores: Scores = self.stage.scores  # type: ignore[assignment]
         kept, values = self.examples, scores.values
         at_random = float(values.double().mean())
         self.notes.append(
-            f"data: {len(kept)} of {len(values)} examples by {scores.kind}, of score {float(values[kept].double().mean()):.3g} on "
-            f"average ({at_random:.3g} at random); scoring took {format_seconds(scores.seconds)}"
+            f"data: {len(kept)} of {len(values)} examples by {scores.kind}, of score "
+            f"{float(values[kept].double().mean()):.3g} on average ({at_random:.3g} at random); scoring took "
+            f"{format_seconds(scores.seconds)}"
         )
 
     @property

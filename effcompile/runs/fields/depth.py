@@ -1,9 +1,10 @@
 """Progressive depth: layers are copied when a stage is entered, with their moments.
 
-Stacking: Gong et al. 2019 (ICML, "Efficient training of BERT by progressively stacking"): the whole list again. Interpolation: Chang et
-al. 2018 (arXiv 1710.10348): each layer twice, one after the other. Both change the function; how much is measured and said. "identity" is
-block expansion (Wu et al. 2024, arXiv 2401.02415): each copy stands behind its layer and its branches end in zero, so that a model whose
-norms stand before the branches stays the function that it was; it is run, and refused where it does not.
+Stacking: Gong et al. 2019 (ICML, "Efficient training of BERT by progressively stacking"): the whole list
+again. Interpolation: Chang et al. 2018 (arXiv 1710.10348): each layer twice, one after the other. Both change
+the function; how much is measured and said. "identity" is block expansion (Wu et al. 2024, arXiv 2401.02415):
+each copy stands behind its layer and its branches end in zero, so that a model whose norms stand before the
+branches stays the function that it was; it is run, and refused where it does not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ MOVES = ("stack", "interpolate", "identity")
 #: What a move that keeps the function may change of it, rounding allowed.
 _SAME = 1e-6
 #: Names under which configurations say how many layers there are.
-_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "encoder_layers", "decoder_layers")
+_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "n_layers",
+    "depth",
+    "encoder_layers",
+    "decoder_layers",
+)
 
 
 class Depth(Effect):
@@ -47,21 +56,25 @@ class Depth(Effect):
         depths = [stage.depth for stage in stages if stage.depth is not None]
         if depths and stages[0].depth is None:
             raise UsageError(
-                "Stage(depth=...) is given later than in the first stage: say in the first one with how many layers it begins."
+                "Stage(depth=...) is given later than in the first stage: say in the first one with how "
+                "many layers it begins."
             )
         for before, after in pairwise(depths):
             if after < before:
                 raise UsageError(
-                    f"Stage(depth={after}) follows one of {before} layers: depth can grow, not shrink, for layers would be lost."
+                    f"Stage(depth={after}) follows one of {before} layers: depth can grow, not shrink, "
+                    "for layers would be lost."
                 )
             if after % before:
                 raise UsageError(
-                    f"Stage(depth={after}) follows one of {before} layers, which does not divide it: every layer is copied as often as "
-                    f"every other. Take {after - after % before or before} or {after - after % before + before}."
+                    f"Stage(depth={after}) follows one of {before} layers, which does not divide it: every "
+                    f"layer is copied as often as every other. Take {after - after % before or before} or "
+                    f"{after - after % before + before}."
                 )
 
     def change(self, model: nn.Module, example: Example) -> Origins:
-        """Make the list as long as is wanted; the first stage of a run takes the first layers of what is given.
+        """Make the list as long as is wanted; the first stage of a run takes the first layers of what is
+        given.
 
         Raises:
             UsageError: layers that are put in as the identity change what the model computes.
@@ -77,11 +90,14 @@ class Depth(Effect):
         change = change_of_function(model, example, lambda: self._grown(model, layers, sources))
         if self.stage.move == "identity" and change is not None and change > _SAME:
             raise UsageError(
-                f"Stage(move='identity') changes what {type(model).__name__} computes by {change:.2g}: the branches of its layers do not "
-                "end in a linear that zeros would silence, or a norm stands behind them. Use move='stack'."
+                f"Stage(move='identity') changes what {type(model).__name__} computes by {change:.2g}: the "
+                "branches of its layers do not end in a linear that zeros would silence, or a norm stands "
+                "behind them. Use move='stack'."
             )
         told = "not measured" if change is None else f"the outputs change by {change:.2g}, measured"
-        self.notes.append(f"depth {had} → {wanted} by {self.stage.move!r}: {told}; weights and moments were copied")
+        self.notes.append(
+            f"depth {had} → {wanted} by {self.stage.move!r}: {told}; weights and moments were copied"
+        )
         moved = None if self.stage.move == "identity" else copied
         return {
             f"{self.layers}.{place}.{name}": Origin(
@@ -94,7 +110,10 @@ class Depth(Effect):
     def _cut(self, model: nn.Module, layers: nn.ModuleList | nn.Sequential) -> Origins:
         had = len(layers)
         if self.value > had:
-            raise UsageError(f"Stage(depth={self.value}) is the first, and {type(model).__name__} has {had} layers: give it {self.value}.")
+            raise UsageError(
+                f"Stage(depth={self.value}) is the first, and {type(model).__name__} has {had} layers: "
+                f"give it {self.value}."
+            )
         del layers[self.value :]
         _say_depth(model, had, list(range(self.value)))
         self.notes.append(f"depth: the first {self.value} of the {had} layers of the model")
@@ -102,7 +121,10 @@ class Depth(Effect):
 
     def _grown(self, model: nn.Module, layers: nn.ModuleList | nn.Sequential, sources: Sequence[int]) -> None:
         old = list(layers)
-        new = [old[source] if _first(sources, place) else copy.deepcopy(old[source]) for place, source in enumerate(sources)]
+        new = [
+            old[source] if _first(sources, place) else copy.deepcopy(old[source])
+            for place, source in enumerate(sources)
+        ]
         if self.stage.move == "identity":
             for place, layer in enumerate(new):
                 for end in () if _first(sources, place) else branch_ends(layer):
@@ -118,7 +140,11 @@ class Depth(Effect):
 
 def sources_of(had: int, wanted: int, move: str) -> list[int]:
     """Which layer each of the wanted ones is a copy of."""
-    return [place % had for place in range(wanted)] if move == "stack" else [place * had // wanted for place in range(wanted)]
+    return (
+        [place % had for place in range(wanted)]
+        if move == "stack"
+        else [place * had // wanted for place in range(wanted)]
+    )
 
 
 def _first(sources: Sequence[int], place: int) -> bool:
@@ -133,7 +159,9 @@ def _silence(linear: nn.Module) -> None:
 
 
 def _say_depth(model: nn.Module, had: int, sources: Sequence[int]) -> None:
-    """The new depth in every configuration that said the old one; lists with an entry for each layer follow."""
+    """The new depth in every configuration that said the old one; lists with an entry for each
+    layer follow.
+    """
     seen: set[int] = set()
     for module in model.modules():
         config = vars(module).get("config")

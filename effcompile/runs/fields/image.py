@@ -1,6 +1,8 @@
-"""Progressive resolution: images of another size, with the positions of a vision transformer interpolated to its patches.
+"""Progressive resolution: images of another size, with the positions of a vision transformer interpolated to
+its patches.
 
-Dosovitskiy et al. 2021 (arXiv 2010.11929, section 3.2): learned positions are interpolated in two dimensions, the moments with them.
+Dosovitskiy et al. 2021 (arXiv 2010.11929, section 3.2): learned positions are interpolated in two dimensions,
+the moments with them.
 """
 
 from __future__ import annotations
@@ -56,16 +58,26 @@ class Image(Effect):
         if patch is None:
             return {}
         if self.value % patch:
-            raise UsageError(f"Stage(image={self.value}): {type(model).__name__} takes patches of {patch} pixels, which do not divide it.")
+            raise UsageError(
+                f"Stage(image={self.value}): {type(model).__name__} takes patches of {patch} pixels, "
+                "which do not divide it."
+            )
         grid = (self.value // patch, self.value // patch)
         changed = [positions for positions in _positions(model) if positions.grid != grid]
         origins = {}
         for positions in changed:
             interpolated = _Interpolated(extra=positions.extra, before=positions.grid, after=grid)
             old = positions.value
-            setattr(positions.owner, positions.attribute, nn.Parameter(interpolated(old.detach()), requires_grad=old.requires_grad))
+            setattr(
+                positions.owner,
+                positions.attribute,
+                nn.Parameter(interpolated(old.detach()), requires_grad=old.requires_grad),
+            )
             origins[positions.name] = Origin(source=positions.name, moved=interpolated)
-            self.notes.append(f"image {positions.grid[0] * patch} → {self.value}: {positions.name} was interpolated, its moments too")
+            self.notes.append(
+                f"image {positions.grid[0] * patch} → {self.value}: {positions.name} was interpolated, "
+                "its moments too"
+            )
         _say_size(model, self.value, grid)
         return origins
 
@@ -82,7 +94,9 @@ class _Interpolated:
         first, patches = value[:, : self.extra], value[:, self.extra :]
         width = patches.shape[-1]
         grid = patches.reshape(1, *self.before, width).permute(0, 3, 1, 2)
-        grid = nn.functional.interpolate(grid.float(), size=self.after, mode="bicubic", align_corners=False).to(value.dtype)
+        grid = nn.functional.interpolate(
+            grid.float(), size=self.after, mode="bicubic", align_corners=False
+        ).to(value.dtype)
         return torch.cat([first, grid.permute(0, 2, 3, 1).reshape(1, -1, width)], 1)
 
 
@@ -91,10 +105,21 @@ def _positions(model: nn.Module) -> Iterator[Positions]:
     grid = _grid(model)
     for owner_name, owner in model.named_modules():
         for attribute, value in owner.named_parameters(recurse=False):
-            if grid is None or value.dim() != 3 or value.shape[0] != 1 or not 0 <= value.shape[1] - grid[0] * grid[1] <= 2:
+            if (
+                grid is None
+                or value.dim() != 3
+                or value.shape[0] != 1
+                or not 0 <= value.shape[1] - grid[0] * grid[1] <= 2
+            ):
                 continue
             name = f"{owner_name}.{attribute}".lstrip(".")
-            yield Positions(name=name, owner=owner, attribute=attribute, extra=value.shape[1] - grid[0] * grid[1], grid=grid)
+            yield Positions(
+                name=name,
+                owner=owner,
+                attribute=attribute,
+                extra=value.shape[1] - grid[0] * grid[1],
+                grid=grid,
+            )
 
 
 def _sized(model: nn.Module) -> Iterator[Any]:
@@ -102,7 +127,11 @@ def _sized(model: nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for module in model.modules():
         for holder in (module, vars(module).get("config")):
-            known = holder is not None and id(holder) not in seen and any(vars(holder).get(name) is not None for name in _SIZES)
+            known = (
+                holder is not None
+                and id(holder) not in seen
+                and any(vars(holder).get(name) is not None for name in _SIZES)
+            )
             if known and vars(holder).get("patch_size") is not None:
                 seen.add(id(holder))
                 yield holder
@@ -127,7 +156,10 @@ def _grid(model: nn.Module) -> tuple[int, int] | None:
 def _say_size(model: nn.Module, side: int, grid: tuple[int, int]) -> None:
     """The new size wherever the old one was said, in the form it was said in."""
     for holder in list(_sized(model)):
-        said: dict[str, Any] = dict.fromkeys(_SIZES, side) | {"num_patches": grid[0] * grid[1], "grid_size": grid[0]}
+        said: dict[str, Any] = dict.fromkeys(_SIZES, side) | {
+            "num_patches": grid[0] * grid[1],
+            "grid_size": grid[0],
+        }
         for name, value in said.items():
             old = vars(holder).get(name)
             if old is not None:

@@ -1,4 +1,6 @@
-"""Initialisations for depth and width: carried out in the first stage, with the norm of the gradient of each layer before and after."""
+"""Initialisations for depth and width: carried out in the first stage, with the norm of the gradient of each
+layer before and after.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ class Init(Effect):
     def check_order(cls, stages: Sequence[StageValues]) -> None:
         late = [number for number, stage in enumerate(stages) if number and stage.init is not None]
         if late:
-            raise UsageError(f"Stage {late[0] + 1} has init={stages[late[0]].init!r}: only the first stage begins with untrained weights.")
+            raise UsageError(
+                f"Stage {late[0] + 1} has init={stages[late[0]].init!r}: only the first stage begins with "
+                "untrained weights."
+            )
 
     def change(self, model: nn.Module, example: Example) -> Origins:
         before = gradient_norms(model, self.layers, example)
@@ -49,7 +54,9 @@ class Init(Effect):
 
 
 def gradient_norms(model: nn.Module, layers: str, example: Example) -> list[float]:
-    """The norm of the gradient of each layer's parameters at the example inputs; none on the meta device or without a loss."""
+    """The norm of the gradient of each layer's parameters at the example inputs; none on the meta device or
+    without a loss.
+    """
     if any(p.is_meta for p in model.parameters()):
         return []
     args, kwargs = as_inputs(example)
@@ -62,7 +69,9 @@ def gradient_norms(model: nn.Module, layers: str, example: Example) -> list[floa
         groups = [[p for p in layer.parameters() if p.requires_grad] for layer in stack]
         flat = [p for group in groups for p in group]
         found = dict(zip(map(id, flat), torch.autograd.grad(loss, flat, allow_unused=True), strict=True))
-    squared: Callable[[nn.Parameter], float] = lambda p: 0.0 if (g := found[id(p)]) is None else float(g.double().square().sum())  # noqa: E731
+    squared: Callable[[nn.Parameter], float] = lambda p: (  # noqa: E731
+        0.0 if (g := found[id(p)]) is None else float(g.double().square().sum())
+    )
     return [sum(map(squared, group)) ** 0.5 for group in groups]
 
 

@@ -22,7 +22,9 @@ _LEAST_INTERVAL = 10
 
 
 class Sparsity(Effect):
-    """`sparsity`: the share of the linears' weights that is zero; `backward_sparsity`: of those that get no gradient."""
+    """`sparsity`: the share of the linears' weights that is zero; `backward_sparsity`: of those that get no
+    gradient.
+    """
 
     name: ClassVar[str] = "sparsity"
     moves_states: ClassVar[bool] = True
@@ -40,18 +42,34 @@ class Sparsity(Effect):
     def begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         steps, backward = self.stage.steps, self.stage.backward_sparsity
         if backward is not None:
-            self._held = TopKast(model, sparsity=self.value, backward_sparsity=backward, every=max(1, min(100, steps // _LEAST_INTERVAL)))
-            self.notes.append(f"sparsity {self.value:g} in the forward, {backward:g} in the backward (Top-KAST): weights dense in memory")
+            self._held = TopKast(
+                model,
+                sparsity=self.value,
+                backward_sparsity=backward,
+                every=max(1, min(100, steps // _LEAST_INTERVAL)),
+            )
+            self.notes.append(
+                f"sparsity {self.value:g} in the forward, {backward:g} in the backward (Top-KAST): "
+                "weights dense in memory"
+            )
             return
         updates = min(80, steps // _LEAST_INTERVAL)
-        width = min(min(layer.in_features, layer.out_features) for layer in model.modules() if isinstance(layer, nn.Linear))
+        width = min(
+            min(layer.in_features, layer.out_features)
+            for layer in model.modules()
+            if isinstance(layer, nn.Linear)
+        )
         block = next(size for size in (16, 8, 4, 1) if size == 1 or width >= 4 * size)
         self._held = DynamicSparsity(
-            model, optimizer, sparsity=self.value, block=block, updates=updates, steps=steps if updates else None, prune_ratio=0.1,
+            model, optimizer, sparsity=self.value, block=block, updates=updates,
+            steps=steps if updates else None, prune_ratio=0.1,
             initial="random" if self.first else "magnitude",
         )  # fmt: skip
         layers = len(self._held.masks())
-        self.notes.append(f"sparsity {self.value:g} in {layers} linears, blocks of {block}, {updates} moves; learning rates as they are")
+        self.notes.append(
+            f"sparsity {self.value:g} in {layers} linears, blocks of {block}, {updates} moves; learning "
+            "rates as they are"
+        )
 
     def stepped(self, model: nn.Module) -> None:
         assert self._held is not None
@@ -77,8 +95,12 @@ class BackwardSparsity(Effect):
     @classmethod
     def check(cls, stage: StageValues) -> None:
         check_share(stage, "backward_sparsity", one=False)
-        if stage.sparsity is None or stage.backward_sparsity is None or stage.backward_sparsity > stage.sparsity:
+        if (
+            stage.sparsity is None
+            or stage.backward_sparsity is None
+            or stage.backward_sparsity > stage.sparsity
+        ):
             raise UsageError(
-                f"Stage(backward_sparsity={stage.backward_sparsity!r}) wants a sparsity that is at least as large: weights of the forward "
-                "are among those of the backward."
+                f"Stage(backward_sparsity={stage.backward_sparsity!r}) wants a sparsity that is at least as "
+                "large: weights of the forward are among those of the backward."
             )

@@ -1,9 +1,10 @@
 """Token dropping: the layers run on a share of the tokens, drawn for each example at each step.
 
-MAE (He et al. 2022, arXiv 2111.06377) and FLIP (Li et al. 2023, arXiv 2212.00794) encode the patches that are visible; random token
-dropping (Yao et al. 2022, arXiv 2211.11586) lets the others pass by the layers. Here the layers stand behind a gather, and the tokens that
-were left out come out of the stack as they went in, so that heads and losses find as many as before. A model that masks by itself
-(`config.mask_ratio`) is told the share instead.
+MAE (He et al. 2022, arXiv 2111.06377) and FLIP (Li et al. 2023, arXiv 2212.00794) encode the patches that are
+visible; random token dropping (Yao et al. 2022, arXiv 2211.11586) lets the others pass by the layers. Here
+the layers stand behind a gather, and the tokens that were left out come out of the stack as they went in, so
+that heads and losses find as many as before. A model that masks by itself (`config.mask_ratio`) is told the
+share instead.
 """
 
 from __future__ import annotations

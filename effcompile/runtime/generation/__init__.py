@@ -17,4 +17,6 @@ def with_transformers(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise MissingPackageError("transformers", "mode = 'generation'", "pip install 'effcompile[hf]'") from error
+        raise MissingPackageError(
+            "transformers", "mode = 'generation'", "pip install 'effcompile[hf]'"
+        ) from error

@@ -18,8 +18,10 @@ from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.types import HFClass, HFConfig, HFModel, Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
+from effcompile.passes.speculate import drafts_in
 from effcompile.runtime.artifact import check_pickled
 from effcompile.runtime.generation import files, shell
+from effcompile.runtime.generation.drafts import with_drafts
 from effcompile.runtime.generation.stepper import Stepper, whole_numbers
 from effcompile.runtime.generation.steps import LoweredStep, carried_out
 from effcompile.runtime.planned import PlannedModel, SetOnModel
@@ -37,9 +39,13 @@ class LoweredEncoder(nn.Module):
         """The encoder's output.
 
         Raises:
-            InputsError: no input. GuardError: ids that are none. LoweringError: the backend cannot run with these tensors.
+            InputsError: no input. GuardError: ids that are none. LoweringError: the backend cannot run with
+                these tensors.
         """
-        given = {**dict(zip(self._names, args, strict=False)), **{k: v for k, v in kwargs.items() if v is not None}}
+        given = {
+            **dict(zip(self._names, args, strict=False)),
+            **{k: v for k, v in kwargs.items() if v is not None},
+        }
         first = given.get(self._names[0])
         if first is None or self._step.encoder is None:
             raise InputsError(f"The encoder takes {', '.join(self._names)}.")
@@ -53,7 +59,9 @@ class LoweredEncoder(nn.Module):
 
 
 class _Configured:
-    """What generate() is told by `config` and `generation_config`: those of the model that stands behind, as they are at the call."""
+    """What generate() is told by `config` and `generation_config`: those of the model that stands behind, as
+    they are at the call.
+    """
 
     @property
     def _behind(self) -> HFModel:
@@ -75,20 +83,33 @@ class _Configured:
 
 
 class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
-    """A Hugging Face model whose generate() runs each step as planned: greedy, sampling, beams, streamers, criteria, caches handed back.
+    """A Hugging Face model whose generate() runs each step as planned: greedy, sampling, beams, streamers,
+    criteria, caches handed back.
 
-    A call is the model's own forward: `executable(input_ids, past_key_values=cache)` returns logits and the longer cache. Weights are
-    those of the time of planning; a call after the model was changed is refused. In training mode the model itself runs. What
-    generate() reads beside (`generation_config`, and methods of the model that are replaced) is the model's at the time of the call.
+    A call is the model's own forward: `executable(input_ids, past_key_values=cache)` returns logits and the
+    longer cache. Weights are those of the time of planning; a call after the model was changed is refused. In
+    training mode the model itself runs. What generate() reads beside (`generation_config`, and methods of the
+    model that are replaced) is the model's at the time of the call.
     """
 
-    def __init__(self, model: HFModel, step: GenerationStep, lowered: LoweredStep, plan: Plan, parts: Mapping[str, Lowered]) -> None:
+    def __init__(
+        self,
+        model: HFModel,
+        step: GenerationStep,
+        lowered: LoweredStep,
+        plan: Plan,
+        parts: Mapping[str, Lowered],
+    ) -> None:
         super().__init__()
         self.training = False
         self.original, self.lowered = model, lowered
-        self._parts, self._step = parts, step
+        self.parts, self._step = parts, step
         self.stepper = Stepper(lowered, type(model).forward, model.config)
-        encoder = None if step.encoder is None else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
+        encoder = (
+            None
+            if step.encoder is None
+            else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
+        )
         self._shell = shell.kind_around(model, self.stepper, encoder)
         assert step.program.state is not None
         self._state = step.program.state
@@ -109,12 +130,22 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
         """Generate as Hugging Face does, with all that it takes there.
 
         Raises:
-            GuardError: more tokens than the plan's context, a cache of another kind, or a model that is not as it was.
+            GuardError: more tokens than the plan's context, a cache of another kind, or a model that is not
+                as it was.
         """
         if self.training:
             return self.original.generate(*args, **kwargs)
         self._state.check()
-        return shell.around(self.original, self._shell).generate(*args, **kwargs)
+        given = with_drafts(drafts_in(self.plan), self.generation_config, args, kwargs)
+        return shell.around(self.original, self._shell).generate(*args, **given)
+
+    def spoken(self, prompt: torch.Tensor, drafts: int, **how: object) -> torch.Tensor:
+        """Greedy text behind a prompt, both (1, tokens), by so many drafts a step whatever the plan says."""
+        how |= {"prompt_lookup_num_tokens": drafts} if drafts else {}
+        made: torch.Tensor = shell.around(self.original, self._shell).generate(
+            prompt, do_sample=False, num_beams=1, **how
+        )
+        return made
 
     @property
     def _behind(self) -> HFModel:
@@ -126,15 +157,18 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
 
     def __reduce_ex__(self, protocol: object) -> Never:
         raise UsageError(
-            f"A planned generation cannot be copied or pickled, for its steps are bound to this process: {self.plan.model}. Write it with "
-            "executable.save(folder), and open it anywhere with effcompile.load(folder)."
+            "A planned generation cannot be copied or pickled, for its steps are bound to this process: "
+            f"{self.plan.model}. Write it with executable.save(folder), and open it anywhere with "
+            "effcompile.load(folder)."
         )
 
     def save(self, directory: str | os.PathLike[str], *, beside: Mapping[str, str] | None = None) -> Path:
-        """Write the plan, the graphs and the model's configs into a folder, which `effcompile.load` opens without the model.
+        """Write the plan, the graphs and the model's configs into a folder, which `effcompile.load` opens
+        without the model.
 
         Raises:
-            UsageError: the folder cannot be written, or holds files of others. GuardError: the model was changed since it was planned.
+            UsageError: the folder cannot be written, or holds files of others. GuardError: the model was
+                changed since it was planned.
         """
         self._state.check()
         self._state.check_weights()
@@ -143,7 +177,7 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
         return folder
 
     def _write(self, folder: Path) -> tuple[Path, ...]:
-        return files.write(folder, self._step, self.lowered, self._parts, self.original)
+        return files.write(folder, self._step, self.lowered, self.parts, self.original)
 
     def state_dict(self, *args: object, **kwargs: object) -> Any:
         """The original model's, with its own names."""
@@ -152,7 +186,8 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
     def load_state_dict(self, *args: object, **kwargs: object) -> Any:
         """Refused: the lowered weights would no longer be the original's."""
         raise InputsError(
-            "A planned model's weights are fixed when it is planned. Load them into the model, then call effcompile.optimize."
+            "A planned model's weights are fixed when it is planned. Load them into the model, then call "
+            "effcompile.optimize."
         )
 
 
@@ -163,10 +198,18 @@ def _device_of(lowered: LoweredStep) -> torch.device:
 
 
 class OpenedGeneration(_Configured):
-    """A saved folder at work, without the model it was made of: generate(), and calls as the model's forward."""
+    """A saved folder at work, without the model it was made of: generate(), and calls as the
+    model's forward.
+    """
 
     def __init__(
-        self, folder: Path, plan: Plan, lowered: LoweredStep, kind: HFClass, configs: tuple[Any, Any], encoder: tuple[str, ...]
+        self,
+        folder: Path,
+        plan: Plan,
+        lowered: LoweredStep,
+        kind: HFClass,
+        configs: tuple[Any, Any],
+        encoder: tuple[str, ...],
     ) -> None:
         self.folder, self.plan, self.lowered = folder, plan, lowered
         self.stepper = Stepper(lowered, kind.forward, configs[0])
@@ -178,19 +221,30 @@ class OpenedGeneration(_Configured):
         return self._shell
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (str(self.folder.absolute()), dict(self.plan.artifact), self.config, self.generation_config)
+        return _again, (
+            str(self.folder.absolute()),
+            dict(self.plan.artifact),
+            self.config,
+            self.generation_config,
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> Outputs:
         """One step: the model's forward. Raises GuardError for arguments that the plan was not made for."""
         return self._shell(*args, **kwargs)
 
     def generate(self, *args: object, **kwargs: object) -> Outputs:
-        """Generate as Hugging Face does, with all that it takes there. Raises GuardError for more tokens than the plan's context."""
-        return self._shell.generate(*args, **kwargs)
+        """Generate as Hugging Face does, with all that it takes there.
+
+        Raises GuardError for more tokens than the plan's context.
+        """
+        given = with_drafts(drafts_in(self.plan), self.generation_config, args, kwargs)
+        return self._shell.generate(*args, **given)
 
 
 def open_generation(directory: Path, configs: tuple[HFConfig, HFConfig] | None = None) -> OpenedGeneration:
-    """What `GenerationExecutable.save` wrote, at work without the model. `configs`: in the place of those that stand there.
+    """What `GenerationExecutable.save` wrote, at work without the model.
+
+    `configs`: in the place of those that stand there.
 
     Raises:
         UsageError: no such folder, or a file of it is missing. FormatError: a file is another one.
@@ -198,7 +252,9 @@ def open_generation(directory: Path, configs: tuple[HFConfig, HFConfig] | None =
     plan, header = files.read(directory)
     kind = files.kind_of(header)
     lowered = files.opened(directory, plan, header)
-    return OpenedGeneration(directory, plan, lowered, kind, configs or files.configs_of(directory, kind), header.encoder)
+    return OpenedGeneration(
+        directory, plan, lowered, kind, configs or files.configs_of(directory, kind), header.encoder
+    )
 
 
 def _again(folder: str, artifact: Mapping[str, str], *configs: HFConfig) -> OpenedGeneration:

@@ -1,4 +1,6 @@
-"""The folder of a planned generation: its graphs, what their tensors are, the model's configs, and its tokenizer where it has one."""
+"""The folder of a planned generation: its graphs, what their tensors are, the model's configs, and its
+tokenizer where it has one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ from effcompile.runtime.generation.steps import CacheRoom, LoweredStep, Run, ass
 HEADER = "generation.json"
 _MOST_BYTES = 16 << 20
 #: What tokenizers of transformers are held in.
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "chat_template*")
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+)
 
 
 class SavedGraph(msgspec.Struct, kw_only=True, frozen=True):
@@ -62,7 +72,9 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
         return self.graphs["encoder"].inputs if "encoder" in self.graphs else ()
 
 
-def write(folder: Path, step: GenerationStep, lowered: LoweredStep, parts: Mapping[str, Lowered], model: HFModel) -> tuple[Path, ...]:
+def write(
+    folder: Path, step: GenerationStep, lowered: LoweredStep, parts: Mapping[str, Lowered], model: HFModel
+) -> tuple[Path, ...]:
     """Write all but the plan; returns the files."""
     found: list[Path] = []
     graphs: dict[str, SavedGraph] = {}
@@ -75,20 +87,26 @@ def write(folder: Path, step: GenerationStep, lowered: LoweredStep, parts: Mappi
             graphs.setdefault(name, SavedGraph(file=new.name, inputs=_names(programs[name])))
         inner.rmdir()
     header = Header(
-        kind=type(model).__name__, boundary=lowered.boundary, layout=lowered.layout, room=lowered.room, inputs=lowered.inputs,
-        graphs=graphs, tables=dict(lowered.tables),
+        kind=type(model).__name__, boundary=lowered.boundary, layout=lowered.layout, room=lowered.room,
+        inputs=lowered.inputs, graphs=graphs, tables=dict(lowered.tables),
     )  # fmt: skip
     (folder / HEADER).write_bytes(msgspec.json.encode(header))
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    configs = [folder / name for name in ("config.json", "generation_config.json") if (folder / name).exists()]
+    configs = [
+        folder / name for name in ("config.json", "generation_config.json") if (folder / name).exists()
+    ]
     return (*found, folder / HEADER, *configs, *_tokenizer(folder, model))
 
 
 def _tokenizer(folder: Path, model: HFModel) -> list[Path]:
     """The tokenizer's files, where the model was read from a folder that has them."""
     source = Path(str(getattr(model, "name_or_path", "") or "/nowhere"))
-    names = [name for pattern in _TOKENIZER for name in sorted(file.name for file in source.glob(pattern))] if source.is_dir() else []
+    names = (
+        [name for pattern in _TOKENIZER for name in sorted(file.name for file in source.glob(pattern))]
+        if source.is_dir()
+        else []
+    )
     return [Path(shutil.copyfile(source / name, folder / name)) for name in names]
 
 
@@ -107,13 +125,17 @@ def read(folder: Path) -> tuple[Plan, Header]:
     try:
         header = msgspec.json.decode(read_bounded(folder / HEADER, _MOST_BYTES, "the header"), type=Header)
     except msgspec.MsgspecError as error:
-        raise FormatError(f"{str(folder / HEADER)!r} is no header of a planned generation: {error}. Write the folder again.") from error
+        raise FormatError(
+            f"{str(folder / HEADER)!r} is no header of a planned generation: {error}. Write the folder again."
+        ) from error
     return plan, header
 
 
 def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
     """The graphs at work again."""
-    runs: dict[str, Run] = {name: _open(folder / Path(graph.file).name, graph, plan) for name, graph in header.graphs.items()}
+    runs: dict[str, Run] = {
+        name: _open(folder / Path(graph.file).name, graph, plan) for name, graph in header.graphs.items()
+    }
     return assembled(header.boundary, header.layout, header.room, header.inputs, header.tables, runs)
 
 
@@ -137,8 +159,8 @@ def kind_of(header: Header) -> HFClass:
     kind = getattr(transformers, header.kind, None)
     if not isinstance(kind, type):
         raise FormatError(
-            f"transformers {transformers.__version__} has no {header.kind}, whose generate() the folder is opened with. "
-            "Install the version that the plan was made with (plan.json, versions)."
+            f"transformers {transformers.__version__} has no {header.kind}, whose generate() the folder is "
+            "opened with. Install the version that the plan was made with (plan.json, versions)."
         )
     return kind
 

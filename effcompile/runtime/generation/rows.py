@@ -1,7 +1,7 @@
 """Rows of several requests in one batch over one cache: they join and leave between tokens.
 
-All rows end at the cache's last place, as left-padded rows do, and a mask hides what stands before a row's first token. So the cache is as
-long as the longest row, and a row that joins or leaves costs one copy of it.
+All rows end at the cache's last place, as left-padded rows do, and a mask hides what stands before a row's
+first token. So the cache is as long as the longest row, and a row that joins or leaves costs one copy of it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ class SharedRows:
     """
 
     def __init__(self, stepper: Stepper) -> None:
-        """Raises UsageError for a model whose cache holds more than rows of tokens: another's output, or states."""
+        """Raises UsageError for a model whose cache holds more than rows of tokens: another's output, or
+        states.
+        """
         layout = stepper.step.layout
         other = next((leaf for leaf in layout if leaf.growth not in (Growth.FULL, Growth.WINDOW)), None)
         if stepper.config.is_encoder_decoder or other is not None:
-            what = "an encoder-decoder" if stepper.config.is_encoder_decoder else f"{other.name} is no row of tokens" if other else ""
-            raise UsageError(f"Requests of one batch share a cache of rows of tokens, which this model has not: {what}.")
+            what = (
+                "an encoder-decoder"
+                if stepper.config.is_encoder_decoder
+                else f"{other.name} is no row of tokens"
+                if other
+                else ""
+            )
+            raise UsageError(
+                f"Requests of one batch share a cache of rows of tokens, which this model has not: {what}."
+            )
         self._stepper, self._layout = stepper, layout
         self._cache: HFCache = self.opened()
         self.lengths: list[int] = []
@@ -44,20 +54,30 @@ class SharedRows:
         return new_cache_of(self._stepper.config)
 
     def read(self, cache: HFCache, tokens: Sequence[int]) -> torch.Tensor:
-        """Put more tokens into the cache of one row that is to join; returns the logits (vocabulary) behind the last of them."""
+        """Put more tokens into the cache of one row that is to join; returns the logits (vocabulary) behind
+        the last of them.
+        """
         past, after = seen_by(cache), seen_by(cache) + len(tokens)
         mask, positions = torch.ones((1, after), dtype=torch.int64), torch.arange(past, after)[None]
         return self._called(torch.tensor([list(tokens)]), mask, positions, cache)[0]
 
     def begun(self, cache: HFCache, tokens: int) -> HFCache | None:
-        """A cache of one row that begins with so many tokens of another's; None of a model that keeps windows, which forget beginnings."""
+        """A cache of one row that begins with so many tokens of another's; None of a model that keeps
+        windows, which forget beginnings.
+        """
         if any(leaf.growth is not Growth.FULL for leaf in self._layout):
             return None
         made, room = self.opened(), self._stepper.step.room
         for place, rows in zip(self._layout.written, held(cache, self._layout), strict=True):
             assert rows is not None
             kept, capacity = rows[:, :, :tokens], room.capacity(self._layout.leaves[place])
-            fill(made, self._layout, [append(buffer(kept, max(tokens, capacity)), kept, capacity)], tokens, [place])
+            fill(
+                made,
+                self._layout,
+                [append(buffer(kept, max(tokens, capacity)), kept, capacity)],
+                tokens,
+                [place],
+            )
         return made
 
     def clear(self) -> None:
@@ -67,7 +87,11 @@ class SharedRows:
     def change(self, keep: Sequence[int], joining: Sequence[HFCache]) -> None:
         """Rows at `keep` stay, in that order; behind them come copies of those of the caches."""
         lengths = [self.lengths[at] for at in keep] + [seen_by(cache) for cache in joining]
-        old, new, longest = held(self._cache, self._layout), [held(cache, self._layout) for cache in joining], max(lengths, default=0)
+        old, new, longest = (
+            held(self._cache, self._layout),
+            [held(cache, self._layout) for cache in joining],
+            max(lengths, default=0),
+        )
         self._cache, self.lengths = self.opened(), lengths
         for place in self._layout.written if lengths else ():
             parts = [old[place][at : at + 1] for at in keep] + [each[place] for each in new]  # type: ignore[index]
@@ -94,8 +118,14 @@ class SharedRows:
         self.lengths = [length + 1 for length in self.lengths]
         return logits
 
-    def _called(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: HFCache) -> torch.Tensor:
+    def _called(
+        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: HFCache
+    ) -> torch.Tensor:
         boundary = self._stepper.step.boundary
-        given = {boundary.tokens: tokens, boundary.mask: mask, **({boundary.positions: positions} if boundary.positions else {})}
+        given = {
+            boundary.tokens: tokens,
+            boundary.mask: mask,
+            **({boundary.positions: positions} if boundary.positions else {}),
+        }
         logits: torch.Tensor = self._stepper(**given, past_key_values=cache, logits_to_keep=1).logits
         return logits[:, -1]

@@ -1,4 +1,6 @@
-"""A model's class around another forward: all that generate() reads of it is its own, and each step is ours."""
+"""A model's class around another forward: all that generate() reads of it is its own, and each
+step is ours.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def kind_around(model: HFModel, forward: Step, encoder: nn.Module | None) -> HFC
 def around(model: HFModel, kind: HFClass) -> HFModel:
     """The model as it is now under that class. Attributes that generate() sets are not the model's.
 
-    Hooks of the model stand in the step's graph; a forward that was put onto the model is what the graph was made of.
+    Hooks of the model stand in the step's graph; a forward that was put onto the model is what the graph was
+    made of.
     """
     made = object.__new__(kind)
     made.__dict__ = {**model.__dict__, **_without_hooks()}
@@ -35,8 +38,18 @@ def _without_hooks() -> dict[str, object]:
     return {name: OrderedDict() for name in vars(nn.Module()) if name.endswith("_hooks")}
 
 
-def empty(kind: HFClass, config: Any, generation_config: Any, forward: Step, encoder: nn.Module | None, device: torch.device) -> nn.Module:
-    """The same of a model that is not there: its class and its configs, no weights. `device`: of the step's own."""
+def empty(
+    kind: HFClass,
+    config: Any,
+    generation_config: Any,
+    forward: Step,
+    encoder: nn.Module | None,
+    device: torch.device,
+) -> nn.Module:
+    """The same of a model that is not there: its class and its configs, no weights.
+
+    `device`: of the step's own.
+    """
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     made = kind.__new__(_class(kind, forward, encoder, device, dtype))
     nn.Module.__init__(made)
@@ -45,8 +58,12 @@ def empty(kind: HFClass, config: Any, generation_config: Any, forward: Step, enc
     return made
 
 
-def _class(kind: HFClass, forward: Step, encoder: nn.Module | None, device: torch.device, dtype: torch.dtype) -> HFClass:
-    """A subclass with another forward, which has the signature of the class's own: generate() reads it, the device and the dtype."""
+def _class(
+    kind: HFClass, forward: Step, encoder: nn.Module | None, device: torch.device, dtype: torch.dtype
+) -> HFClass:
+    """A subclass with another forward, which has the signature of the class's own: generate() reads it, the
+    device and the dtype.
+    """
 
     @functools.wraps(kind.forward)
     def stepped(self: nn.Module, *args: object, **kwargs: object) -> Outputs:

@@ -20,10 +20,11 @@ Say = Callable[..., object]
 
 
 def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, Say | None], dict[str, Any]]:
-    """A function of a prompt, the most new tokens, how many of them are drafted at a time and who is told the text; returns text and rates.
+    """A function of a prompt, the most new tokens, how many of them are drafted at a time and who is told the
+    text; returns text and rates.
 
-    Drafts are what followed the last tokens where they stood before (prompt look-up); a step checks all of them, so that the text is the
-    same.
+    Drafts are what followed the last tokens where they stood before (prompt look-up); a step checks all of
+    them, so that the text is the same.
 
     Raises:
         UsageError: no tokenizer there. FormatError: a folder that is none of ours.
@@ -35,15 +36,22 @@ def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, S
         room = opened.lowered.room.context - (0 if opened.config.is_encoder_decoder else ids.shape[1])
         if not ids.shape[1] or room < 1:
             raise UsageError(
-                f"The prompt has {ids.shape[1]} tokens, and the plan has room for context = {opened.lowered.room.context}, prompt and new "
-                "ones. Give a shorter prompt, or plan again with a longer context."
+                f"The prompt has {ids.shape[1]} tokens, and the plan has room for context = "
+                f"{opened.lowered.room.context}, prompt and new ones. Give a shorter prompt, or plan again "
+                "with a longer context."
             )
         clock = _Clock(words, say)
         how = {"prompt_lookup_num_tokens": drafts} if drafts else {}
-        found = opened.generate(ids, max_new_tokens=min(new or room, room), streamer=clock, do_sample=False, **how)
+        found = opened.generate(
+            ids, max_new_tokens=min(new or room, room), streamer=clock, do_sample=False, **how
+        )
         said = found[0, 0 if opened.config.is_encoder_decoder else ids.shape[1] :]
         rates = clock.rates(ids.shape[1], len(said))
-        return {"text": words.decode(found[0], skip_special_tokens=True), "prompt_tokens": ids.shape[1], **rates}
+        return {
+            "text": words.decode(found[0], skip_special_tokens=True),
+            "prompt_tokens": ids.shape[1],
+            **rates,
+        }
 
     return spoken
 
@@ -58,7 +66,8 @@ def tokenizer_in(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever the many tokenizers raise
         raise UsageError(
-            f"There is no tokenizer in {str(folder)!r}: {first_line(error)}. Give the folder of the model that has one: --tokenizer DIR."
+            f"There is no tokenizer in {str(folder)!r}: {first_line(error)}. Give the folder of the model "
+            "that has one: --tokenizer DIR."
         ) from error
 
 
@@ -89,7 +98,9 @@ class _Clock(BaseStreamer):
         """Nothing is held back."""
 
     def rates(self, prompt: int, new: int) -> dict[str, Any]:
-        """Tokens a second of the prompt, and of the new ones after the first step; and how many a step made."""
+        """Tokens a second of the prompt, and of the new ones after the first step; and how many a
+        step made.
+        """
         first, later = self._times[0] - self._started, self._times[-1] - self._times[0]
         decode = (len(self._ids) - self._at_first) / later if later > 0 else 0.0
         return {

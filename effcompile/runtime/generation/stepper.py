@@ -14,7 +14,9 @@ from effcompile.core.types import Forward, Kwargs, Outputs
 from effcompile.runtime.generation.steps import LoweredStep
 
 #: Arguments of a forward that change nothing here, or that generate() gives always.
-_SILENT = frozenset({"use_cache", "return_dict", "cache_position", "encoder_outputs", "past_key_values", "logits_to_keep"})
+_SILENT = frozenset(
+    {"use_cache", "return_dict", "cache_position", "encoder_outputs", "past_key_values", "logits_to_keep"}
+)
 #: Dtypes of token ids.
 _WHOLE = (torch.int64, torch.int32)
 
@@ -26,7 +28,11 @@ class Stepper:
         self.step, self.config = step, config
         self._parameters = list(inspect.signature(forward).parameters)[1:]
         taken = {step.boundary.tokens, step.boundary.mask, step.boundary.positions}
-        self._known = taken | _SILENT | ({"attention_mask", "input_ids", "input_features"} if config.is_encoder_decoder else set())
+        self._known = (
+            taken
+            | _SILENT
+            | ({"attention_mask", "input_ids", "input_features"} if config.is_encoder_decoder else set())
+        )
 
     def __call__(self, *args: object, **kwargs: Any) -> Outputs:
         given: dict[str, Any] = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
@@ -61,19 +67,39 @@ class Stepper:
         boundary = self.step.boundary
         tokens = given.get(boundary.tokens)
         if tokens is None:
-            raise GuardError(f"A planned step takes {boundary.tokens}; embeddings in their place are not planned for.", place="inputs")
-        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or not tokens.numel() or tokens.dtype not in _WHOLE:
-            raise GuardError(f"{boundary.tokens} must be token ids: a tensor [rows × tokens] of whole numbers, not empty.", place="inputs")
-        unknown = [name for name, value in given.items() if name not in self._known and value is not None and value is not False]
+            raise GuardError(
+                f"A planned step takes {boundary.tokens}; embeddings in their place are not planned for.",
+                place="inputs",
+            )
+        if (
+            not isinstance(tokens, torch.Tensor)
+            or tokens.dim() != 2
+            or not tokens.numel()
+            or tokens.dtype not in _WHOLE
+        ):
+            raise GuardError(
+                f"{boundary.tokens} must be token ids: a tensor [rows × tokens] of whole numbers, not empty.",
+                place="inputs",
+            )
+        unknown = [
+            name
+            for name, value in given.items()
+            if name not in self._known and value is not None and value is not False
+        ]
         if unknown:
             raise GuardError(
-                f"{unknown[0]} is not planned for: a step takes {', '.join(sorted(self._known - {''}))}. Leave it out, or run the model "
-                "itself.",
+                f"{unknown[0]} is not planned for: a step takes {', '.join(sorted(self._known - {''}))}. "
+                "Leave it out, or run the model itself.",
                 place=f"inputs[{unknown[0]!r}]",
             )
 
     def _inputs(
-        self, given: Kwargs, tokens: torch.Tensor, cache: HFCache, hidden: torch.Tensor | None, rows: torch.Tensor | None
+        self,
+        given: Kwargs,
+        tokens: torch.Tensor,
+        cache: HFCache,
+        hidden: torch.Tensor | None,
+        rows: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
         """The step's inputs by name. `rows`: the new positions whose logits are wanted; None: all."""
         boundary, past, new = self.step.boundary, seen_by(cache), tokens.shape[1]
@@ -83,8 +109,8 @@ class Stepper:
         if not isinstance(mask, torch.Tensor) or mask.shape != (tokens.shape[0], past + new):
             found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
             raise GuardError(
-                f"{boundary.mask} is {found}; the plan takes [{tokens.shape[0]} × {past + new}]: a 1 or 0 for each of the "
-                f"{past} past and {new} new tokens.",
+                f"{boundary.mask} is {found}; the plan takes [{tokens.shape[0]} × {past + new}]: a 1 or 0 "
+                f"for each of the {past} past and {new} new tokens.",
                 place=f"inputs[{boundary.mask!r}]",
             )
         inputs = {"tokens": tokens.to(torch.int64).contiguous(), "mask": whole_numbers(mask, boundary.mask)}
@@ -96,20 +122,33 @@ class Stepper:
             inputs["source_mask"] = _source_mask(given.get("attention_mask"), hidden)
         return inputs
 
-    def _positions(self, given: torch.Tensor | None, mask: torch.Tensor, past: int, tokens: torch.Tensor) -> torch.Tensor:
+    def _positions(
+        self, given: torch.Tensor | None, mask: torch.Tensor, past: int, tokens: torch.Tensor
+    ) -> torch.Tensor:
         """Position ids as they were given, or as the model counts them."""
         if given is not None:
-            if given.dim() != 2 or given.shape[0] not in (1, tokens.shape[0]) or given.shape[1] not in (1, tokens.shape[1]):
+            if (
+                given.dim() != 2
+                or given.shape[0] not in (1, tokens.shape[0])
+                or given.shape[1] not in (1, tokens.shape[1])
+            ):
                 name = self.step.boundary.positions
-                raise GuardError(f"{name} is {list(given.shape)}; the plan takes {list(tokens.shape)}.", place=f"inputs[{name!r}]")
+                raise GuardError(
+                    f"{name} is {list(given.shape)}; the plan takes {list(tokens.shape)}.",
+                    place=f"inputs[{name!r}]",
+                )
             return whole_numbers(given.expand(tokens.shape), self.step.boundary.positions).contiguous()
         if self.step.boundary.counted:
             return (mask.cumsum(1) - 1).clamp(min=0)[:, past:].contiguous()
-        return torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape).contiguous()
+        return (
+            torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape).contiguous()
+        )
 
     def _outputs(self, logits: torch.Tensor, cache: HFCache | None, hidden: torch.Tensor | None) -> Outputs:
         if self.config.is_encoder_decoder:
-            return modeling_outputs.Seq2SeqLMOutput(logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden)
+            return modeling_outputs.Seq2SeqLMOutput(
+                logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden
+            )
         return modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
@@ -124,8 +163,12 @@ def whole_numbers(given: torch.Tensor, name: str) -> torch.Tensor:
     return given.to(torch.int64)
 
 
-def _rows(keep: int | torch.Tensor | None, tokens: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Which new positions' logits are wanted, each once and in order; None: all. And how these stand in the answer; None: as they are.
+def _rows(
+    keep: int | torch.Tensor | None, tokens: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Which new positions' logits are wanted, each once and in order; None: all.
+
+    And how these stand in the answer; None: as they are.
 
     Raises:
         GuardError: positions that no new token has.
@@ -134,13 +177,16 @@ def _rows(keep: int | torch.Tensor | None, tokens: torch.Tensor) -> tuple[torch.
         return None, None
     new = torch.arange(tokens.shape[1], device=tokens.device)
     if isinstance(keep, int):
-        return new[-keep:], None  # a negative number leaves so many out at the beginning, as it does in the models
+        # a negative number leaves so many out at the beginning, as it does in the models
+        return new[-keep:], None
     try:
         found = new[keep]
         if found.dim() != 1:
             raise IndexError
     except IndexError as error:
-        said = f"logits_to_keep is no number and no list of positions within the {tokens.shape[1]} new tokens."
+        said = (
+            f"logits_to_keep is no number and no list of positions within the {tokens.shape[1]} new tokens."
+        )
         raise GuardError(said, place="inputs['logits_to_keep']") from error
     rows, order = torch.unique(found, return_inverse=True)
     return rows, order

@@ -1,4 +1,6 @@
-"""A lowered step of generation at work: one call takes new tokens and a Hugging Face cache, and leaves that cache longer."""
+"""A lowered step of generation at work: one call takes new tokens and a Hugging Face cache, and leaves that
+cache longer.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class CacheRoom:
 
     Attributes:
         context: tokens of a row at the most, past and new.
-        memory: "static" takes the rows of the whole context at the first token; "growing" those that are there.
+        memory: "static" takes the rows of the whole context at the first token; "growing" those that are
+            there.
         chunk: tokens of a prompt that are given to the graph at once; 0: all.
     """
 
@@ -49,7 +52,8 @@ class LoweredStep:
     """Flat functions that a backend made, and what their tensors are.
 
     Attributes:
-        tables: input of a graph that is looked up as it is → rows of the smallest table that it is looked up in.
+        tables: input of a graph that is looked up as it is → rows of the smallest table that it is looked up
+            in.
     """
 
     boundary: Boundary
@@ -61,7 +65,9 @@ class LoweredStep:
     source: Run | None = None
     encoder: Run | None = None
 
-    def __call__(self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The logits of new tokens; the cache is longer by them afterwards.
 
         Raises:
@@ -73,8 +79,9 @@ class LoweredStep:
         past, new = seen_by(cache), tokens.shape[1]
         if past + new > self.room.context:
             raise GuardError(
-                f"{past} past and {new} new tokens are {past + new}; the plan has room for context = {self.room.context}. Give a shorter "
-                f"prompt or fewer new tokens, or plan again with context={past + new} or more.",
+                f"{past} past and {new} new tokens are {past + new}; the plan has room for context = "
+                f"{self.room.context}. Give a shorter prompt or fewer new tokens, or plan again with "
+                f"context={past + new} or more.",
                 place="inputs",
             )
         chunk = self.room.chunk or new
@@ -88,7 +95,14 @@ class LoweredStep:
             if name in given:
                 check_index(name, given[name], size)
 
-    def _chunk(self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
+    def _chunk(
+        self,
+        given: Mapping[str, torch.Tensor],
+        cache: HFCache,
+        hidden: torch.Tensor | None,
+        start: int,
+        end: int,
+    ) -> torch.Tensor:
         """The logits of some of the new tokens, of those rows of them that are wanted."""
         tokens = given["tokens"]
         if (start, end) != (0, tokens.shape[1]):
@@ -99,22 +113,35 @@ class LoweredStep:
         if wanted is not None and not wanted.numel():
             logits = logits[:, :0]
         beside = end - start if records(cache) else 0
-        kept = [self._kept(self.layout.leaves[at], rows, beside) for at, rows in zip(self.layout.written, after, strict=True)]
+        kept = [
+            self._kept(self.layout.leaves[at], rows, beside)
+            for at, rows in zip(self.layout.written, after, strict=True)
+        ]
         fill(cache, self.layout, kept, end - start)
         return logits
 
-    def flat(self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None) -> list[torch.Tensor]:
+    def flat(
+        self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         """The graph's inputs in order."""
         leaves = iter(self._found(cache, given["tokens"], hidden))
-        return [next(leaves) if spec.name.startswith("past") else _given(given[spec.name], spec) for spec in self.inputs]
+        return [
+            next(leaves) if spec.name.startswith("past") else _given(given[spec.name], spec)
+            for spec in self.inputs
+        ]
 
     def _found(self, cache: HFCache, tokens: torch.Tensor, hidden: torch.Tensor | None) -> list[torch.Tensor]:
         """The leaves of a cache; empty ones of an empty cache, and those of the encoder's output made now."""
         found, specs = held(cache, self.layout), self.inputs[-len(self.layout) :]
-        places = [at for at, leaf in enumerate(self.layout) if leaf.growth is Growth.SOURCE and found[at] is None]
+        places = [
+            at for at, leaf in enumerate(self.layout) if leaf.growth is Growth.SOURCE and found[at] is None
+        ]
         if places and self.source is not None:
             if hidden is None:
-                raise GuardError("The first call of a decoder needs encoder_outputs, which generate() gives it.", place="inputs")
+                raise GuardError(
+                    "The first call of a decoder needs encoder_outputs, which generate() gives it.",
+                    place="inputs",
+                )
             made = list(carried_out(self.source, (hidden, tokens)))
             fill(cache, self.layout, made, 0, places)
             found = held(cache, self.layout)
@@ -130,7 +157,9 @@ class LoweredStep:
         return buffer(like, self.room.capacity(leaf))
 
     def _kept(self, leaf: CacheLeaf, rows: torch.Tensor, beside: int) -> torch.Tensor:
-        """What is kept of the rows that a step returns: all, or a window and `beside` rows that may be taken back."""
+        """What is kept of the rows that a step returns: all, or a window and `beside` rows that may be taken
+        back.
+        """
         if leaf.growth is not Growth.WINDOW:
             return rows
         return last(rows, leaf.window + beside, max(leaf.capacity(self.room.context), leaf.window) + beside)
@@ -146,16 +175,20 @@ def carried_out(run: Run, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor
         return carried(
             "A planned step",
             lambda: run(*flat),
-            "Give token ids, a mask, positions and a cache that the model itself takes; if it does take them, please report it.",
+            "Give token ids, a mask, positions and a cache that the model itself takes; if it does take "
+            "them, please report it.",
         )
 
 
 def _check_rows(held: Sequence[torch.Tensor | None], tokens: torch.Tensor) -> None:
-    """Raises GuardError for a cache of more or fewer rows than there are tokens of: one row would be spread over all."""
+    """Raises GuardError for a cache of more or fewer rows than there are tokens of: one row would be spread
+    over all.
+    """
     first = next((tensor for tensor in held if tensor is not None), None)
     if first is not None and first.shape[0] != tokens.shape[0]:
         raise GuardError(
-            f"past_key_values has {first.shape[0]} rows, and there are tokens of {tokens.shape[0]}. Give each row its own cache.",
+            f"past_key_values has {first.shape[0]} rows, and there are tokens of {tokens.shape[0]}. Give "
+            "each row its own cache.",
             place="inputs['past_key_values']",
         )
 
@@ -180,21 +213,24 @@ def _part(given: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, 
 
 
 def assembled(
-    boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...], tables: Mapping[str, int],
-    runs: Mapping[str, Run],
+    boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...],
+    tables: Mapping[str, int], runs: Mapping[str, Run],
 ) -> LoweredStep:  # fmt: skip
     """The parts of a step put together; the cache of torch's graphs grows in place.
 
     Raises:
-        LoweringError: rows are to be held in another dtype, and something that reads them takes only their own.
+        LoweringError: rows are to be held in another dtype, and something that reads them takes only their
+            own.
     """
     run = runs["step"]
     graph = run.run if isinstance(run, TorchLowered) else run
     if isinstance(graph, fx.GraphModule):
         holders = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
         narrow = [holders[at] for at in layout.written if layout.leaves[at].held]
-        run = in_place(graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.written}, narrow)
+        run = in_place(
+            graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.written}, narrow
+        )
     return LoweredStep(
-        boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run, source=runs.get("source"),
-        encoder=runs.get("encoder"),
+        boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run,
+        source=runs.get("source"), encoder=runs.get("encoder"),
     )  # fmt: skip

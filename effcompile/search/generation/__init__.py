@@ -1,1 +1,3 @@
-"""What a search over a generation needs beside that of a forward call: its two regimes, their sizes and their texts."""
+"""What a search over a generation needs beside that of a forward call: its two regimes, their sizes and their
+texts.
+"""

@@ -1,4 +1,6 @@
-"""A step of generation at the sizes that it is planned for: a prompt's tokens into an empty cache, and one token behind a long one."""
+"""A step of generation at the sizes that it is planned for: a prompt's tokens into an empty cache, and one
+token behind a long one.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,24 @@ def _example(step: GenerationStep, program: Program, *, batch: int, past: int, n
     """Inputs of these sizes; the cache as meta tensors would be, of zeros that take no memory."""
     like: Mapping[str, Any] = program.kwargs
     tokens = like["tokens"]
-    source = next((leaf.shape[2] for leaf, what in zip(like["past"], step.layout, strict=True) if what.growth is Growth.SOURCE), 0)
+    source = next(
+        (
+            leaf.shape[2]
+            for leaf, what in zip(like["past"], step.layout, strict=True)
+            if what.growth is Growth.SOURCE
+        ),
+        0,
+    )
     given: dict[str, Any] = {
         "tokens": tokens[:1, :1].expand(batch, new),
         "mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(batch, past + new),
         "positions": torch.arange(past, past + new, device=tokens.device).expand(batch, new),
         "rows": torch.arange(new - 1, new, device=tokens.device),
         "source_mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(batch, source),
-        "past": [_leaf(leaf, what, batch, past, source) for leaf, what in zip(like["past"], step.layout, strict=True)],
+        "past": [
+            _leaf(leaf, what, batch, past, source)
+            for leaf, what in zip(like["past"], step.layout, strict=True)
+        ],
     }
     return {name: given[name] for name in like}
 
@@ -49,15 +61,19 @@ def _leaf(like: torch.Tensor, what: CacheLeaf, batch: int, past: int, source: in
 
 
 def solid(program: Program) -> Program:
-    """The program with an example that has memory of its own: torch.export loses the free sizes of one that is expanded."""
+    """The program with an example that has memory of its own: torch.export loses the free sizes of one that
+    is expanded.
+    """
     kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, dict(program.kwargs))
     return replace(program, kwargs=kwargs)
 
 
 def filled(step: GenerationStep, program: Program, *, batch: int, context: int, new: int) -> Program:
-    """The program as it runs in place at the end of a context: its cache enters with the new rows in it, and only those leave.
+    """The program as it runs in place at the end of a context: its cache enters with the new rows in it, and
+    only those leave.
 
-    It has the operators and the memory of the step whose concatenations are appends; only what it computes is another thing.
+    It has the operators and the memory of the step whose concatenations are appends; only what it computes is
+    another thing.
     """
     past = context - new
     edited = sized(step, program, batch=batch, past=past, new=new).editable("filled")
@@ -68,7 +84,9 @@ def filled(step: GenerationStep, program: Program, *, batch: int, context: int, 
     rows: dict[fx.Node, fx.Node] = {}
     for at in step.layout.written:
         rows |= _filled(edited.graph, caches[at], tokens)
-    results = pytree.tree_map_only(fx.Node, lambda node: rows.get(node, node), edited.graph.output_node().args[0])
+    results = pytree.tree_map_only(
+        fx.Node, lambda node: rows.get(node, node), edited.graph.output_node().args[0]
+    )
     for at in step.layout.written:
         for appended in [node for node in caches[at].users if node in rows]:
             appended.replace_all_uses_with(caches[at], delete_user_cb=lambda user: user.op != "output")
@@ -76,7 +94,9 @@ def filled(step: GenerationStep, program: Program, *, batch: int, context: int, 
     edited.graph.eliminate_dead_code()
     kwargs = dict(edited.kwargs)
     kwargs["past"] = [
-        leaf if what.growth is Growth.SOURCE else leaf.new_zeros(()).expand(*leaf.shape[:2], leaf.shape[2] + new, leaf.shape[3])
+        leaf
+        if what.growth is Growth.SOURCE
+        else leaf.new_zeros(()).expand(*leaf.shape[:2], leaf.shape[2] + new, leaf.shape[3])
         for leaf, what in zip(kwargs["past"], step.layout, strict=True)
     ]
     refresh_shapes(edited.module, (), kwargs)

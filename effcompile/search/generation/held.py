@@ -1,7 +1,8 @@
-"""How a cache is held, as one choice of the solve: as the model has it, in bf16, or in 8 bits with a scale for each row.
+"""How a cache is held, as one choice of the solve: as the model has it, in bf16, or in 8 bits with a scale
+for each row.
 
-A narrower cache leaves memory to the weights and is read faster; its error counts with that of the weights. It is offered where the cache
-grows in place, on a processor, and where nothing but attentions reads it.
+A narrower cache leaves memory to the weights and is read faster; its error counts with that of the weights.
+It is offered where the cache grows in place, on a processor, and where nothing but attentions reads it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ from effcompile.passes import Choice, Option
 #: The site.
 CACHE = "cache"
 #: What a row may be held in → its form; the dtypes are those of `CacheLayout.narrowed`.
-FORMS: Mapping[str, Form] = {"": Form(weights=FP32), "bfloat16": Form(weights=BF16), "int8": Form(weights=TABLE_INT8_ROWS)}
+FORMS: Mapping[str, Form] = {
+    "": Form(weights=FP32),
+    "bfloat16": Form(weights=BF16),
+    "int8": Form(weights=TABLE_INT8_ROWS),
+}
 #: Texts and tokens of each that errors are measured on.
 _ROWS, _TOKENS = 2, 96
 
@@ -48,9 +53,17 @@ def form_of(layout: CacheLayout) -> Form:
 
 
 def cache_choice(
-    step: GenerationStep, model: HFModel, goal: Goal, target: Target, texts: Sequence[torch.Tensor], extra: Kwargs
+    step: GenerationStep,
+    model: HFModel,
+    goal: Goal,
+    target: Target,
+    texts: Sequence[torch.Tensor],
+    extra: Kwargs,
 ) -> tuple[Choice, ...]:
-    """The choice; none where there is nothing to choose. `extra`: the encoder's output, for a decoder that reads one."""
+    """The choice; none where there is nothing to choose.
+
+    `extra`: the encoder's output, for a decoder that reads one.
+    """
     if goal.exact or target.device != "cpu" or not _narrows(step):
         return ()
     context, prompt, new = goal.tokens
@@ -58,7 +71,9 @@ def cache_choice(
     errors, options = _errors(model, texts, extra), list[Option]()
     for dtype, form in FORMS.items():
         layout = step.layout.narrowed(dtype)
-        saved = new * (step.layout.nbytes(middle, batch) - layout.nbytes(middle, batch)) / target.memory_bandwidth
+        saved = (
+            new * (step.layout.nbytes(middle, batch) - layout.nbytes(middle, batch)) / target.memory_bandwidth
+        )
         kept, error = layout.nbytes(context, batch), errors.get(dtype, 0.0)
         cost = Cost(seconds=-saved, bytes_kept=kept, error_squared=error**2, provenance=Provenance.MODELLED)
         options.append(Option(form=form, cost=cost, by=CACHE))
@@ -78,7 +93,9 @@ def _narrows(step: GenerationStep) -> bool:
 
 
 def _errors(model: HFModel, texts: Sequence[torch.Tensor], extra: Kwargs) -> dict[str, float]:
-    """dtype → relative error of the logits of a text whose keys and values are rounded so; the largest over the texts."""
+    """dtype → relative error of the logits of a text whose keys and values are rounded so; the largest over
+    the texts.
+    """
     key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     found: dict[str, float] = {}
     with evaluating(model), torch.no_grad():

@@ -1,4 +1,6 @@
-"""The regimes of a generation: a prompt once, and each new token behind a cache. The search itself is search/search.py's.
+"""The regimes of a generation: a prompt once, and each new token behind a cache.
+
+The search itself is search/search.py's.
 
     seconds = calls of the prefill × prefill + new tokens × decode
     bytes = weights once + cache of the whole context + workspace
@@ -18,7 +20,9 @@ from effcompile.search.regimes import Regime, Regimes
 
 
 def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:
-    """Both, and what memory has to hold at the end of the context: the cache, and the activations of a chunk or of a token."""
+    """Both, and what memory has to hold at the end of the context: the cache, and the activations of a chunk
+    or of a token.
+    """
     context, prompt, new = goal.tokens
     most = max(1, min(chunk, context - 1))  # of a prompt that fills the context
     chunk = min(chunk, prompt)
@@ -26,7 +30,11 @@ def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:
     cache_bytes = step.layout.nbytes(context, goal.batch)
     return Regimes(
         each=(
-            Regime(name="prefill", program=at(max(chunk, (prompt + chunk) // 2), chunk), calls=math.ceil(prompt / chunk)),
+            Regime(
+                name="prefill",
+                program=at(max(chunk, (prompt + chunk) // 2), chunk),
+                calls=math.ceil(prompt / chunk),
+            ),
             Regime(name="decode", program=at(min(context, prompt + max(1, new // 2)), 1), calls=new),
         ),
         weight_bytes=step.program.weight_bytes(),

@@ -12,7 +12,8 @@ from effcompile.core.types import HFModel
 from effcompile.estimate.timeline import timeline
 from effcompile.search.generation.cases import filled
 
-#: Learned or tabulated positions end; rotary ones are computed, and a model's own limit is what it was trained for.
+#: Learned or tabulated positions end; rotary ones are computed, and a model's own limit is what it was
+#: trained for.
 _POSITIONS = ("n_positions", "max_target_positions", "max_position_embeddings")
 
 
@@ -24,16 +25,21 @@ def fitting(model: HFModel, context: int) -> None:
     """
     config: Any = getattr(model, "config", None)
     decoder = config.get_text_config(decoder=True) if config is not None else None
-    most = next((size for name in _POSITIONS if isinstance(size := getattr(decoder, name, None), int) and size > 0), None)
+    most = next(
+        (size for name in _POSITIONS if isinstance(size := getattr(decoder, name, None), int) and size > 0),
+        None,
+    )
     if most is not None and context > most:
         raise UsageError(
-            f"context = {context} is longer than {type(model).__name__} has positions for: {most} (its config). "
-            f"Give context={most} or less."
+            f"context = {context} is longer than {type(model).__name__} has positions for: {most} (its "
+            f"config). Give context={most} or less."
         )
 
 
 def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal) -> InfeasibleError:
-    """The error with the largest context that fits, where memory is what binds and the least that weights need is known."""
+    """The error with the largest context that fits, where memory is what binds and the least that weights
+    need is known.
+    """
     if goal.memory is None or not error.needed:
         return error
     context = goal.tokens[0]
@@ -44,7 +50,12 @@ def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal) ->
         middle = (low + high) // 2
         low, high = (middle, high) if middle < 2 or weights + held(middle) <= goal.memory else (low, middle)
     fits = low if low >= 2 and weights + held(low) <= goal.memory else 0
-    return InfeasibleError(*error.why, LargestContext(context=fits, weights=max(0, weights)), binding=error.binding, nearest=error.nearest)
+    return InfeasibleError(
+        *error.why,
+        LargestContext(context=fits, weights=max(0, weights)),
+        binding=error.binding,
+        nearest=error.nearest,
+    )
 
 
 def _workspace(step: GenerationStep, batch: int, tokens: int) -> int:

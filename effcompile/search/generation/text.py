@@ -15,7 +15,9 @@ from effcompile.ir.cache import CacheLayout, Growth
 _ROWS, _TOKENS = 4, 48
 
 
-def calibration_text(model: HFModel, given: Sequence[Inputs] | None, context: int) -> tuple[list[torch.Tensor], str]:
+def calibration_text(
+    model: HFModel, given: Sequence[Inputs] | None, context: int
+) -> tuple[list[torch.Tensor], str]:
     """Token ids, one tensor (rows, tokens) for each input, and where they are from.
 
     Raises:
@@ -27,15 +29,30 @@ def calibration_text(model: HFModel, given: Sequence[Inputs] | None, context: in
     tokens = min(_TOKENS, context)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if model.config.is_encoder_decoder:
-        drawn = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, tokens), generator=torch.Generator().manual_seed(0))
+        drawn = torch.randint(
+            min(3, vocabulary - 1), vocabulary, (_ROWS, tokens), generator=torch.Generator().manual_seed(0)
+        )
         return [drawn.to(model.device)], f"{_ROWS} rows of {tokens} random tokens (seed 0)"
-    return [_written(model, tokens, vocabulary)], f"{_ROWS} rows of {tokens} tokens that the model itself writes (sampled, seed 0)"
+    return [
+        _written(model, tokens, vocabulary)
+    ], f"{_ROWS} rows of {tokens} tokens that the model itself writes (sampled, seed 0)"
 
 
 def _tokens_of(args: Args, kwargs: Kwargs, at: int) -> torch.Tensor:
-    found = next((kwargs[name] for name in ("input_ids", "decoder_input_ids") if name in kwargs), args[0] if args else None)
-    if not isinstance(found, torch.Tensor) or found.dim() != 2 or found.is_floating_point() or found.shape[1] < 2:
-        raise InputsError(f"calibration[{at}] has no input_ids of (rows, tokens), at least two tokens of a row. Give {{'input_ids': ids}}.")
+    found = next(
+        (kwargs[name] for name in ("input_ids", "decoder_input_ids") if name in kwargs),
+        args[0] if args else None,
+    )
+    if (
+        not isinstance(found, torch.Tensor)
+        or found.dim() != 2
+        or found.is_floating_point()
+        or found.shape[1] < 2
+    ):
+        raise InputsError(
+            f"calibration[{at}] has no input_ids of (rows, tokens), at least two tokens of a row. Give "
+            f"{{'input_ids': ids}}."
+        )
     return found
 
 
@@ -56,7 +73,9 @@ def _written(model: HFModel, tokens: int, vocabulary: int) -> torch.Tensor:
 
 
 def as_inputs(text: torch.Tensor, layout: CacheLayout, like: Kwargs) -> Inputs:
-    """A text as the inputs of a step of this layout, all its tokens new, an empty cache; what an encoder gives is that of `like`."""
+    """A text as the inputs of a step of this layout, all its tokens new, an empty cache; what an encoder
+    gives is that of `like`.
+    """
     rows, tokens = text.shape
     given: dict[str, Any] = {
         "tokens": text.contiguous(),

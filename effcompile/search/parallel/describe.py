@@ -1,6 +1,8 @@
-"""A model in plain numbers, for planner/parallel: its step is captured with few of its layers, without data, and cut into blocks.
+"""A model in plain numbers, for planner/parallel: its step is captured with few of its layers, without data,
+and cut into blocks.
 
-What a kind of layer computes and keeps, and the options of its block, are read off a layer that stands between two others.
+What a kind of layer computes and keeps, and the options of its block, are read off a layer that stands
+between two others.
 """
 
 from __future__ import annotations
@@ -38,7 +40,15 @@ _ATTENTION = ("scaled_dot_product", "flex_attention", "bmm", "baddbmm")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
-def describe(model: nn.Module, args: Args, kwargs: Kwargs, *, target: Target, loss: Loss | None = None, precision: str = "bf16") -> Model:
+def describe(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    target: Target,
+    loss: Loss | None = None,
+    precision: str = "bf16",
+) -> Model:
     """What the division of its training step needs to know.
 
     Raises:
@@ -59,7 +69,9 @@ def _as_on_gpu(front: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
 
 
 def _like(tensor: Tensor, precision: str) -> Tensor:
-    return torch.empty(tensor.shape, dtype=DTYPES[precision] if tensor.is_floating_point() else tensor.dtype, device="meta")
+    return torch.empty(
+        tensor.shape, dtype=DTYPES[precision] if tensor.is_floating_point() else tensor.dtype, device="meta"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +86,22 @@ class _Shape:
 class _Reader:
     """Reads the figures off the cut step of the shortened model."""
 
-    def __init__(self, model: nn.Module, runs: Sequence[LayerRun], cut: Blocks, figures: OperatorCosts, width: int) -> None:
+    def __init__(
+        self, model: nn.Module, runs: Sequence[LayerRun], cut: Blocks, figures: OperatorCosts, width: int
+    ) -> None:
         self.model, self.runs, self.cut, self.figures, self.width = model, runs, cut, figures, width
         self.step: Step = cut.step
-        self.of_layer = {(r, i): self._blocks(f"{run.path}.{i}") for r, run in enumerate(runs) for i in range(run.shown)}
+        self.of_layer = {
+            (r, i): self._blocks(f"{run.path}.{i}") for r, run in enumerate(runs) for i in range(run.shown)
+        }
         self.shape = self._stream()
 
     def _blocks(self, path: str) -> list[Block]:
-        return [block for block in self.cut.blocks if block.name == path or block.name.startswith((f"{path}.", f"{path}#"))]
+        return [
+            block
+            for block in self.cut.blocks
+            if block.name == path or block.name.startswith((f"{path}.", f"{path}#"))
+        ]
 
     def _found(self, run: int, i: int) -> list[Block]:
         """The blocks of a layer that is read.
@@ -92,21 +112,32 @@ class _Reader:
         if not self.of_layer[run, i]:
             path, names = f"{self.runs[run].path}.{i}", ", ".join(block.name for block in self.cut.blocks)
             raise UsageError(
-                f"The layer {path!r} of {type(self.model).__name__} is no block of its own: its step cannot be divided by layers. "
-                f"Its blocks: {names}."
+                f"The layer {path!r} of {type(self.model).__name__} is no block of its own: its step cannot "
+                f"be divided by layers. Its blocks: {names}."
             )
         return self.of_layer[run, i]
 
     def _stream(self) -> _Shape:
         blocks = self._found(0, min(1, self.runs[0].shown - 1))
-        shapes: Sequence[tuple[int, ...]] = [shape_of(self.cut.maker[s]) for s in blocks[0].entering if s in self.cut.maker]
-        if not any(len(shape) == 3 for shape in shapes):  # kept for several blocks, so no block's own: the layer's last residual sum
-            shapes = [shape_of(node) for block in blocks for node in block.forward if "aten.add.Tensor" in str(node.target)]
+        shapes: Sequence[tuple[int, ...]] = [
+            shape_of(self.cut.maker[s]) for s in blocks[0].entering if s in self.cut.maker
+        ]
+        if not any(len(shape) == 3 for shape in shapes):
+            # kept for several blocks, so no block's own: the layer's last residual sum
+            shapes = [
+                shape_of(node)
+                for block in blocks
+                for node in block.forward
+                if "aten.add.Tensor" in str(node.target)
+            ]
             shapes = [shape for shape in shapes if len(shape) == 3 and shape[-1] > 1][-1:]
-        found = max(((a, b, c) for a, b, c in (s for s in shapes if len(s) == 3)), default=None, key=math.prod)
+        found = max(
+            ((a, b, c) for a, b, c in (s for s in shapes if len(s) == 3)), default=None, key=math.prod
+        )
         if found is None:
             raise UsageError(
-                f"The layers of {type(self.model).__name__} hand on no (batch, tokens, width): {shapes}. They cannot be divided."
+                f"The layers of {type(self.model).__name__} hand on no (batch, tokens, width): {shapes}. "
+                "They cannot be divided."
             )
         return _Shape(*found)
 
@@ -165,7 +196,11 @@ class _Reader:
 
     def _heads(self) -> tuple[int, int]:
         config = getattr(self.model, "config", None)
-        attentions = [n for n in self.step.graph.nodes if "scaled_dot_product" in str(n.target) and "backward" not in str(n.target)]
+        attentions = [
+            n
+            for n in self.step.graph.nodes
+            if "scaled_dot_product" in str(n.target) and "backward" not in str(n.target)
+        ]
         shape = shape_of(attentions[0].all_input_nodes[0]) if attentions else ()
         heads = shape[1] if len(shape) == 4 else int(getattr(config, "num_attention_heads", None) or 1)
         return heads, int(getattr(config, "num_key_value_heads", None) or heads)
@@ -173,7 +208,11 @@ class _Reader:
     @property
     def _causal(self) -> bool:
         """Whether attention skips the keys behind: told to, or given a mask over all pairs."""
-        nodes = [n for n in self.step.graph.nodes if "scaled_dot_product" in str(n.target) and "backward" not in str(n.target)]
+        nodes = [
+            n
+            for n in self.step.graph.nodes
+            if "scaled_dot_product" in str(n.target) and "backward" not in str(n.target)
+        ]
         square = (self.shape.sequence, self.shape.sequence)
         masked = any(shape_of(arg)[-2:] == square for n in nodes for arg in n.all_input_nodes[3:])
         return masked or any(arg is True for n in nodes for arg in n.args[3:])
@@ -187,7 +226,9 @@ class _Reader:
         parts = [_Part(self, block) for block in blocks]
         rules = {rule: _joined([part.rule(rule) for part in parts]) for rule in ("none", "op", "full")}
         fronts = [part.front() for part in parts]
-        options = [_joined(choice) for choice in product(*fronts)] if len(fronts) < 3 else list(rules.values())
+        options = (
+            [_joined(choice) for choice in product(*fronts)] if len(fronts) < 3 else list(rules.values())
+        )
         return Layer(
             name=f"{self.runs[run].path}.{i}",
             parameters=sum(p.numel() for p in self.runs[run].layers[i].parameters()),
@@ -242,11 +283,15 @@ class _Part:
         return self.option(replace(found, label=rule))
 
     def option(self, found: BlockOption) -> StrategyOption:
-        """Peaks are maxima of sums of bytes, so between a scale of 1 and of 0 of the split ones they are below the line (convexity)."""
+        """Peaks are maxima of sums of bytes, so between a scale of 1 and of 0 of the split ones they are
+        below the line (convexity).
+        """
         held, forward, backward, _ = simulate_block(self.left, found.kept, found.recomputed)
         batch = self.reader.shape.batch
         pairs = ((found.kept_bytes, held), (found.forward_peak, forward), (found.backward_peak, backward))
-        kept, first, second = (Bytes(whole=whole // batch, split=max(total - whole, 0) // batch) for total, whole in pairs)
+        kept, first, second = (
+            Bytes(whole=whole // batch, split=max(total - whole, 0) // batch) for total, whole in pairs
+        )
         again = self.reader.work(self.block.operators[name] for name in found.recomputed)
         return StrategyOption(kept=kept, forward=first, backward=second, again=again, label=found.label)
 
@@ -254,7 +299,9 @@ class _Part:
 def _op_rule(block: Block) -> list[str]:
     """torchtitan's selective operators: every second product and attention are kept, with what enters."""
     products = [op for op in block.problem.forward if flops(block.operators[op.name]) > 0]
-    matrices = [op for op in products if not any(word in str(block.operators[op.name].target) for word in _ATTENTION)]
+    matrices = [
+        op for op in products if not any(word in str(block.operators[op.name].target) for word in _ATTENTION)
+    ]
     kept = [op for op in products if op not in matrices] + matrices[::2]
     return [*block.problem.entering, *(value for op in kept for value in op.makes)]
 
@@ -293,7 +340,9 @@ def _thinned(options: Sequence[StrategyOption]) -> tuple[StrategyOption, ...]:
     front: list[StrategyOption] = []
     for each in sorted(options, key=lambda o: (_again(o), o.kept.total)):
         size = (each.kept.total, max(each.forward.total, each.backward.total))
-        if not any(o.kept.total <= size[0] and max(o.forward.total, o.backward.total) <= size[1] for o in front):
+        if not any(
+            o.kept.total <= size[0] and max(o.forward.total, o.backward.total) <= size[1] for o in front
+        ):
             front.append(each)
     if len(front) <= _POINTS:
         return tuple(front)
@@ -301,5 +350,7 @@ def _thinned(options: Sequence[StrategyOption]) -> tuple[StrategyOption, ...]:
 
 
 def _again(o: StrategyOption) -> float:
-    """One number to put options in order: attention is slower than products, a byte moved takes as long as some 300 of them."""
+    """One number to put options in order: attention is slower than products, a byte moved takes as long as
+    some 300 of them.
+    """
     return o.again.products + 2 * o.again.attention + 300 * o.again.moved

@@ -1,13 +1,16 @@
-"""A pipeline's stages, each planned by itself within what its rank has left, and the bytes of a rank task by task.
+"""A pipeline's stages, each planned by itself within what its rank has left, and the bytes of a rank task by
+task.
 
-A stage's graph is a step of its own. Where heads and neurons are divided too, so is the forward that stages are cut out of; where
-parameters are sharded over data-parallel ranks, each stage gathers its own for every micro-batch, and scatters its gradients then: what is
-summed are shards, and whether a gathered weight is kept until the backward is decided with all else that a micro-batch keeps. Parameters
-that are replicated, which comes first, have their gradients averaged once, at the step's end.
+A stage's graph is a step of its own. Where heads and neurons are divided too, so is the forward that stages
+are cut out of; where parameters are sharded over data-parallel ranks, each stage gathers its own for every
+micro-batch, and scatters its gradients then: what is summed are shards, and whether a gathered weight is kept
+until the backward is decided with all else that a micro-batch keeps. Parameters that are replicated, which
+comes first, have their gradients averaged once, at the step's end.
 
-On a rank there are, throughout: its parameters, their summed gradients and optimizer states, the batch, and a buffer for every message of
-the step. A micro-batch adds what its stage keeps between its forward and its backward. The stages of a rank are planned for the largest
-part of the room with which its simulated peak is within the budget (bisection: a larger room keeps more).
+On a rank there are, throughout: its parameters, their summed gradients and optimizer states, the batch, and a
+buffer for every message of the step. A micro-batch adds what its stage keeps between its forward and its
+backward. The stages of a rank are planned for the largest part of the room with which its simulated peak is
+within the budget (bisection: a larger room keeps more).
 """
 
 from __future__ import annotations
@@ -41,9 +44,11 @@ from effcompile.search.training.work import Work
 _TRIED = 6
 #: Of the forms of `Shard` the one in which a stage's graph knows nothing of other ranks.
 _REPLICATED = "replicated"
+#: That in which each rank has the states of its rows.
+_STATES = "states"
 
-#: Bytes of the loss so far, of a micro-batch's share in it and of that share's gradient, fp32 each; of the share with its weight, where
-#: the loss is made.
+#: Bytes of the loss so far, of a micro-batch's share in it and of that share's gradient, fp32 each; of the
+#: share with its weight, where the loss is made.
 _SCALARS, _WEIGHTED = 12, 4
 
 
@@ -52,9 +57,12 @@ class Pipelined:
     """A step in stages.
 
     Attributes:
-        work: the request. asked: the pipeline. whole: the step of the batch, as it was captured. case: that of one micro-batch.
-        division: how the batch is divided. stages: in the model's order. cases: their steps, as their parameters lie over other ranks.
-        declined: what is whole on every tensor-parallel rank. shard: over how many data-parallel ranks, and in which forms.
+        work: the request. asked: the pipeline. whole: the step of the batch, as it was captured. case: that
+            of one micro-batch.
+        division: how the batch is divided. stages: in the model's order. cases: their steps, as their
+            parameters lie over other ranks.
+        declined: what is whole on every tensor-parallel rank. shard: over how many data-parallel ranks, and
+            in which forms.
         known: stages that are ready to be planned. held: rank → its optimizer states.
     """
 
@@ -110,7 +118,11 @@ class Pipelined:
     def shared(self) -> Mapping[str, tuple[int, ...]]:
         """Parameter → the ranks that have it, where there are several."""
         ranks = range(self.asked.ranks)
-        having = {name: tuple(r for r in ranks if name in self.parameters(r)) for r in ranks for name in sorted(self.parameters(r))}
+        having = {
+            name: tuple(r for r in ranks if name in self.parameters(r))
+            for r in ranks
+            for name in sorted(self.parameters(r))
+        }
         return {name: found for name, found in having.items() if len(found) > 1}
 
     def prepared(self, stage: int) -> Prepared:
@@ -125,11 +137,15 @@ class Pipelined:
         return self.known[stage]
 
     def states(self, rank: int) -> StatesOption | None:
-        """The optimizer's, of what a rank has of the parameters, as the user gave it; None where nothing has any."""
+        """The optimizer's, of what a rank has of the parameters, as the user gave it; None where nothing has
+        any.
+        """
         if (given := self.whole.optimizer) is None:
             return None
         if rank not in self.held:
-            parts = {name: node.meta["val"] for step in self._steps(rank) for node, name in step.parameters.items()}
+            parts = {
+                name: node.meta["val"] for step in self._steps(rank) for node, name in step.parameters.items()
+            }
             here = given.of_parts(parts)
             self.held[rank] = here.given if here.mine else StatesOption(form=given.given.form)
         return self.held[rank]
@@ -160,7 +176,11 @@ class Pipelined:
 
     def _summed(self, rank: int) -> dict[str, int]:
         """Parameter of a rank → bytes of its summed gradient there."""
-        return {name: _bytes(node.meta["val"]) for step in self._steps(rank) for name, node in step.gradients.items()}
+        return {
+            name: _bytes(node.meta["val"])
+            for step in self._steps(rank)
+            for name, node in step.gradients.items()
+        }
 
     def peak_bytes(self, rank: int, made: Mapping[int, Schedule]) -> int:
         """The most bytes alive on a rank, task by task."""
@@ -173,11 +193,17 @@ class Pipelined:
                 peak, live = max(peak, live + one.forward), live + one.kept
                 continue
             peak = max(peak, live - one.kept + one.backward)
-            live -= one.kept + (self.message_bytes(stage - 1) if stage else 0) + (self.message_bytes(stage) if stage < last else 0)
+            live -= (
+                one.kept
+                + (self.message_bytes(stage - 1) if stage else 0)
+                + (self.message_bytes(stage) if stage < last else 0)
+            )
         summed = self._summed(rank)
         joined = [summed[name] * len(ranks) for name, ranks in self.shared.items() if rank in ranks]
         states = self.states(rank)
-        return max(peak, live + max(joined, default=0), live + (0 if states is None else states.working_bytes))
+        return max(
+            peak, live + max(joined, default=0), live + (0 if states is None else states.working_bytes)
+        )
 
     def planned(self, rank: int) -> dict[int, Schedule]:
         """The schedules of a rank's stages within the budget.
@@ -207,7 +233,8 @@ class Pipelined:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Of one micro-batch in a stage: bytes at the highest instant of its forward and of its backward, and between the two.
+    """Of one micro-batch in a stage: bytes at the highest instant of its forward and of its backward, and
+    between the two.
 
     What is received is not among them, nor, once its forward is over, what is handed on, unless it is kept.
     """
@@ -219,12 +246,21 @@ class _Held:
     @classmethod
     def of(cls, made: Schedule) -> _Held:
         cut, trace = made.prepared.cut, made.trace
-        kept = {s for node in made.emitted.handed if node in made.emitted.origin for s in cut.held.of[made.emitted.origin[node]]}
+        kept = {
+            s
+            for node in made.emitted.handed
+            if node in made.emitted.origin
+            for s in cut.held.of[made.emitted.origin[node]]
+        }
         gone = sum(cut.held.nbytes[s] for s in cut.held.of[cut.step.loss] if s not in kept)
         most = {"forward": cut.base_bytes, "backward": cut.base_bytes}
         for at in trace.instants:
             most[at.phase] = max(most[at.phase], at.live)
-        return cls(most["forward"] - cut.base_bytes, most["backward"] - cut.base_bytes - gone, trace.saved_bytes - gone)
+        return cls(
+            most["forward"] - cut.base_bytes,
+            most["backward"] - cut.base_bytes - gone,
+            trace.saved_bytes - gone,
+        )
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -232,18 +268,32 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _taken(each: StepPass, case: Case, work: Work) -> tuple[Case, tuple[Declined, ...]]:
-    """A step in the one form that a pass has of it, and what it declines. Raises what proposing and applying do."""
+    """A step in the one form that a pass has of it, and what it declines.
+
+    Raises what proposing and applying do.
+    """
     told = list(each.propose(case, work.context))
     choice = next(item for item in told if isinstance(item, StepChoice))
-    return applied(each, case, choice, choice.options[0]), tuple(item for item in told if isinstance(item, Declined))
+    return applied(each, case, choice, choice.options[0]), tuple(
+        item for item in told if isinstance(item, Declined)
+    )
 
 
 def pipelined(work: Work, asked: Pipeline, tensor: TensorParallel, shard: Shard) -> Pipelined:
-    """A request's step in stages; `tensor`: its heads and neurons divided so, `shard`: its parameters, beside them.
+    """A request's step in stages; `tensor`: its heads and neurons divided so, `shard`: its parameters, beside
+    them.
 
     Raises:
-        UsageError: it has no such stages, or its batch no such micro-batches. Refusal: the batch cannot be divided.
+        UsageError: it has no such stages, or its batch no such micro-batches, or a form that stages have
+            not. Refusal: the batch cannot be
+            divided.
     """
+    if shard.ranks > 1 and _STATES in shard.forms:
+        raise UsageError(
+            "shard.forms=states (zero=1) is not lowered in the stages of a pipeline. Give zero=3, or zero=0 "
+            "and make the optimizer yourself: torch.distributed.optim.ZeroRedundancyOptimizer around the "
+            'parameters, with process_group=mesh["dp"].get_group().'
+        )
     whole = work.capture()
     split, declined = _taken(tensor, whole, work) if tensor.ranks > 1 else (whole, ())
     assert split.source is not None
@@ -255,10 +305,23 @@ def pipelined(work: Work, asked: Pipeline, tensor: TensorParallel, shard: Shard)
     assert division is not None and source is not None
     if case.front is None:
         why = "; ".join(map(str, case.step.mends))
-        raise UsageError(f"A pipeline is cut out of what torch.export gives, which does not take this model: {why}. Leave pp out.")
+        raise UsageError(
+            f"A pipeline is cut out of what torch.export gives, which does not take this model: {why}. "
+            "Leave pp out."
+        )
     tensors = division.part.leaves(source.args, dict(source.kwargs))
     stages = stages_of(case.front, division.part, work.model, tensors, asked.strategy)
-    cases = tuple(Case(step=stage.step, source=source, taken=split.taken, notes=split.notes) for stage in stages)
+    cases = tuple(
+        Case(step=stage.step, source=source, taken=split.taken, notes=split.notes) for stage in stages
+    )
     return Pipelined(
-        work=work, asked=asked, whole=whole, case=case, division=division, stages=tuple(stages), cases=cases, declined=declined, shard=shard
+        work=work,
+        asked=asked,
+        whole=whole,
+        case=case,
+        division=division,
+        stages=tuple(stages),
+        cases=cases,
+        declined=declined,
+        shard=shard,
     )

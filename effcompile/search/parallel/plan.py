@@ -38,14 +38,18 @@ _SITE = "devices"
 
 
 @entry("plan")
-def plan_devices(model: nn.Module, args: Args, kwargs: Kwargs, request: Request, *, progress: Progress = QUIET) -> Plan:
-    """The fastest division of the step among the devices that `request.devices` asks for, or the judgement of a given one.
+def plan_devices(
+    model: nn.Module, args: Args, kwargs: Kwargs, request: Request, *, progress: Progress = QUIET
+) -> Plan:
+    """The fastest division of the step among the devices that `request.devices` asks for, or the judgement of
+    a given one.
 
-    Nothing of the model is run, and no more of it is captured than one layer of each kind and its neighbours. Where nothing
-    fits, the plan is of the division that needs the least, with the verdict "no".
+    Nothing of the model is run, and no more of it is captured than one layer of each kind and its neighbours.
+    Where nothing fits, the plan is of the division that needs the least, with the verdict "no".
 
     Raises:
-        UsageError: no training, a target without a cluster, a strategy that divides neither devices nor model.
+        UsageError: no training, a target without a cluster, a strategy that divides neither devices nor
+            model.
         CaptureError, InputsError: the step cannot be captured.
     """
     many = request.devices
@@ -53,9 +57,21 @@ def plan_devices(model: nn.Module, args: Args, kwargs: Kwargs, request: Request,
     target, links = _machine(request, many)
     asked = many.strategy
     with progress.step("describe the model"):
-        found = describe(model, args, kwargs, target=target, loss=request.loss, precision=asked.get("precision", "bf16"))
-    limit = target.memory_bytes if request.goal.memory is None else min(request.goal.memory, target.memory_bytes)
-    work = StrategySearch(request=request, many=many, model=found, target=target, links=links, limit=limit, batch=_batch(args, kwargs))
+        found = describe(
+            model, args, kwargs, target=target, loss=request.loss, precision=asked.get("precision", "bf16")
+        )
+    limit = (
+        target.memory_bytes if request.goal.memory is None else min(request.goal.memory, target.memory_bytes)
+    )
+    work = StrategySearch(
+        request=request,
+        many=many,
+        model=found,
+        target=target,
+        links=links,
+        limit=limit,
+        batch=_batch(args, kwargs),
+    )
     with progress.step("divide the step"):
         return work.plan()
 
@@ -70,13 +86,16 @@ def _machine(request: Request, many: ManyDevices) -> tuple[Target, Links]:
         raise UsageError("devices divide a training step: ask for mode='training', or leave devices out.")
     with_links = [name for name in known_targets() if load_target(name).cluster is not None]
     if request.target == "auto":
-        raise UsageError(f"devices are planned for a machine with links between devices. Give target, one of: {', '.join(with_links)}.")
+        raise UsageError(
+            "devices are planned for a machine with links between devices. Give target, one of: "
+            f"{', '.join(with_links)}."
+        )
     target = request.target if isinstance(request.target, Target) else load_target(request.target)
     links = many.cluster.links if many.cluster is not None else target.cluster
     if links is None:
         raise UsageError(
-            f"The target {target.name!r} has no [cluster] section, so nothing is known of the links between its devices. Write one "
-            f"into a target file of your own, or take one of: {', '.join(with_links)}."
+            f"The target {target.name!r} has no [cluster] section, so nothing is known of the links between "
+            f"its devices. Write one into a target file of your own, or take one of: {', '.join(with_links)}."
         )
     return target, links
 
@@ -110,7 +129,9 @@ class StrategySearch:
             cluster = self.many.cluster or Cluster.of(self.links, devices, self.many.nodes)
         else:
             cluster = Cluster(nodes=1, per_node=per_node, links=self.links).with_devices(devices)
-        return DivisionProblem(model=self.model, cluster=cluster, target=self.target, global_batch=self._global_batch(devices))
+        return DivisionProblem(
+            model=self.model, cluster=cluster, target=self.target, global_batch=self._global_batch(devices)
+        )
 
     @property
     def per_node(self) -> int:
@@ -122,8 +143,9 @@ class StrategySearch:
             if left or not count:
                 near = max(1, round(self.many.batch_tokens / self.model.sequence)) * self.model.sequence
                 raise UsageError(
-                    f"batch_tokens = {self.many.batch_tokens} is no whole number of sequences of {self.model.sequence} tokens (those of "
-                    f"the example inputs). The nearest that is: {near}."
+                    f"batch_tokens = {self.many.batch_tokens} is no whole number of sequences of "
+                    f"{self.model.sequence} tokens (those of the example inputs). The nearest that is: "
+                    f"{near}."
                 )
             return count
         return self.many.global_batch or self.batch * devices
@@ -135,8 +157,8 @@ class StrategySearch:
         devices = wanted if self.many.devices == "auto" else self.many.devices
         if devices is None:
             raise UsageError(
-                f"No number of devices of {self.target.name} is enough for {self.model.name} with this strategy. Leave more of it free, "
-                "or give inputs of fewer tokens."
+                f"No number of devices of {self.target.name} is enough for {self.model.name} with this "
+                "strategy. Leave more of it free, or give inputs of fewer tokens."
             )
         problem = self.problem(devices)
         check_asked(problem, asked)
@@ -146,8 +168,12 @@ class StrategySearch:
             assert found.nearest is not None, "there was a division"
             solved = found.nearest.lean()
         fits = found.best is not None
-        enough = wanted or fewest(self.problem, self.per_node, asked, self.limit, below=devices + 1 if fits else None)
-        changes = () if fits else tuple(nearest_changes(problem, asked, self.limit, enough, solved.peak_bytes))
+        enough = wanted or fewest(
+            self.problem, self.per_node, asked, self.limit, below=devices + 1 if fits else None
+        )
+        changes = (
+            () if fits else tuple(nearest_changes(problem, asked, self.limit, enough, solved.peak_bytes))
+        )
         return self._told(problem, found, solved, tell(problem, solved, found, self.limit, enough, changes))
 
     def _told(self, problem: DivisionProblem, found: Found, solved: Solved, distributed: Distributed) -> Plan:
@@ -193,7 +219,10 @@ def check_asked(problem: DivisionProblem, asked: StrategyFields) -> None:
     devices, given = problem.cluster.devices, [axis for axis in ("dp", "tp", "pp", "cp") if axis in asked]
     written = " × ".join(f"{axis} {strategy.size(axis)}" for axis in given)
     if devices % strategy.world or (len(given) == 4 and strategy.world != devices):
-        raise UsageError(f"{written} = {strategy.world} do not divide {devices} devices. Their product must be the number of devices.")
+        raise UsageError(
+            f"{written} = {strategy.world} do not divide {devices} devices. Their product must be the "
+            "number of devices."
+        )
     model = problem.model
     check_model(
         strategy, layers=model.depth, heads=model.heads, key_heads=model.key_heads, sequence=model.sequence,
@@ -233,8 +262,8 @@ def _decisions(solved: Solved) -> Iterator[Decision]:
     }
     for kind, (option, baseline) in taken.items():
         yield Decision(
-            site=f"{_SITE}: {kind}", kind=kind, option=option, baseline=baseline, by="devices", cost=cost, baseline_cost=Cost(),
-            settings={"engine": s.engine},
+            site=f"{_SITE}: {kind}", kind=kind, option=option, baseline=baseline, by="devices", cost=cost,
+            baseline_cost=Cost(), settings={"engine": s.engine},
         )  # fmt: skip
 
 
@@ -252,16 +281,32 @@ def _declined(found: Found) -> Iterator[Declined]:
 
 def _notes(problem: DivisionProblem, solved: Solved, found: Found) -> tuple[Reason, ...]:
     s, engine = solved.strategy, ENGINES[solved.strategy.engine]
-    sources = sorted({f"{name}: {engine.sources[name]}" for name in ("products", "error", "logit_bytes") if name in engine.sources})
+    sources = sorted(
+        {
+            f"{name}: {engine.sources[name]}"
+            for name in ("products", "error", "logit_bytes")
+            if name in engine.sources
+        }
+    )
     notes = [
         Because("all figures are predicted in closed form, and simulated rank by rank; nothing was run"),
         Because("counted are the buffers and the loss head of the engine '{name}'", (s.engine,)),
         *map(Because, sources),
     ]
     if s.precision == "bf16":
-        notes.append(Because("products in bf16 with fp32 master weights and states; --strategy precision=fp32 plans in fp32"))
+        notes.append(
+            Because(
+                "products in bf16 with fp32 master weights and states; --strategy precision=fp32 plans in "
+                "fp32"
+            )
+        )
     if found.solves >= MOST_SOLVES:
-        notes.append(Because("the search stopped after {} exact solves: the bound is that of the next strategy", (MOST_SOLVES,)))
+        notes.append(
+            Because(
+                "the search stopped after {} exact solves: the bound is that of the next strategy",
+                (MOST_SOLVES,),
+            )
+        )
     if s.cp > 1:
         notes.append(Because("context parallelism is planned; its lowering has not been proven on ranks"))
     return tuple(notes)

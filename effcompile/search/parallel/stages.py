@@ -1,10 +1,11 @@
 """The stages of a pipeline, cut out of the exported forward of one micro-batch between its layers.
 
-Every stage is a step of its own: it takes what the stage before it hands on, and the gradient that arrives at what it hands on itself.
-That is one tensor: where several values cross (an encoder's output and a table of positions go through all layers of T5's decoder), they
-are handed on end to end in one, and a stage that only passes a value on adds its own part to its gradient, for autograd sees both readers.
-What depends on inputs and buffers alone (positions, masks, rotary tables) is made by each stage that reads it. A parameter that several
-stages read is one on each of them, and its gradient the sum of theirs.
+Every stage is a step of its own: it takes what the stage before it hands on, and the gradient that arrives at
+what it hands on itself. That is one tensor: where several values cross (an encoder's output and a table of
+positions go through all layers of T5's decoder), they are handed on end to end in one, and a stage that only
+passes a value on adds its own part to its gradient, for autograd sees both readers. What depends on inputs
+and buffers alone (positions, masks, rotary tables) is made by each stage that reads it. A parameter that
+several stages read is one on each of them, and its gradient the sum of theirs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class PipelineStage:
 
     Attributes:
         step: its forward and backward; what it hands on stands in the loss's place.
-        takes: which of the micro-batch's tensors are its inputs; received: whether what arrives is one more, the last of them.
+        takes: which of the micro-batch's tensors are its inputs; received: whether what arrives is one more,
+            the last of them.
         layers: the names of its layers.
     """
 
@@ -48,7 +50,9 @@ class PipelineStage:
         return frozenset(self.step.parameters.values())
 
 
-def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], strategy: Strategy) -> list[PipelineStage]:
+def stages_of(
+    front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], strategy: Strategy
+) -> list[PipelineStage]:
     """The stages of a forward in the model's order.
 
     Args:
@@ -59,15 +63,13 @@ def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequ
         strategy: how many stages, and the layers of each.
 
     Raises:
-        UsageError: more stages than layers, no tensor crosses a cut, or a stage would not be the same by itself.
+        UsageError: more stages than layers, no tensor crosses a cut, or a stage would not be the same by
+            itself.
     """
     if part.updated:
         raise UsageError(
-            f"A pipeline stage cannot write into buffers ({part.updated[0]}): its micro-batches run out of order. Leave pp out."
-        )
-    if any(draws(node) for node in part.graph.nodes):
-        raise UsageError(
-            "The step draws random numbers (dropout), in another order by stages. Set the model's dropout to 0, or leave pp out."
+            f"A pipeline stage cannot write into buffers ({part.updated[0]}): its micro-batches run out "
+            "of order. Leave pp out."
         )
     results: tuple[fx.Node, ...] = front.graph.output_node().args[0]  # type: ignore[assignment]
     reads = _reads(front.graph)
@@ -80,8 +82,12 @@ def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequ
         names = tuple(layers)[at : at + count]
         at += count
         end = layers[names[-1]]
-        handed = results[:1] if number == len(counts) - 1 else _crossing(wanted, reads, end, names[-1], parameters)
-        made.append(_stage(front, part, model, tensors, _before(handed, reads, received), handed, received, names))
+        handed = (
+            results[:1] if number == len(counts) - 1 else _crossing(wanted, reads, end, names[-1], parameters)
+        )
+        made.append(
+            _stage(front, part, model, tensors, _before(handed, reads, received), handed, received, names)
+        )
         received = handed
     return made
 
@@ -98,22 +104,32 @@ def _layers(nodes: Sequence[fx.Node]) -> dict[str, fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Node, in the graph's order → what must have run before it: its operands, and what wrote into their storages until then.
+    """Node, in the graph's order → what must have run before it: its operands, and what wrote into their
+    storages until then.
 
-    An exported forward has the model's writes as they are: T5 copies the labels into a slice of its decoder's inputs.
+    An exported forward has the model's writes as they are: T5 copies the labels into a slice of its decoder's
+    inputs.
     """
     owner: dict[fx.Node, fx.Node] = {}
     writers: dict[fx.Node, list[fx.Node]] = {}
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in graph.nodes:
         storages = {owner.get(operand, operand) for operand in node.all_input_nodes}
-        found[node] = (*node.all_input_nodes, *(writer for storage in storages for writer in writers.get(storage, ())))
+        found[node] = (
+            *node.all_input_nodes,
+            *(writer for storage in storages for writer in writers.get(storage, ())),
+        )
         schema = getattr(node.target, "_schema", None)
         if schema is None:
             shared = node.all_input_nodes[:1] if node.target is operator.getitem else []
         else:
-            given = {**dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)), **node.kwargs}
-            shared = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
+            given = {
+                **dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)),
+                **node.kwargs,
+            }
+            shared = [
+                given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None
+            ]
         for operand in shared:
             if isinstance(operand, fx.Node):
                 owner[node] = owner.get(operand, operand)
@@ -137,33 +153,40 @@ def _before(
 
 
 def _crossing(
-    wanted: set[fx.Node], reads: Mapping[fx.Node, tuple[fx.Node, ...]], end: fx.Node, layer: str, parameters: set[str]
+    wanted: set[fx.Node], reads: Mapping[fx.Node, tuple[fx.Node, ...]], end: fx.Node, layer: str,
+    parameters: set[str]
 ) -> tuple[fx.Node, ...]:  # fmt: skip
-    """The values that depend on a parameter and are made up to `end` and read behind it."""
+    """The values that depend on a parameter, or on chance, and are made up to `end` and read behind it."""
     trained, ahead, crossing = set[fx.Node](), set[fx.Node](), dict[fx.Node, None]()
     for node, operands in reads.items():
         own = node.op == "get_attr" and str(node.target).rpartition(f"{WRAPPED}.")[2] in parameters
-        if own or any(operand in trained for operand in operands):
+        if own or draws(node) or any(operand in trained for operand in operands):
             trained.add(node)
         if end not in ahead:
             ahead.add(node)
         elif node in wanted:
-            crossing |= dict.fromkeys(each for each in operands if each in ahead & trained and each.op == "call_function")
+            crossing |= dict.fromkeys(
+                each for each in operands if each in ahead & trained and each.op == "call_function"
+            )
     values = [node.meta.get("val") for node in crossing]
-    kinds = {str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__ for value in values}
+    kinds = {
+        str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+        for value in values
+    }
     fine = all(isinstance(value, Tensor) and value.is_floating_point() for value in values)
     if len(kinds) != 1 or not fine or any(map(writes, crossing)):
         names = ", ".join(node.name for node in list(crossing)[:4]) or "none"
         raise UsageError(
-            f"The model cannot be cut behind {layer}: a pipeline stage hands on numbers of one type that it does not write into, and there "
-            f"{len(crossing)} values cross ({names}) of {', '.join(sorted(kinds)) or 'no type'}. Cut elsewhere (cuts=...), or leave pp out."
+            f"The model cannot be cut behind {layer}: a pipeline stage hands on numbers of one type that it "
+            f"does not write into, and there {len(crossing)} values cross ({names}) of "
+            f"{', '.join(sorted(kinds)) or 'no type'}. Cut elsewhere (cuts=...), or leave pp out."
         )
     return tuple(crossing)
 
 
 def _stage(
-    front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], inside: set[fx.Node], handed: Sequence[fx.Node],
-    received: Sequence[fx.Node], layers: tuple[str, ...],
+    front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], inside: set[fx.Node],
+    handed: Sequence[fx.Node], received: Sequence[fx.Node], layers: tuple[str, ...],
 ) -> PipelineStage:  # fmt: skip
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     holders = [node for node in front.graph.nodes if node.op == "placeholder"]
@@ -187,8 +210,9 @@ def _stage(
     with torch.enable_grad(), torch_compat.quiet_export():
         joint = join(lift(own, model, inputs), model)
     step = Step(
-        name=part.name, module=joint.module, roles=joint.roles, leaves=lambda args, kwargs: list(args), rebuild=lambda loss, shown: loss,
-        state=part.state, args=tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs), resident_bytes=0,
+        name=part.name, module=joint.module, roles=joint.roles, leaves=lambda args, kwargs: list(args),
+        rebuild=lambda loss, shown: loss, state=part.state,
+        args=tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs), resident_bytes=0,
         spread=part.spread,
     )  # fmt: skip
     return PipelineStage(step=step, takes=takes, received=bool(received), layers=layers)
@@ -198,7 +222,9 @@ def _put_together(graph: fx.Graph, values: Sequence[fx.Node]) -> fx.Node:
     """One tensor of all: end to end where they are several."""
     if len(values) == 1:
         return values[0]
-    return graph.call_function(aten.cat.default, ([graph.call_function(aten.reshape.default, (value, [-1])) for value in values],))
+    return graph.call_function(
+        aten.cat.default, ([graph.call_function(aten.reshape.default, (value, [-1])) for value in values],)
+    )
 
 
 def _taken_apart(graph: fx.Graph, arrives: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:

@@ -1,1 +1,3 @@
-"""The search over the forms of a training step: its blocks, their fronts, and the schedule within a byte budget."""
+"""The search over the forms of a training step: its blocks, their fronts, and the schedule within a byte
+budget.
+"""

@@ -1,4 +1,6 @@
-"""The batch as a decision: the example inputs at other sizes, each size planned within the memory, and what the plan says of them."""
+"""The batch as a decision: the example inputs at other sizes, each size planned within the memory, and what
+the plan says of them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from effcompile.search.training.work import Work
 
 SITE, KIND = "batch", "batch size"
 #: McCandlish et al. 2018 (arXiv 1812.06162), equation 2.11.
-_CRITICAL = "by the critical batch of {} training takes {} × the fewest steps and {} × the fewest examples: a law, not a measurement"
+_CRITICAL = (
+    "by the critical batch of {} training takes {} × the fewest steps and {} × the fewest "
+    "examples: a law, not a measurement"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,8 @@ class Sized:
     """The size that is foreseen to be best, and the search that found it.
 
     Attributes:
-        best: with its plan. search: over the sizes that were asked for. failed: size → why nothing fits. there: examples of the inputs.
+        best: with its plan. search: over the sizes that were asked for. failed: size → why nothing fits.
+            there: examples of the inputs.
     """
 
     task: Task
@@ -60,13 +66,23 @@ class Sized:
         return self.best.made
 
     def told_in(self, plan: Plan, measured: Mapping[int, float] = MappingProxyType({})) -> Plan:
-        """The plan with the batch among its decisions. `measured`: size → examples a second, where steps of several sizes were run."""
+        """The plan with the batch among its decisions.
+
+        `measured`: size → examples a second, where steps of several sizes were run.
+        """
         tried = sorted(self.search.tried.values(), key=lambda trial: trial.batch)
         given = next((trial for trial in tried if trial.batch == self.there), None)
         decision = _decision(self.best, given, self.there, len(tried), len(self.search.sizes), measured)
-        declined = tuple(_declined(self.best, [trial for trial in tried if trial is not self.best], self.failed, measured))
+        declined = tuple(
+            _declined(self.best, [trial for trial in tried if trial is not self.best], self.failed, measured)
+        )
         notes = tuple(_notes(self.task, self.best, self.planned.work))
-        return replace(plan, decisions=(decision, *plan.decisions), declined=(*declined, *plan.declined), notes=(*plan.notes, *notes))
+        return replace(
+            plan,
+            decisions=(decision, *plan.decisions),
+            declined=(*declined, *plan.declined),
+            notes=(*plan.notes, *notes),
+        )
 
 
 def resized(args: Args, kwargs: Kwargs, size: int) -> tuple[Args, Kwargs]:
@@ -80,8 +96,8 @@ def resized(args: Args, kwargs: Kwargs, size: int) -> tuple[Args, Kwargs]:
         return tuple(args), dict(kwargs)
     if there == 1:
         raise UsageError(
-            "batch: it cannot be told which axis of the inputs is that of the examples, as the example inputs have but one. "
-            "Give inputs of two examples or more."
+            "batch: it cannot be told which axis of the inputs is that of the examples, as the example "
+            "inputs have but one. Give inputs of two examples or more."
         )
 
     def rows(value: torch.Tensor) -> torch.Tensor:
@@ -90,7 +106,9 @@ def resized(args: Args, kwargs: Kwargs, size: int) -> tuple[Args, Kwargs]:
         picked = value.detach()[torch.arange(size, device=value.device) % there]
         return picked.requires_grad_(value.requires_grad)
 
-    given: tuple[tuple[object, ...], dict[str, object]] = pytree.tree_map_only(torch.Tensor, rows, (tuple(args), dict(kwargs)))
+    given: tuple[tuple[object, ...], dict[str, object]] = pytree.tree_map_only(
+        torch.Tensor, rows, (tuple(args), dict(kwargs))
+    )
     return given
 
 
@@ -98,7 +116,8 @@ def sized(task: Task, work: Work) -> Sized:
     """The size of those asked for that takes the most examples a second within the memory.
 
     Raises:
-        InfeasibleError: no size fits; that of the smallest. UsageError: the sizes are none, or the inputs have one example.
+        InfeasibleError: no size fits; that of the smallest. UsageError: the sizes are none, or the inputs
+            have one example.
     """
     asked = task.request
     assert asked.batch is not None
@@ -129,12 +148,17 @@ def as_saved(task: Task, plan: Plan) -> Task:
         return task
     size = setting_of(found.settings, f"{SITE}: {KIND}", "examples", int)
     if not 0 < size <= LARGEST:
-        raise FormatError(f"The plan's batch has {size} examples: 1 to {LARGEST:,} are wanted. Plan again, or restore the file.")
+        raise FormatError(
+            f"The plan's batch has {size} examples: 1 to {LARGEST:,} are wanted. Plan again, or restore "
+            "the file."
+        )
     args, kwargs = resized(task.args, task.kwargs, size)
     return replace(task, args=args, kwargs=kwargs)
 
 
-def _attempt(work: Work, size: int, keep_outputs: bool, failed: dict[int, InfeasibleError]) -> BatchTrial[Planned]:
+def _attempt(
+    work: Work, size: int, keep_outputs: bool, failed: dict[int, InfeasibleError]
+) -> BatchTrial[Planned]:
     args, kwargs = resized(work.args, work.kwargs, size)
     mine = replace(work, args=args, kwargs=kwargs, fronts={})
     branches = Branches(work=mine, case=(case := mine.capture(keep_outputs)))
@@ -151,7 +175,9 @@ def _attempt(work: Work, size: int, keep_outputs: bool, failed: dict[int, Infeas
 
 
 def _budget(work: Work) -> int:
-    """What a step may take: the user's limit, and never more than the machine has, with the error of predictions for one elsewhere."""
+    """What a step may take: the user's limit, and never more than the machine has, with the error of
+    predictions for one elsewhere.
+    """
     target = work.figures.target
     room = target.memory_bytes if work.figures.here else room_elsewhere(target)
     return room if work.goal.memory is None else min(work.goal.memory, room)
@@ -161,14 +187,23 @@ def _budget(work: Work) -> int:
 
 
 def _decision(
-    best: BatchTrial[Planned], given: BatchTrial[Planned] | None, there: int, tried: int, wanted: int, measured: Mapping[int, float]
+    best: BatchTrial[Planned],
+    given: BatchTrial[Planned] | None,
+    there: int,
+    tried: int,
+    wanted: int,
+    measured: Mapping[int, float],
 ) -> Decision:
     """The size, beside that of the example inputs where it was tried and fits."""
     assert best.made is not None and best.seconds is not None
     before = given if given is not None and given.made is not None else best
-    why: Reason = Because("{} examples a second, the most of {} sizes; {} were planned", (_short(best.rate), wanted, tried))
+    why: Reason = Because(
+        "{} examples a second, the most of {} sizes; {} were planned", (_short(best.rate), wanted, tried)
+    )
     if len(measured) > 1:
-        text = "{} examples a second measured, the most of {} sizes that were run in turn; {} of {} were planned"
+        text = (
+            "{} examples a second measured, the most of {} sizes that were run in turn; {} of {} were planned"
+        )
         why = Because(text, (_short(measured[best.batch]), len(measured), tried, wanted))
     return Decision(
         site=SITE, kind=KIND, option=_name(best.batch), baseline=_name(there), by=BY,
@@ -177,17 +212,25 @@ def _decision(
 
 
 def _declined(
-    best: BatchTrial[Planned], others: list[BatchTrial[Planned]], failed: Mapping[int, InfeasibleError], measured: Mapping[int, float]
+    best: BatchTrial[Planned],
+    others: list[BatchTrial[Planned]],
+    failed: Mapping[int, InfeasibleError],
+    measured: Mapping[int, float],
 ) -> Iterator[Declined]:
     for trial in others:
-        reason: Reason = Because("{} examples a second: {share} fewer", (_short(trial.rate), 1 - trial.rate / best.rate))
+        reason: Reason = Because(
+            "{} examples a second: {share} fewer", (_short(trial.rate), 1 - trial.rate / best.rate)
+        )
         if trial.seconds is None:
             reason = OverBudget(needed=int(failed[trial.batch].needed))
         elif trial.batch in measured:
             rate, most = measured[trial.batch], measured[best.batch]
             reason = Because("{} examples a second measured: {share} fewer", (_short(rate), 1 - rate / most))
         elif trial.rate > best.rate:
-            reason = Because("{} examples a second foreseen, but sizes near it took longer than foreseen", (_short(trial.rate),))
+            reason = Because(
+                "{} examples a second foreseen, but sizes near it took longer than foreseen",
+                (_short(trial.rate),),
+            )
         yield Declined(site=SITE, kind=KIND, option=_name(trial.batch), by=BY, reason=reason)
 
 
@@ -199,8 +242,21 @@ def _notes(task: Task, best: BatchTrial[Planned], work: Work) -> Iterator[Reason
         yield Because(text, (best.batch, there, best.batch))
     if task.request.lr is not None and work.optimizer is not None:
         given, name = LearningRate.of(task.request.lr), type(work.optimizer).__name__
-        text = "learning rate {} for {} examples, from {} for {} by the {name} law of {name}: a law, not a measurement; it was not set"
-        yield Because(text, (_short(given.at(best.batch, name)), best.batch, _short(given.rate), given.batch, law(name), name))
+        text = (
+            "learning rate {} for {} examples, from {} for {} by the {name} law of {name}: a law, not "
+            "a measurement; it was not set"
+        )
+        yield Because(
+            text,
+            (
+                _short(given.at(best.batch, name)),
+                best.batch,
+                _short(given.rate),
+                given.batch,
+                law(name),
+                name,
+            ),
+        )
         if given.critical is not None:
             share = best.batch / given.critical
             yield Because(_CRITICAL, (_short(given.critical), _short(1 + 1 / share), _short(1 + share)))

@@ -1,8 +1,8 @@
 """The forms of one request's step, prepared when the search takes them up.
 
-Most forms are prepared together. An option that is captured late (passes/__init__.py) is a branch: a step of its own, captured
-and priced when it is its turn. Its pass proposes the options in the order in which unplanned steps take longer, so that
-once one fits with nothing recomputed the others are not looked at.
+Most forms are prepared together. An option that is captured late (passes/__init__.py) is a branch: a step of
+its own, captured and priced when it is its turn. Its pass proposes the options in the order in which
+unplanned steps take longer, so that once one fits with nothing recomputed the others are not looked at.
 
 Options that passes have in reserve are prepared once all that was prepared without them is above the budget.
 """
@@ -69,14 +69,25 @@ class Branches:
             RequestError: the user wants what cannot be.
         """
         context = self.work.context
-        return [(each, choice) for each in self.work.passes.late for choice in proposed(each, self.case, context, self.declined)]
+        return [
+            (each, choice)
+            for each in self.work.passes.late
+            for choice in proposed(each, self.case, context, self.declined)
+        ]
 
     @cached_property
     def all(self) -> list[Branch]:
         """Every branch; the step as it was captured too where nothing else that is wanted can be had."""
-        wanted = [tuple(Late(by=by, choice=choice, option=option) for option in choice.options) for by, choice in self.choices]
+        wanted = [
+            tuple(Late(by=by, choice=choice, option=option) for option in choice.options)
+            for by, choice in self.choices
+        ]
         found = list(product(*wanted))
-        return found if any(isinstance(self.prepared(branch), Preparation) for branch in found[:1]) else [self._plain, *found]
+        return (
+            found
+            if any(isinstance(self.prepared(branch), Preparation) for branch in found[:1])
+            else [self._plain, *found]
+        )
 
     @cached_property
     def _plain(self) -> Branch:
@@ -85,7 +96,9 @@ class Branches:
             Late(
                 by=by,
                 choice=choice,
-                option=next((o for o in choice.options if o.name == choice.baseline), StepOption(name=choice.baseline)),
+                option=next(
+                    (o for o in choice.options if o.name == choice.baseline), StepOption(name=choice.baseline)
+                ),
             )
             for by, choice in self.choices
         )
@@ -98,7 +111,9 @@ class Branches:
         return found
 
     def prepared(self, branch: Branch, *, reserve: bool = False) -> Preparation | Reason:
-        """The forms of a branch with their options, or why there are none. What stock torch would run is the whole step in each.
+        """The forms of a branch with their options, or why there are none.
+
+        What stock torch would run is the whole step in each.
 
         reserve: those that passes have in reserve.
         """
@@ -125,11 +140,17 @@ class Branches:
         case = self.case
         for late in branch:
             kind = late.choice.kind
-            reason = self.work.forbidden.get((kind, late.option.name)) or self.work.forbidden.get((kind, "")) if late.changes else None
+            reason = (
+                self.work.forbidden.get((kind, late.option.name)) or self.work.forbidden.get((kind, ""))
+                if late.changes
+                else None
+            )
             if reason is not None:
                 return reason
             try:
-                with self.work.progress.step(f"capture {late.option.name}") if late.changes else nullcontext():
+                with (
+                    self.work.progress.step(f"capture {late.option.name}") if late.changes else nullcontext()
+                ):
                     case = applied(late.by, case, late.choice, late.option)
             except Refusal as refusal:
                 return refusal.reason
@@ -139,7 +160,11 @@ class Branches:
     def made(self) -> list[Preparation]:
         """What was prepared so far, and may be taken."""
         wanted = set(map(_names, self.all))
-        return [made for (_, names), made in self.known.items() if names in wanted and isinstance(made, Preparation)]
+        return [
+            made
+            for (_, names), made in self.known.items()
+            if names in wanted and isinstance(made, Preparation)
+        ]
 
     def every(self) -> Iterator[Preparation]:
         """All that can be had without what passes have in reserve."""
@@ -149,18 +174,24 @@ class Branches:
         """What passes have in reserve, of the branches in which they have."""
         for branch in self.all:
             found = self.prepared(branch)
-            if isinstance(found, Preparation) and any(chosen.choice.reserve for made in found.variants for chosen in made.case.taken):
+            if isinstance(found, Preparation) and any(
+                chosen.choice.reserve for made in found.variants for chosen in made.case.taken
+            ):
                 held = self.prepared(branch, reserve=True)
                 yield from [held] if isinstance(held, Preparation) else []
 
     def chosen_from(self, joint: Joint) -> Preparation:
         """What a plan was chosen from."""
-        return next((made for made in self.made if any(p.case is joint.case for p in made.variants)), self.whole)
+        return next(
+            (made for made in self.made if any(p.case is joint.case for p in made.variants)), self.whole
+        )
 
     def solve(self, budget: int | None) -> Joint:
-        """The fastest plan within the budget; where the goal is least memory, within the least that anything fits.
+        """The fastest plan within the budget; where the goal is least memory, within the least that anything
+        fits.
 
-        What passes have in reserve is for a budget that nothing else is within: it is slower by far, so that no least is looked for there.
+        What passes have in reserve is for a budget that nothing else is within: it is slower by far, so that
+        no least is looked for there.
 
         Raises:
             InfeasibleError: nothing fits. RequestError: the user wants what cannot be.
@@ -187,7 +218,10 @@ class Branches:
             raise error.with_untried(*self._untried(record)) from error
 
     def _without_reserve(self, budget: int | None) -> StepRecord:
-        record, late = recorded(budget, self.work.progress), [branch for branch in self.all if any(each.changes for each in branch)]
+        record, late = (
+            recorded(budget, self.work.progress),
+            [branch for branch in self.all if any(each.changes for each in branch)],
+        )
         for branch in self.all:
             options = {each.choice.kind: each.option.name for each in branch}
             if record.exhausted is not None and len(late) > 1:
@@ -209,7 +243,11 @@ class Branches:
         for _, choice in self.choices:
             if told := tuple(record.declined(choice.kind)):
                 yield Others(of=choice.kind, options=told)
-        if not self.work.passes.late and self.case.source is not None and (batch := undivided(self.case.source)):
+        if (
+            not self.work.passes.late
+            and self.case.source is not None
+            and (batch := undivided(self.case.source))
+        ):
             yield Undivided(batch=batch)
 
 

@@ -1,4 +1,6 @@
-"""From a schedule to the Plan: what was decided where, what it saves and costs, and what was declined for which reason."""
+"""From a schedule to the Plan: what was decided where, what it saves and costs, and what was declined for
+which reason.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from effcompile.search.training.prepare import Preparation, Prepared, simulate_u
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
 
 
-def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: Goal, notes: Sequence[Reason] = ()) -> Plan:
+def build_plan(
+    joint: Joint, found: Preparation, figures: OperatorCosts, goal: Goal, notes: Sequence[Reason] = ()
+) -> Plan:
     """The plan of a schedule and its optimizer states. `found`: what was chosen from."""
     best = joint.schedule
     prepared = best.prepared
@@ -37,7 +41,8 @@ def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: G
     given = prepared.step if case.division is None else case.division.whole
     beside = [chosen for chosen in case.taken if chosen.choice.tells and len(chosen.choice.options) > 1]
     blocks = TakenBlocks(
-        cut=prepared.cut, options=best.problem.options, chosen=best.chosen, groups=best.solution.groups, budget=best.problem.budget
+        cut=prepared.cut, options=best.problem.options, chosen=best.chosen, groups=best.solution.groups,
+        budget=best.problem.budget
     )  # fmt: skip
     timeline = _timeline(joint)
     solution = best.solution
@@ -45,7 +50,9 @@ def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: G
     return Plan(
         model=prepared.step.name,
         fingerprint=fingerprint(found.captured),
-        parameters=sum(_numel(node) for node in (found.captured if prepared.step.coded else prepared.step).parameters),
+        parameters=sum(
+            _numel(node) for node in (found.captured if prepared.step.coded else prepared.step).parameters
+        ),
         goal=goal,
         target=figures.target.name,
         target_line=figures.target.describe(),
@@ -63,7 +70,9 @@ def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: G
             status=solution.status,
             objective=joint.seconds,
             bound=joint.bound,
-            gap=max(solution.gap, 1 - joint.bound / joint.seconds) if joint.seconds and case.seconds_beside else solution.gap,
+            gap=max(solution.gap, 1 - joint.bound / joint.seconds)
+            if joint.seconds and case.seconds_beside
+            else solution.gap,
             sites=len(prepared.cut.blocks) + len(beside),
             alternatives=sum(len(best.problem.options[stage.kind]) for stage in prepared.stages)
             + sum(len(chosen.choice.options) for chosen in beside),
@@ -72,7 +81,9 @@ def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: G
             rounds=best.rounds,
         ),
         baseline=_baseline(joint, found),
-        predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=0.0 if prepared.case.exact else None),
+        predicted=Totals(
+            seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=0.0 if prepared.case.exact else None
+        ),
         inputs=describe_inputs(given),
         guards=given.guards,
         notes=(
@@ -98,14 +109,18 @@ def _solving(joint: Joint) -> float:
 
 
 def _over_the_link(joint: Joint) -> list[Reason]:
-    """What lies on the host with the optimizer's states, and the traffic of a step, as ZeRO-Offload's is told (Ren et al. 2021, 4.1)."""
+    """What lies on the host with the optimizer's states, and the traffic of a step, as ZeRO-Offload's is told
+    (Ren et al. 2021, 4.1).
+    """
     states, best = joint.case.states, joint.schedule
     if states is None or not states.link_bytes:
         return []
     values = 2 * sum(option.host_bytes for option in best.chosen)  # there and back
     moved = states.link_bytes + joint.case.repeats * values
     text = "on the host {bytes} in all; {bytes} cross the link in a step of {seconds}: {} GB/s"
-    return [Because(text, (joint.footprint.host, moved, joint.seconds, round(moved / joint.seconds / 1e9, 1)))]
+    return [
+        Because(text, (joint.footprint.host, moved, joint.seconds, round(moved / joint.seconds / 1e9, 1)))
+    ]
 
 
 def _baseline(joint: Joint, found: Preparation) -> Totals:
@@ -118,7 +133,10 @@ def _baseline(joint: Joint, found: Preparation) -> Totals:
 
 
 def fingerprint(step: Step) -> str:
-    """A short hash of the graph: operators, shapes, constants. A plan fits only the step that it was made for."""
+    """A short hash of the graph: operators, shapes, constants.
+
+    A plan fits only the step that it was made for.
+    """
     digest = hashlib.sha256()
     for node in step.graph.nodes:
         value = node.meta.get("val")
@@ -142,11 +160,13 @@ def describe_inputs(step: Step) -> tuple[str, ...]:
 
 
 def _whole(joint: Joint, found: Preparation, provenance: Provenance) -> list[Decision]:
-    """What passes have made of the whole step, with its unplanned time and bytes against the same without that one change."""
+    """What passes have made of the whole step, with its unplanned time and bytes against the same without
+    that one change.
+    """
     best = joint.schedule.prepared
     outcome = StepOutcome(
-        case=best.case, cut=best.cut, seconds=best.case.seconds_before_update(joint.schedule.seconds), unplanned_seconds=best.seconds,
-        unplanned=lambda: simulate_unplanned(best.plain).footprint,
+        case=best.case, cut=best.cut, seconds=best.case.seconds_before_update(joint.schedule.seconds),
+        unplanned_seconds=best.seconds, unplanned=lambda: simulate_unplanned(best.plain).footprint,
         captured=Cost(seconds=found.seconds, bytes_transient=found.footprint.peak_bytes),
     )  # fmt: skip
     made: list[Decision] = []
@@ -154,19 +174,30 @@ def _whole(joint: Joint, found: Preparation, provenance: Provenance) -> list[Dec
         if (chosen.changes or chosen.option.settings) and not chosen.choice.tells:
             plain = _without(chosen, best, found)
             made += told(
-                chosen, outcome, why=_gain(joint, chosen),
+                chosen,
+                outcome,
+                why=_gain(joint, chosen),
                 cost=Cost(
-                    seconds=best.seconds - plain.seconds, bytes_kept=_kept(best), bytes_transient=_end_peak(best), provenance=provenance
+                    seconds=best.seconds - plain.seconds,
+                    bytes_kept=_kept(best),
+                    bytes_transient=_end_peak(best),
+                    provenance=provenance,
                 ),
-                baseline_cost=Cost(weight_bytes=_held_less(best, plain), bytes_kept=_kept(plain), bytes_transient=_end_peak(plain)),
-            )  # fmt: skip
+                baseline_cost=Cost(
+                    weight_bytes=_held_less(best, plain),
+                    bytes_kept=_kept(plain),
+                    bytes_transient=_end_peak(plain),
+                ),
+            )
         elif chosen.option.told is not None:
             made += chosen.option.told(outcome)
     return made
 
 
 def _without(chosen: Chosen, prepared: Prepared, found: Preparation) -> Prepared:
-    """The form of the step that differs in one choice alone, which is as it was; itself where that is none to choose from."""
+    """The form of the step that differs in one choice alone, which is as it was; itself where that is none to
+    choose from.
+    """
     wanted = {**prepared.case.options, chosen.choice.kind: chosen.choice.baseline}
     same = (p for p in found.variants if p.case.options == wanted)
     return next(same, prepared)
@@ -189,12 +220,16 @@ def _kept(prepared: Prepared) -> int:
 
 
 def _held_less(best: Prepared, plain: Prepared) -> int:
-    """Bytes that are there before a step and are not with this one: of weights that it holds in another form."""
+    """Bytes that are there before a step and are not with this one: of weights that it holds in
+    another form.
+    """
     return (plain.step.resident_bytes or 0) - (best.step.resident_bytes or 0)
 
 
 def _end_peak(prepared: Prepared) -> int:
-    """What the last block, which holds the loss head, needs at its highest instant where everything is kept."""
+    """What the last block, which holds the loss head, needs at its highest instant where
+    everything is kept.
+    """
     last = prepared.whole[prepared.stages[-1].kind]
     return max(last.forward_peak, last.backward_peak)
 
@@ -207,12 +242,23 @@ def _dropped(step: Step) -> list[Reason]:
     if not size:
         return []
     names = ", ".join(step.dropped)
-    return [Because("not returned beside the loss: {name} ({bytes}); --keep-outputs returns them and counts their bytes", (names, size))]
+    return [
+        Because(
+            "not returned beside the loss: {name} ({bytes}); --keep-outputs returns them and counts their "
+            "bytes",
+            (names, size),
+        )
+    ]
 
 
 def _times(figures: OperatorCosts) -> list[Reason]:
     if figures.here and not figures.modelled:
-        return [Because("operator times were measured on this machine, {} different ones, each alone", (len(figures.known),))]
+        return [
+            Because(
+                "operator times were measured on this machine, {} different ones, each alone",
+                (len(figures.known),),
+            )
+        ]
     if not figures.here:
         return [Because("operator times are modelled from the target's peaks")]
     names = ", ".join(sorted(figures.modelled)[:3])

@@ -1,8 +1,10 @@
-"""The search over the cases of a training step: its whole choices made, with what stands beside the schedule of forward and backward.
+"""The search over the cases of a training step: its whole choices made, with what stands beside the schedule
+of forward and backward.
 
-What stands beside is alive at every instant, so a case with R bytes of it leaves budget − R to the schedule; its update needs
-gradients, states and working memory at once. planner/search.py chooses among the cases; the schedule of each is solved exactly,
-with a certificate of its own (solve.py), and the least of their bounds bounds them all.
+What stands beside is alive at every instant, so a case with R bytes of it leaves budget − R to the schedule;
+its update needs gradients, states and working memory at once. planner/search.py chooses among the cases; the
+schedule of each is solved exactly, with a certificate of its own (solve.py), and the least of their bounds
+bounds them all.
 """
 
 from __future__ import annotations
@@ -60,11 +62,22 @@ class Joint:
     @property
     def declined(self) -> tuple[Declined, ...]:
         """The options of the whole step that were not taken."""
-        return () if self.record is None else tuple(
-            Declined(site=chosen.choice.site, kind=chosen.choice.kind, option=option, by=chosen.by, reason=reason)
-            for chosen in reversed(self.case.taken) if chosen.choice.site
-            for option, reason in self.record.declined(chosen.choice.kind)
-        )  # fmt: skip
+        return (
+            ()
+            if self.record is None
+            else tuple(
+                Declined(
+                    site=chosen.choice.site,
+                    kind=chosen.choice.kind,
+                    option=option,
+                    by=chosen.by,
+                    reason=reason,
+                )
+                for chosen in reversed(self.case.taken)
+                if chosen.choice.site
+                for option, reason in self.record.declined(chosen.choice.kind)
+            )
+        )
 
 
 #: What became of the cases of one request.
@@ -116,8 +129,10 @@ def _update_too_large(prepared: Prepared, update: Footprint) -> InfeasibleError:
     needed = max(update.at_update, prepared.case.beside.resident_bytes + leanest(prepared))
     parts = replace(update, step={}).parts
     there = (
-        ("parameters and gradients", parts.get(GIVEN, 0) + parts.get(GRADIENTS, 0)), ("states", parts.get(STATES, 0)),
-        ("working memory", update.working),
+        ("parameters and gradients", parts.get(GIVEN, 0) + parts.get(GRADIENTS, 0)),
+        ("states", parts.get(STATES, 0)), ("working memory", update.working),
     )  # fmt: skip
     beside = tuple(name for name, _ in prepared.case.around)
-    return InfeasibleError(Update(beside=beside, needed=update.at_update, parts=there), nearest={"memory": float(needed)})
+    return InfeasibleError(
+        Update(beside=beside, needed=update.at_update, parts=there), nearest={"memory": float(needed)}
+    )

@@ -1,4 +1,6 @@
-"""Operator figures of this machine, kept between plans: a JSON file beside the calibration, written whole or not at all."""
+"""Operator figures of this machine, kept between plans: a JSON file beside the calibration, written whole or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,30 @@ class _File(msgspec.Struct, kw_only=True):
 
 
 def figures_path(of: Calibration | None = None) -> Path:
-    """Where this machine's figures are kept, by hardware and thread count; those of the GPU that a calibration is `of` apart from them."""
+    """Where this machine's figures are kept, by hardware and thread count; those of the GPU that a
+    calibration is `of` apart from them.
+    """
     calibration = calibration_path(None if of is None else of.machine)
-    return calibration.with_name(calibration.name.replace("calibration-", f"operators-{torch.get_num_threads()}t-"))
+    return calibration.with_name(
+        calibration.name.replace("calibration-", f"operators-{torch.get_num_threads()}t-")
+    )
 
 
 def known_figures(of: Calibration | None = None) -> dict[str, Measured]:
-    """Figures measured before with this torch and thread count; none when there is no such file or it is not ours."""
+    """Figures measured before with this torch and thread count; none when there is no such file or it is not
+    ours.
+    """
     try:
-        found = msgspec.json.decode(read_kept(figures_path(of), _MOST_BYTES, "the operator times"), type=_File)
+        found = msgspec.json.decode(
+            read_kept(figures_path(of), _MOST_BYTES, "the operator times"), type=_File
+        )
     except (UsageError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
-    fits = found.format == _FORMAT and found.torch == str(torch.__version__) and found.threads == torch.get_num_threads()
+    fits = (
+        found.format == _FORMAT
+        and found.torch == str(torch.__version__)
+        and found.threads == torch.get_num_threads()
+    )
     return dict(found.operators) if fits and all(map(_sound, found.operators.values())) else {}
 
 
@@ -53,7 +67,9 @@ def _sound(measured: Measured) -> bool:
 def keep_figures(known: Mapping[str, Measured], of: Calibration | None = None) -> Reason | None:
     """Write the figures for the next plan; returns a note where that was not possible."""
     kept = dict(list(known.items())[-_MOST:])
-    file = _File(format=_FORMAT, torch=str(torch.__version__), threads=torch.get_num_threads(), operators=kept)
+    file = _File(
+        format=_FORMAT, torch=str(torch.__version__), threads=torch.get_num_threads(), operators=kept
+    )
     try:
         write_kept(figures_path(of), msgspec.json.encode(file))
     except (UsageError, OSError) as error:

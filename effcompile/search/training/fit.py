@@ -1,4 +1,7 @@
-"""Does a step fit on a machine that is not here? The predicted peak with the model's error, against the machine's memory."""
+"""Whether a step fits on a machine that is not here.
+
+The predicted peak with the model's error, against the machine's memory.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from effcompile.machine.target import Target
 from effcompile.search.training.cases import Joint
 from effcompile.search.training.segments import goes, in_segments
 
-#: How far the allocator's peak may be from the simulated one, as a share of it. On CPUs it was within 2 % wherever measured
-#: (tests/compiler). On GPUs it was measured once (0.5 % above, a GPT-2 on an H100): libraries take workspaces, and the context is there
-#: too. What fragmentation takes is simulated (segments.py).
+#: How far the allocator's peak may be from the simulated one, as a share of it. On CPUs it was within 2 %
+#: wherever measured (tests/compiler). On GPUs it was measured once (0.5 % above, a GPT-2 on an H100):
+#: libraries take workspaces, and the context is there too. What fragmentation takes is simulated
+#: (segments.py).
 MODEL_ERROR = {"cpu": 0.02}
 ELSEWHERE = 0.10
 
@@ -31,7 +35,8 @@ def room_elsewhere(target: Target) -> int:
 
 
 def limit(allowed: int | None, unplanned: int, target: Target) -> int | None:
-    """The budget of a step that is to run on this machine: what the user allows, and never more than the machine has.
+    """The budget of a step that is to run on this machine: what the user allows, and never more than the
+    machine has.
 
     unplanned: bytes with all kept; where that fits, nothing is limited that the user did not limit.
     """
@@ -55,7 +60,11 @@ def within_machine(target: Target, solve: Callable[[int], Joint]) -> Joint:
         needed = error.needed
         low, high = _interval(needed, target)
         machine = MachineTooSmall(
-            target=target.name, memory_bytes=target.memory_bytes, needed=needed, between=(low, high), certain=low > target.memory_bytes
+            target=target.name,
+            memory_bytes=target.memory_bytes,
+            needed=needed,
+            between=(low, high),
+            certain=low > target.memory_bytes,
         )
         raise error.needing(needed, machine) from error
 

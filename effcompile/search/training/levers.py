@@ -1,9 +1,11 @@
-"""What each memory lever reaches alone, in pairs, and with all others: the same step solved with subsets of them.
+"""What each memory lever reaches alone, in pairs, and with all others: the same step solved with subsets of
+them.
 
-A lever is a way to need less memory that the planner may take or leave. Some are forms of blocks (recompute, offload,
-compress: passes/training/levers.py); the others are whole choices (cases.py). A subset is the same search over the cases
-that have no other lever, their blocks' options found with those block forms alone. A subset's search is not
-given the patience of the whole: what is shown of it can be reached, and a longer search may reach a little more.
+A lever is a way to need less memory that the planner may take or leave. Some are forms of blocks (recompute,
+offload, compress: passes/training/levers.py); the others are whole choices (cases.py). A subset is the same
+search over the cases that have no other lever, their blocks' options found with those block forms alone. A
+subset's search is not given the patience of the whole: what is shown of it can be reached, and a longer
+search may reach a little more.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Subsets:
         """The levers that can be taken or left: what every case has is none."""
         every = [variant for found in self.found for variant in found.variants]
         kinds = dict.fromkeys(kind for variant in every for kind in variant.options)
-        whole = (kind for kind in kinds if 0 < sum(kind in variant.case.levers for variant in every) < len(every))
+        whole = (
+            kind for kind in kinds if 0 < sum(kind in variant.case.levers for variant in every) < len(every)
+        )
         return (*self.levers.names, *whole)
 
     def solve(self, names: Collection[str], budget: int | None) -> Joint:
@@ -99,29 +103,39 @@ class Subsets:
 def lever_rows(
     subsets: Subsets, joint: Joint, budget: int, progress: Progress = QUIET, *, seconds: float = PAIRS_SECONDS
 ) -> tuple[tuple[LeverRow, ...], list[Reason]]:
-    """None of the levers, what checkpointing by a fixed period reaches, each alone, the best pair, and all (the plan).
+    """None of the levers, what checkpointing by a fixed period reaches, each alone, the best pair, and all
+    (the plan).
 
     Nothing where there are not two to choose from.
 
-    Pairs of levers that need the least alone come first; after `seconds` no more are looked at, and the note says so.
+    Pairs of levers that need the least alone come first; after `seconds` no more are looked at, and the note
+    says so.
     """
     names = subsets.names
     if len(names) < 2:
         return (), []
     none, *alone = _reached(subsets, [(), *((name,) for name in names)], budget, progress)
     order = {row.levers[0]: rank for rank, row in enumerate(sorted(alone, key=_rank))}
-    ordered = sorted(combinations(names, 2), key=lambda pair: sorted((order[name] for name in pair), reverse=True))
+    ordered = sorted(
+        combinations(names, 2), key=lambda pair: sorted((order[name] for name in pair), reverse=True)
+    )
     seconds = effort.allowed(seconds)
-    pairs = _reached(subsets, ordered if len(names) > 2 else [], budget, progress, deadline=time.monotonic() + seconds)
+    pairs = _reached(
+        subsets, ordered if len(names) > 2 else [], budget, progress, deadline=time.monotonic() + seconds
+    )
     cut = 0 < len(pairs) < len(ordered)
     text = "the pair of levers is the best of {} of {}, which were looked at within {seconds}"
     said = Because(text, (len(pairs), len(ordered), seconds))
     whole = LeverRow(levers=names, seconds=joint.seconds, peak_bytes=joint.peak_bytes)
-    return (none, *_periodic(subsets, budget), *alone, *([min(pairs, key=_rank)] if pairs else []), whole), [said] * cut
+    return (none, *_periodic(subsets, budget), *alone, *([min(pairs, key=_rank)] if pairs else []), whole), [
+        said
+    ] * cut
 
 
 def _periodic(subsets: Subsets, budget: int) -> list[LeverRow]:
-    """Every k-th block remade as a whole, for the largest k that fits; for that which needs the least where none does."""
+    """Every k-th block remade as a whole, for the largest k that fits; for that which needs the least where
+    none does.
+    """
     prepared = next((prepared for prepared in subsets.every(()) if not prepared.case.levers), None)
     rows: list[LeverRow] = []
     if prepared is None:
@@ -133,12 +147,23 @@ def _periodic(subsets: Subsets, budget: int) -> list[LeverRow]:
             continue
         peak = (carried_out(cut, chosen, ())[1].footprint + case.beside).peak_bytes
         seconds = case.seconds(prepared.seconds + sum(option.seconds for option in chosen))
-        rows.append(LeverRow(levers=(PERIODIC,), seconds=None if excess(peak, budget) else seconds, peak_bytes=peak, every=every))
+        rows.append(
+            LeverRow(
+                levers=(PERIODIC,),
+                seconds=None if excess(peak, budget) else seconds,
+                peak_bytes=peak,
+                every=every,
+            )
+        )
     return sorted(rows, key=_rank)[:1]
 
 
 def _reached(
-    subsets: Subsets, which: Sequence[tuple[str, ...]], budget: int, progress: Progress, deadline: float = math.inf
+    subsets: Subsets,
+    which: Sequence[tuple[str, ...]],
+    budget: int,
+    progress: Progress,
+    deadline: float = math.inf,
 ) -> list[LeverRow]:
     rows: list[LeverRow] = []
     for number, names in enumerate(which):

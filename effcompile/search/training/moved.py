@@ -28,7 +28,8 @@ class RefutedError(VerificationError):
 
 
 def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:
-    """The error of the choice that changes numbers, where the plan has one: of the step first, else the least mild way to hold values.
+    """The error of the choice that changes numbers, where the plan has one: of the step first, else the least
+    mild way to hold values.
 
     Of several of the step the one that was taken last: weights in codes are coarser than products in 16 bits.
     """
@@ -39,7 +40,11 @@ def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:
     known = ways()
     used = {part for d in plan.decisions if d.kind in known for part in (*known[d.kind].parts, d.kind)}
     coarse = [way for way in known.values() if way.name in used and not way.exact and not way.parts]
-    return RefutedError(message, kind=coarse[-1].by, option=coarse[-1].name, said=coarse[-1].without) if coarse else None
+    return (
+        RefutedError(message, kind=coarse[-1].by, option=coarse[-1].name, said=coarse[-1].without)
+        if coarse
+        else None
+    )
 
 
 @contextlib.contextmanager

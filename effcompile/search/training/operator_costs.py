@@ -54,11 +54,17 @@ class OperatorCosts:
     traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
 
     def context(self, goal: Goal, forbidden: Mapping[tuple[str, str], Reason] = _NOTHING) -> StepContext:
-        """What passes propose for, with these figures. `forbidden`: (kind, option) → why it is out of the question."""
+        """What passes propose for, with these figures.
+
+        `forbidden`: (kind, option) → why it is out of the question.
+        """
         return StepContext(goal=goal, target=self.target, here=self.here, prices=self, forbidden=forbidden)
 
     def doubt(self, nodes: Iterable[fx.Node]) -> None:
-        """Have these measured again when they are asked for. What they take for themselves stays: schedules were found to hold with it."""
+        """Have these measured again when they are asked for.
+
+        What they take for themselves stays: schedules were found to hold with it.
+        """
         self.doubted.update(key for node in nodes if (key := operators.key(node)) in self.known)
 
     def measure(self, nodes: Iterable[fx.Node]) -> None:
@@ -67,7 +73,11 @@ class OperatorCosts:
             return
         asked = {operators.key(node): node for node in nodes if node.op == "call_function"}
         before = {key: self.known.pop(key) for key in self.doubted & asked.keys() & self.known.keys()}
-        operators.measure(asked.values(), self.known, progress=lambda done, of: self.progress.update("measure operators", done, of))
+        operators.measure(
+            asked.values(),
+            self.known,
+            progress=lambda done, of: self.progress.update("measure operators", done, of),
+        )
         self.known.update({key: self.known.get(key, was).with_bytes_of(was) for key, was in before.items()})
         self.doubted -= before.keys()
 
@@ -83,14 +93,21 @@ class OperatorCosts:
         """Times of operators that may never run in a plan: measured, or modelled where they cannot be."""
         self.measure(nodes)
         found = [self.known.get(operators.key(node)) for node in nodes]
-        return [roofline_seconds(n, self.target) if one is None else self._said(one) for n, one in zip(nodes, found, strict=True)]
+        return [
+            roofline_seconds(n, self.target) if one is None else self._said(one)
+            for n, one in zip(nodes, found, strict=True)
+        ]
 
     def _said(self, found: Measured) -> float:
         """A GPU may be done with an operator before the host has said the next one."""
-        return found.seconds if self.target.device == "cpu" else max(found.seconds, self.target.launch_seconds)
+        return (
+            found.seconds if self.target.device == "cpu" else max(found.seconds, self.target.launch_seconds)
+        )
 
     def unplanned(self, *steps: Step) -> list[tuple[float, int]]:
-        """Of each step the seconds of its operators, and the bytes that the largest of them reads, makes and needs for itself."""
+        """Of each step the seconds of its operators, and the bytes that the largest of them reads, makes and
+        needs for itself.
+        """
         held = [(step, self.storages(step)) for step in steps]
         self.measure([node for step, storages in held for node in costly(step, storages)])
         return [(seconds_of(step, storages, self), _largest(step, storages, self)) for step, storages in held]
@@ -102,36 +119,47 @@ class OperatorCosts:
         return self.traced[step.graph]
 
     def workspace(self, node: fx.Node, traced: int) -> int:
-        """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our own operators.
+        """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our
+        own operators.
 
-        What matrix products take for themselves is measured on this machine, with their operator or alone; for another one it is a margin.
+        What matrix products take for themselves is measured on this machine, with their operator or alone;
+        for another one it is a margin.
         """
         found = self.known.get(operators.key(node))
         args = [_value(arg) for arg in node.args]
         if self.target.device != "cpu":
-            own = (workspace_on_gpu(node.target, args, node.kwargs) or 0) if found is None else found.workspace
+            own = (
+                (workspace_on_gpu(node.target, args, node.kwargs) or 0) if found is None else found.workspace
+            )
             return max(traced, own)
         if not self.here:
             ours = workspace_bytes(node.target, args, node.kwargs, self.scratch)
             return max(traced, ours or 0, sum(map(self.scratch, of_node(node))))
-        ours = workspace_bytes(node.target, args, node.kwargs, products.measured if found is None else products.unknown)
+        ours = workspace_bytes(
+            node.target, args, node.kwargs, products.measured if found is None else products.unknown
+        )
         return max(traced, found.workspace if found is not None else 0, ours or 0)
 
     def made_bytes(self, node: fx.Node, traced: Sequence[int]) -> Sequence[int]:
-        """Bytes of the storages that an operator makes: as traced on fakes, or larger where kernels were seen to take more."""
+        """Bytes of the storages that an operator makes: as traced on fakes, or larger where kernels were seen
+        to take more.
+        """
         found = self.known.get(operators.key(node))
         if found is None or len(found.results) != len(traced):
             return traced
         return [max(pair) for pair in zip(traced, found.results, strict=True)]
 
     def libraries(self, step: Step) -> int:
-        """Bytes that products keep for themselves: once for the forward, and once for the thread that runs the backward.
+        """Bytes that products keep for themselves: once for the forward, and once for the thread that runs
+        the backward.
 
         Those with a bias may be run in both: what is recomputed, is in the backward.
         """
         plain, biased = self.target.library_bytes
         calls = [node for node in step.graph.nodes if calls_products(node)]
-        return 2 * (plain * bool(calls) + biased * any(node.target is torch.ops.aten.addmm.default for node in calls))
+        return 2 * (
+            plain * bool(calls) + biased * any(node.target is torch.ops.aten.addmm.default for node in calls)
+        )
 
     def scratch(self, product: Product) -> int:
         """The margin for a product on the target, which is not here."""
@@ -139,12 +167,16 @@ class OperatorCosts:
 
 
 def _largest(step: Step, held: Storages, figures: OperatorCosts) -> int:
-    """Most bytes that one operator reads, makes and needs for itself: no schedule of the step can do with fewer."""
+    """Most bytes that one operator reads, makes and needs for itself: no schedule of the step can do with
+    fewer.
+    """
     return max((_footprint(node, held, figures) for node in costly(step, held)), default=0)
 
 
 def _footprint(node: fx.Node, held: Storages, figures: OperatorCosts) -> int:
-    return sum(held.nbytes[s] for s in (*reads_of(node, held), *held.made[node])) + figures.workspace(node, held.workspace[node])
+    return sum(held.nbytes[s] for s in (*reads_of(node, held), *held.made[node])) + figures.workspace(
+        node, held.workspace[node]
+    )
 
 
 def seconds_of(step: Step, held: Storages, figures: OperatorCosts) -> float:
@@ -154,7 +186,9 @@ def seconds_of(step: Step, held: Storages, figures: OperatorCosts) -> float:
 
 def costly(step: Step, held: Storages) -> Iterator[fx.Node]:
     """Operators that do something: views and getitems are free."""
-    yield from (n for n in step.graph.nodes if n.op == "call_function" and (held.made[n] or n in held.written))
+    yield from (
+        n for n in step.graph.nodes if n.op == "call_function" and (held.made[n] or n in held.written)
+    )
 
 
 def _value(arg: Value) -> Value:

@@ -1,4 +1,6 @@
-"""From a captured step to what the planner chooses from: its variants, cut into blocks, with the options of every block."""
+"""From a captured step to what the planner chooses from: its variants, cut into blocks, with the options of
+every block.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ class Prepared:
         case: its form, and what stands beside it.
         cut: the step in blocks. plain: the same before offload and compress were proposed in them.
         seconds: predicted time of forward and backward without recomputation.
-        checkpoint: plans the blocks. solved: kind of block → its options, of all cases, found when they are first asked for.
+        checkpoint: plans the blocks. solved: kind of block → its options, of all cases, found when they are
+            first asked for.
         in_one: cuts the step into one block, which runs as autograd has it.
-        known: what was found out of it (solve.leanest). made: its last schedules as they were emitted (solve.emitted).
+        known: what was found out of it (solve.leanest). made: its last schedules as they were emitted
+            (solve.emitted).
     """
 
     case: Case
@@ -50,7 +54,9 @@ class Prepared:
     in_one: Callable[[], Blocks]
     solved: MutableMapping[str, BlockFront] = field(default_factory=dict, compare=False)
     known: MutableMapping[str, int] = field(default_factory=dict, compare=False)
-    made: MutableMapping[Choices, tuple[Emitted, Trace]] = field(default_factory=dict, init=False, compare=False)
+    made: MutableMapping[Choices, tuple[Emitted, Trace]] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     @property
     def step(self) -> Step:
@@ -68,7 +74,9 @@ class Prepared:
 
     @property
     def options(self) -> Mapping[str, str]:
-        """What is decided for the whole step → the option, in the plan's words; what was decided last is first."""
+        """What is decided for the whole step → the option, in the plan's words; what was decided last is
+        first.
+        """
         return dict(reversed(self.case.options.items()))
 
     @property
@@ -94,7 +102,10 @@ class Prepared:
     @cached_property
     def whole(self) -> dict[str, BlockOption]:
         """Kind of block → the option that keeps everything."""
-        return {kind: keeping_all(block) for kind, block in {block.stage.kind: block for block in self.cut.blocks}.items()}
+        return {
+            kind: keeping_all(block)
+            for kind, block in {block.stage.kind: block for block in self.cut.blocks}.items()
+        }
 
     @property
     def end(self) -> Footprint:
@@ -112,7 +123,8 @@ class Preparation:
     Attributes:
         variants: ready to be planned, those with fewer changes first. declined: what passes decline.
         captured: the step. seconds, footprint: predicted of it, with all kept that its backward reads.
-        refused: options of the whole step that could not be had, with those beside which they were wanted, and the reason.
+        refused: options of the whole step that could not be had, with those beside which they were wanted,
+            and the reason.
     """
 
     variants: list[Prepared]
@@ -124,10 +136,12 @@ class Preparation:
 
 
 def prepare(
-    captured: Step, forms: Sequence[Case], checkpoint: Checkpoint, figures: OperatorCosts, *, levers: Levers = ALONE,
-    solved: MutableMapping[str, BlockFront] | None = None,
+    captured: Step, forms: Sequence[Case], checkpoint: Checkpoint, figures: OperatorCosts, *,
+    levers: Levers = ALONE, solved: MutableMapping[str, BlockFront] | None = None,
 ) -> Preparation:  # fmt: skip
-    """Every form of a step in blocks, whose options are found when they are asked for. A step of several forms is cut once.
+    """Every form of a step in blocks, whose options are found when they are asked for.
+
+    A step of several forms is cut once.
 
     Args:
         captured: the step as it was captured.
@@ -143,15 +157,22 @@ def prepare(
         traced = {key: figures.storages(step) for key, step in steps.items()}
         plain = figures.storages(captured)
     with progress.step("measure operators"):
-        figures.measure([*costly(captured, plain), *(n for key, held in traced.items() for n in costly(steps[key], held))])
+        figures.measure(
+            [*costly(captured, plain), *(n for key, held in traced.items() for n in costly(steps[key], held))]
+        )
     solved = {} if solved is None else solved
     found: dict[int, Prepared] = {}
     with progress.step("cut the step into blocks"):
         for form in forms:
             if (key := id(form.step)) not in found:
-                cut, seconds = _cut(form.step, traced[key], figures), seconds_of(form.step, traced[key], figures)
+                cut, seconds = (
+                    _cut(form.step, traced[key], figures),
+                    seconds_of(form.step, traced[key], figures),
+                )
                 in_one = partial(_cut, form.step, traced[key], figures, whole=True)
-                whole = Prepared(case=form, cut=cut, plain=cut, seconds=seconds, checkpoint=checkpoint, in_one=in_one)
+                whole = Prepared(
+                    case=form, cut=cut, plain=cut, seconds=seconds, checkpoint=checkpoint, in_one=in_one
+                )
                 found[key] = with_levers(whole, levers, checkpoint, figures, solved)
     unplanned = simulate_unplanned(_cut(captured, plain, figures))
     return Preparation(
@@ -167,9 +188,14 @@ def with_levers(
     figures: OperatorCosts,
     solved: MutableMapping[str, BlockFront] | None = None,
 ) -> Prepared:
-    """The same variant with the options that these levers leave its blocks. `solved`: fronts by kind, to which those found are added."""
+    """The same variant with the options that these levers leave its blocks.
+
+    `solved`: fronts by kind, to which those found are added.
+    """
     cut = levers.proposed(prepared.plain, levers.rates(figures.target, here=figures.here), figures.seconds)
-    return replace(prepared, cut=cut, checkpoint=checkpoint, solved={} if solved is None else solved, known={})
+    return replace(
+        prepared, cut=cut, checkpoint=checkpoint, solved={} if solved is None else solved, known={}
+    )
 
 
 def simulate_unplanned(cut: Blocks) -> Trace:

@@ -1,4 +1,6 @@
-"""Whether torch's allocator can carry a plan out in a GPU's memory: it reserves whole segments, of which not all is given out."""
+"""Whether torch's allocator can carry a plan out in a GPU's memory: it reserves whole segments, of which not
+all is given out.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,24 @@ _ROUNDS = 4
 _OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
 
-_RESERVED = "on the GPU torch's allocator reserves {bytes} for the peak of {bytes}, in segments of its own sizes (simulated)"
+_RESERVED = (
+    "on the GPU torch's allocator reserves {bytes} for the peak of {bytes}, in segments of its "
+    "own sizes (simulated)"
+)
 _GIVEN_BACK = (
-    "on the GPU torch's allocator would reserve {bytes} for the peak of {bytes}, in segments of its own sizes (simulated); in the {bytes} "
-    "there it gives some back and takes others, which costs time"
+    "on the GPU torch's allocator would reserve {bytes} for the peak of {bytes}, in segments of its own "
+    "sizes (simulated); in the {bytes} there it gives some back and takes others, which costs time"
 )
 _SCATTERED = (
-    "on the GPU torch's allocator would reserve {bytes} for the peak of {bytes}, in segments of its own sizes (simulated), and does not "
-    "find them in the {bytes} there: set {name}, or give less memory"
+    "on the GPU torch's allocator would reserve {bytes} for the peak of {bytes}, in segments of its own "
+    "sizes (simulated), and does not find them in the {bytes} there: set {name}, or give less memory"
 )
 
 
 def in_segments(target: Target) -> bool:
-    """Whether a plan for this target is carried out by the allocator that is simulated: torch's on a GPU, but for expandable segments."""
+    """Whether a plan for this target is carried out by the allocator that is simulated: torch's on a GPU, but
+    for expandable segments.
+    """
     return target.device == "cuda" and not any(_EXPANDABLE in os.environ.get(name, "") for name in _OPTIONS)
 
 
@@ -42,7 +49,11 @@ def asked(joint: Joint) -> Followed:
     given = [*(cut.held.nbytes[s] for s in cut.held.fixed), *([cut.libraries // 2] * 2)]
     sizes = [int(node.meta["val"].numel()) for node in cut.step.parameters]
     states = [beside * size // max(1, sum(sizes)) for size in sizes]
-    return Followed(lasting=[*given, max(0, cut.base_bytes - sum(given))], step=allocations(cut, joint.schedule.emitted), left=states)
+    return Followed(
+        lasting=[*given, max(0, cut.base_bytes - sum(given))],
+        step=allocations(cut, joint.schedule.emitted),
+        left=states,
+    )
 
 
 def reserved_bytes(joint: Joint) -> int:
@@ -60,7 +71,8 @@ def goes(joint: Joint, room: int) -> bool:
 
 
 def that_goes(joint: Joint, target: Target, solve: Callable[[int], Joint]) -> Joint:
-    """The plan if it can be carried out there, else the fastest of less memory that can; itself, where none of some does (`told` says so).
+    """The plan if it can be carried out there, else the fastest of less memory that can; itself, where none
+    of some does (`told` says so).
 
     solve: the best plan within a budget.
     """

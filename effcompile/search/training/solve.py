@@ -1,4 +1,6 @@
-"""The schedule of a step within its budget: solve, emit, simulate; where the simulation is above, say so and solve again."""
+"""The schedule of a step within its budget: solve, emit, simulate; where the simulation is above, say so and
+solve again.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from effcompile.search.training.prepare import Prepared
 MAX_ROUNDS = 8
 #: Solves at the most for the leanest.
 _LEAN_ROUNDS = 4
-#: Emitted schedules of a variant that are kept. More than two spare nothing: of 73 schedules of a test 34 are one of the last two.
+#: Emitted schedules of a variant that are kept. More than two spare nothing: of 73 schedules of a test 34 are
+#: one of the last two.
 KEPT = 2
 #: The solver of a step whose budget leaves everything kept.
 NOTHING_TO_SOLVE = "everything kept fits"
@@ -69,9 +72,10 @@ class Schedule:
 def schedule(prepared: Prepared, budget: int | None, *, gap: float = 0.01) -> Schedule:
     """One variant's schedule. Its simulated peak is within the budget.
 
-    Where everything kept fits there is nothing to solve: no schedule of the variant is faster, and the options of its blocks are
-    not looked for. Where the planner's model, which is a little above the simulation, says that nothing fits, the leanest schedule may
-    still: it is taken then, without a proof that none is faster.
+    Where everything kept fits there is nothing to solve: no schedule of the variant is faster, and the
+    options of its blocks are not looked for. Where the planner's model, which is a little above the
+    simulation, says that nothing fits, the leanest schedule may still: it is taken then, without a proof that
+    none is faster.
 
     Raises:
         InfeasibleError: there is none with these options.
@@ -87,7 +91,12 @@ def schedule(prepared: Prepared, budget: int | None, *, gap: float = 0.01) -> Sc
             raise error.needing(least) from error
         lean = _as_fast(_lean(prepared), budget, gap)
         extra = lean.solution.seconds
-        return replace(lean, solution=replace(lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)))
+        return replace(
+            lean,
+            solution=replace(
+                lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)
+            ),
+        )
 
 
 def keeping_everything(prepared: Prepared, budget: int | None = None) -> Schedule:
@@ -100,17 +109,23 @@ def keeping_everything(prepared: Prepared, budget: int | None = None) -> Schedul
     highest = cut.blocks[trace.peak.stage].name
     solution = _solved_by_none(trace, highest, (0,) * len(chosen), time.monotonic() - start)
     return Schedule(
-        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=1
+        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace,
+        rounds=1
     )  # fmt: skip
 
 
 def _solved(prepared: Prepared, budget: int | None, gap: float) -> Schedule:
-    """What fits, by the simulation. Where that is above, the options that were taken are corrected; if nothing comes of it, their instants.
+    """What fits, by the simulation.
 
-    A corrected instant is so for every option of its block, also for those that are not as far above: slower schedules come of it.
+    Where that is above, the options that were taken are corrected; if nothing comes of it, their instants.
+
+    A corrected instant is so for every option of its block, also for those that are not as far above: slower
+    schedules come of it.
     """
     problem = prepared.checkpoint.chain(prepared.cut, prepared.blocks, budget)
-    first = _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=gap), 1)
+    first = _carried_out(
+        prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=gap), 1
+    )
     if budget is None or not excess(first.trace.peak_bytes, budget):
         return first
     try:
@@ -119,7 +134,9 @@ def _solved(prepared: Prepared, budget: int | None, gap: float) -> Schedule:
         return _refined(first, budget, gap, _corrected)
 
 
-def _refined(made: Schedule, budget: int, gap: float, correct: Callable[[Schedule, int], ChainProblem]) -> Schedule:
+def _refined(
+    made: Schedule, budget: int, gap: float, correct: Callable[[Schedule, int], ChainProblem]
+) -> Schedule:
     """Solved again with what the simulation of the last one taught, until one fits.
 
     Raises:
@@ -127,7 +144,12 @@ def _refined(made: Schedule, budget: int, gap: float, correct: Callable[[Schedul
     """
     for rounds in range(2, MAX_ROUNDS + 1):
         problem = correct(made, budget)
-        made = _carried_out(made.prepared, problem, solve_chain(problem, reference_seconds=made.prepared.seconds, gap=gap), rounds)
+        made = _carried_out(
+            made.prepared,
+            problem,
+            solve_chain(problem, reference_seconds=made.prepared.seconds, gap=gap),
+            rounds,
+        )
         if not excess(made.trace.peak_bytes, budget):
             return made
     peak = made.trace.peak_bytes
@@ -143,10 +165,11 @@ def leanest(prepared: Prepared) -> int:
 
 
 def _lean(prepared: Prepared) -> Schedule:
-    """The leanest, as simulated, of what the planner takes for that, what is fastest without a budget, and autograd's own schedule.
+    """The leanest, as simulated, of what the planner takes for that, what is fastest without a budget, and
+    autograd's own schedule.
 
-    So no step needs more than it does with all kept, the planner's numbers have not all that a group holds while it is run again; nor
-    more than autograd's order needs, from which blocks depart.
+    So no step needs more than it does with all kept, the planner's numbers have not all that a group holds
+    while it is run again; nor more than autograd's order needs, from which blocks depart.
     """
     free = prepared.checkpoint.chain(prepared.cut, prepared.blocks, None)
     made = (*_leaner(prepared, free), _unproven(prepared, free, 1), *as_autograd(prepared))
@@ -154,7 +177,9 @@ def _lean(prepared: Prepared) -> Schedule:
 
 
 def _leaner(prepared: Prepared, problem: ChainProblem) -> Iterator[Schedule]:
-    """What the planner takes for the leanest; and again, when it knows what the simulation of that found above its own numbers."""
+    """What the planner takes for the leanest; and again, when it knows what the simulation of that found
+    above its own numbers.
+    """
     for rounds in range(1, _LEAN_ROUNDS + 1):
         least = smallest_budget(problem)
         made = _unproven(prepared, replace(problem, budget=least), rounds)
@@ -166,39 +191,63 @@ def _leaner(prepared: Prepared, problem: ChainProblem) -> Iterator[Schedule]:
 
 def _unproven(prepared: Prepared, problem: ChainProblem, rounds: int) -> Schedule:
     """Any schedule that fits: no proof is wanted."""
-    return _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=1.0), rounds)
+    return _carried_out(
+        prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=1.0), rounds
+    )
 
 
 def _as_fast(lean: Schedule, budget: int, gap: float) -> Schedule:
-    """The fastest that the planner takes to fill the budget, or for as lean, if it fits: any schedule was taken for the leanest."""
+    """The fastest that the planner takes to fill the budget, or for as lean, if it fits: any schedule was
+    taken for the leanest.
+    """
     prepared, least = lean.prepared, lean.problem.budget
     if least is None:
         return lean
     for more in dict.fromkeys((budget - lean.trace.peak_bytes, 0)):
         problem = replace(lean.problem, budget=least + more)
-        made = _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=gap), 1)
+        made = _carried_out(
+            prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=gap), 1
+        )
         if not excess(made.trace.peak_bytes, budget):
             return min(lean, made, key=lambda schedule: schedule.seconds)
     return lean
 
 
 def as_autograd(prepared: Prepared) -> Iterator[Schedule]:
-    """The step in autograd's own order: with all kept that the backward reads, and with what autograd keeps."""
+    """The step in autograd's own order: with all kept that the backward reads, and with what
+    autograd keeps.
+    """
     whole = prepared.uncut
     (block,) = whole.cut.blocks
     options = (keeping_all(block), as_autograd_keeps(block, whole.step))
     problem = replace(whole.checkpoint.chain(whole.cut, {block.stage.kind: options}, None), groupable=())
     for i, chosen in enumerate(options):
         emitted, trace = carried_out(whole.cut, (chosen,), ())
-        solution = replace(_solved_by_none(trace, block.name, (i,)), seconds=chosen.seconds, bound=chosen.seconds)
-        yield Schedule(prepared=whole, problem=problem, solution=solution, chosen=(chosen,), emitted=emitted, trace=trace, rounds=1)
+        solution = replace(
+            _solved_by_none(trace, block.name, (i,)), seconds=chosen.seconds, bound=chosen.seconds
+        )
+        yield Schedule(
+            prepared=whole,
+            problem=problem,
+            solution=solution,
+            chosen=(chosen,),
+            emitted=emitted,
+            trace=trace,
+            rounds=1,
+        )
 
 
-def _solved_by_none(trace: Trace, highest: str, choice: tuple[int, ...], seconds: float = 0.0) -> ChainSolution:
-    """What nothing had to be solved for. `highest`: the block of its highest instant; `seconds`: spent on it."""
+def _solved_by_none(
+    trace: Trace, highest: str, choice: tuple[int, ...], seconds: float = 0.0
+) -> ChainSolution:
+    """What nothing had to be solved for.
+
+    `highest`: the block of its highest instant; `seconds`: spent on it.
+    """
     return ChainSolution(
         choice=choice, groups=(), seconds=0.0, bound=0.0, gap=0.0, status=OPTIMAL, peak=trace.peak_bytes,
-        instant=f"{trace.peak.phase} {highest}", smallest=trace.peak_bytes, host=0, solver=NOTHING_TO_SOLVE, solve_seconds=seconds,
+        instant=f"{trace.peak.phase} {highest}", smallest=trace.peak_bytes, host=0, solver=NOTHING_TO_SOLVE,
+        solve_seconds=seconds,
     )  # fmt: skip
 
 
@@ -210,16 +259,23 @@ def frontier(prepared: Prepared, points: int) -> list[Schedule]:
 
 
 def _carried_out(prepared: Prepared, problem: ChainProblem, solution: ChainSolution, rounds: int) -> Schedule:
-    chosen = tuple(problem.options[stage.kind][i] for stage, i in zip(problem.stages, solution.choice, strict=True))
+    chosen = tuple(
+        problem.options[stage.kind][i] for stage, i in zip(problem.stages, solution.choice, strict=True)
+    )
     emitted, trace = _emitted(prepared, chosen, solution.groups)
     return Schedule(
-        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=rounds,
-        fronts=prepared.fronts,
+        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace,
+        rounds=rounds, fronts=prepared.fronts,
     )  # fmt: skip
 
 
-def _emitted(prepared: Prepared, chosen: Sequence[BlockOption], groups: Sequence[Group]) -> tuple[Emitted, Trace]:
-    """What a choice becomes. Budgets near each other, and the leanest schedule, ask for the same ones again and again."""
+def _emitted(
+    prepared: Prepared, chosen: Sequence[BlockOption], groups: Sequence[Group]
+) -> tuple[Emitted, Trace]:
+    """What a choice becomes.
+
+    Budgets near each other, and the leanest schedule, ask for the same ones again and again.
+    """
     key = tuple((option.kept, frozenset(option.forms.items())) for option in chosen), tuple(groups)
     found = prepared.made.pop(key, None) or carried_out(prepared.cut, chosen, groups)
     prepared.made[key] = found
@@ -252,14 +308,18 @@ def _options_corrected(made: Schedule, budget: int) -> ChainProblem:
 
 
 def _above(made: Schedule, budget: int) -> Iterator[tuple[str, int, int]]:
-    """(phase, stage, bytes that the planner's model lacks there) of the instants that are above the budget."""
+    """(phase, stage, bytes that the planner's model lacks there) of the instants that are above
+    the budget.
+    """
     for phase, stage, live in per_stage(made.trace):
         if excess(live, budget):
             yield phase, stage, live - min(_expected(made, phase, stage), budget)
 
 
 def _expected(made: Schedule, phase: str, i: int) -> int:
-    """What the planner's model has at an instant, its slack included; groups, which only lower it, left out."""
+    """What the planner's model has at an instant, its slack included; groups, which only lower
+    it, left out.
+    """
     problem, stage, option = made.problem, made.problem.stages[i], made.chosen[i]
     before = problem.base + sum(o.kept_bytes for o in made.chosen[:i])
     if phase == "forward":

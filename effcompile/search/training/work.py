@@ -77,22 +77,30 @@ class Work:
         """The joint graph of the step, which passes may have captured anew.
 
         Raises:
-            CaptureError, InputsError: it cannot be captured. UsageError: the optimizer is of other parameters.
+            CaptureError, InputsError: it cannot be captured. UsageError: the optimizer is of other
+                parameters.
         """
-        source = Source(model=self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, keep_outputs=keep_outputs)
+        source = Source(
+            model=self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, keep_outputs=keep_outputs
+        )
         if source.without_data and not self.figures.here and self.figures.target.device != "cpu":
             source = replace(source, base=self._as_on_gpu)
         with self.progress.step("capture the step"):
             step, front = source.capture_with_front()
         given, target = self.optimizer, self.figures.target
-        optimizer = None if given is None else GivenOptimizer.of(given, self.parameters, step, target, self.figures.here)
+        optimizer = (
+            None
+            if given is None
+            else GivenOptimizer.of(given, self.parameters, step, target, self.figures.here)
+        )
         return Case(step=step, source=source, front=front, optimizer=optimizer)
 
     def _as_on_gpu(self, front: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
         """Attention with dropout is the operator that the absent GPU has for it."""
         if count := as_on_gpu(front):
             note = Because(
-                "{} × attention with dropout: planned as the kernel of {name}, which keeps no scores", (count, self.figures.target.name)
+                "{} × attention with dropout: planned as the kernel of {name}, which keeps no scores",
+                (count, self.figures.target.name),
             )
             self.notes.extend([note] * (note not in self.notes))
 
@@ -107,12 +115,14 @@ class Work:
         reserve: the forms that passes have in reserve.
 
         Raises:
-            FormatError: a plan is applied again, and this step cannot be what it says. RequestError: the user wants what cannot be.
+            FormatError: a plan is applied again, and this step cannot be what it says. RequestError: the user
+                wants what cannot be.
         """
         with self.progress.step("find the forms of the step"):
             made = self._forms(case, reserve)
         found = prepare(
-            case.step, made.cases, self.passes.checkpoint, self.figures, levers=self.passes.levers, solved=self.fronts,
+            case.step, made.cases, self.passes.checkpoint, self.figures, levers=self.passes.levers,
+            solved=self.fronts,
         )  # fmt: skip
         if self.figures.store is not None and (note := keep_figures(self.figures.known, self.figures.store)):
             self.notes.append(note)
@@ -131,13 +141,21 @@ class Work:
         """The same work without a choice that was run and did not hold."""
         levers = self.passes.levers
         of_values = error.kind in levers.names
-        passes = replace(self.passes, levers=replace(levers, refused=levers.refused | {error.option})) if of_values else self.passes
+        passes = (
+            replace(self.passes, levers=replace(levers, refused=levers.refused | {error.option}))
+            if of_values
+            else self.passes
+        )
         if of_values or not error.option:
             self.notes.append(Because("{name}: {name}", (error.said, str(error))))
-        return replace(self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): error.reason})
+        return replace(
+            self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): error.reason}
+        )
 
     def forget(self, found: Preparation) -> None:
-        """Have the operators of all variants timed again: their times do not agree with what the step takes."""
+        """Have the operators of all variants timed again: their times do not agree with what the
+        step takes.
+        """
         graphs = (found.captured.graph, *(prepared.step.graph for prepared in found.variants))
         self.figures.doubt(node for graph in graphs for node in graph.nodes if node.op == "call_function")
 
@@ -145,7 +163,11 @@ class Work:
     def leaves(self) -> LeafInputs:
         """The example inputs that require a gradient, by name."""
         found = leaves_with_path((self.args, dict(self.kwargs)))
-        return {pytree.keystr(path[1:]).strip("[]'"): leaf for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+        return {
+            pytree.keystr(path[1:]).strip("[]'"): leaf
+            for path, leaf in found
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        }
 
     def eager_loss(self) -> torch.Tensor:
         """The original's loss at the example inputs."""
@@ -154,8 +176,11 @@ class Work:
             taken = inspect.signature(self.model.forward).parameters
             if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
                 kwargs = {name: value for name, value in kwargs.items() if name in taken}
-        outputs = self.model.forward(*args, **kwargs)  # as captured: hooks on the outermost module run around a planned step, too
-        whole = (self.args, dict(self.kwargs)) if self.args and self.kwargs else self.args or dict(self.kwargs)
+        # as captured: hooks on the outermost module run around a planned step, too
+        outputs = self.model.forward(*args, **kwargs)
+        whole = (
+            (self.args, dict(self.kwargs)) if self.args and self.kwargs else self.args or dict(self.kwargs)
+        )
         return loss_of(outputs, whole, self.loss)
 
 
@@ -170,34 +195,58 @@ def make_work(task: Task) -> Work:
     model, asked, goal = task.model, task.request, task.request.goal
     _refuse_codes(model)
     args, kwargs = after_pre_hooks(model, task.args, with_items_as_tensor(task.kwargs))
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs))
+    )
     machine = resolve(asked.target, [], gpu.place_of(model, args, kwargs))
     devices = {tensor.device.type for tensor in model.parameters()}
     notes: list[Reason] = [*machine.keep_timings(), *(triton.use(devices) if machine.here else ())]
     if (sparse := per_row_of(model)) is not None:
         notes.append(sparse.matched_note())
-    linked = machine.target.device != "cpu" and machine.target.link_bandwidth > 0  # a processor's is its disk: only on demand
+    # a processor's is its disk: only on demand
+    linked = machine.target.device != "cpu" and machine.target.link_bandwidth > 0
     loaded = load_training_passes(asked.passes, inexact=not goal.exact, linked=linked)
     if goal.exact:
         loaded, refused = loaded.exact
         notes += [
-            Because("{name} is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02.", (name,))
+            Because(
+                "{name} is not proposed: it changes gradients, and the goal allows no error. Give "
+                "max_error, e.g. 0.02.",
+                (name,),
+            )
             for name in refused
         ]
     known = known_figures(machine.calibration) if machine.calibration is not None else {}
     return Work(
-        model=model, args=args, kwargs=kwargs, goal=goal, loss=asked.loss, passes=loaded, optimizer=as_optimizer(asked.optimizer, model),
-        parameters=tuple(model.named_parameters()), progress=asked.progress, notes=notes,
-        figures=OperatorCosts(target=machine.target, here=machine.here, known=known, store=machine.calibration, progress=asked.progress),
-    )  # fmt: skip
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        goal=goal,
+        loss=asked.loss,
+        passes=loaded,
+        optimizer=as_optimizer(asked.optimizer, model),
+        parameters=tuple(model.named_parameters()),
+        progress=asked.progress,
+        notes=notes,
+        figures=OperatorCosts(
+            target=machine.target,
+            here=machine.here,
+            known=known,
+            store=machine.calibration,
+            progress=asked.progress,
+        ),
+    )
 
 
 def _refuse_codes(model: nn.Module) -> None:
-    """Raises UsageError for a model that another plan was carried out on, and that no longer has all of its weights."""
+    """Raises UsageError for a model that another plan was carried out on, and that no longer has all of its
+    weights.
+    """
     if form := next((p.form for p in model.parameters() if isinstance(p, CodedWeight)), None):
         raise UsageError(
-            f"The frozen weights of this model are held in {form}, as an earlier plan has it: what they were is not there to be planned "
-            "with. Load its base anew (adapters are kept by their own state), or plan with --pass no-frozen what is planned again."
+            f"The frozen weights of this model are held in {form}, as an earlier plan has it: what they were "
+            "is not there to be planned with. Load its base anew (adapters are kept by their own state), or "
+            "plan with --pass no-frozen what is planned again."
         )
 
 
@@ -226,12 +275,16 @@ def as_planned(work: Work, plan: Plan) -> Work:
     values, held = over_values(), ways()
     known = {*TRAINING_PASSES, *values, *(each.name for each in work.passes.whole)}
     decided = tuple(d for d in plan.decisions if d.by != BY)  # of which the inputs are
-    missing = [d for d in decided if d.option != d.baseline and (d.by not in known or (d.by in values and d.kind not in held))]
+    missing = [
+        d
+        for d in decided
+        if d.option != d.baseline and (d.by not in known or (d.by in values and d.kind not in held))
+    ]
     if missing:
         listed = ", ".join(sorted(f"{d.kind} = {d.option} at {d.site}" for d in missing))
         raise FormatError(
-            f"The plan has {listed}, which no pass here proposes: a package that it was made with is missing, or has changed. "
-            "Install it, or plan again without --plan."
+            f"The plan has {listed}, which no pass here proposes: a package that it was made with is "
+            "missing, or has changed. Install it, or plan again without --plan."
         )
     return replace(work, decided=decided, passes=work.passes.carrying_out({d.by for d in decided}))
 

@@ -1,4 +1,6 @@
-"""Attentions told what their masks are: `effcompile::attention` with bands, padding and documents in the place of dense masks."""
+"""Attentions told what their masks are: `effcompile::attention` with bands, padding and documents in the
+place of dense masks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from effcompile.ops.mask import BAND, OPERANDS
 from effcompile.sites.attention.expand import arguments
 from effcompile.sites.attention.find.fx_queries import aten
 from effcompile.sites.attention.find.match import SDPA, match_sdpa
-from effcompile.sites.attention.find.normal_form import AttentionMatch, NotThisFormError, Operand, Term, Unmatched, same, tensor_of
+from effcompile.sites.attention.find.normal_form import (
+    AttentionMatch,
+    NotThisFormError,
+    Operand,
+    Term,
+    Unmatched,
+    same,
+    tensor_of,
+)
 from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.attention.mask.mask_guards import conjunction
 from effcompile.sites.attention.mask.node_expressions import Expression
@@ -32,8 +42,8 @@ def mask_of(program: Program, node: fx.Node) -> GraphMask | None:
     """What is known of an attention's mask; None where it has none that hides anything, or `is_causal`.
 
     Args:
-        program: what was found is kept for it and its copies: nodes of the mask are those of the graph in which it was first asked for,
-            which an Emitter knows by their names in a copy.
+        program: what was found is kept for it and its copies: nodes of the mask are those of the graph in
+            which it was first asked for, which an Emitter knows by their names in a copy.
         node: an SDPA, or an `effcompile::attention` whose mask is dense.
     """
     operand = dense_mask(node)
@@ -62,11 +72,19 @@ def visible_keys(mask: GraphMask, k_len: int) -> int:
 
 def is_causal(mask: GraphMask) -> bool:
     """Whether it is what SDPA's `is_causal` is: key j is seen by query i where j ≤ i, and nothing else."""
-    return mask.static and mask.hi == Edge(offset=0) and mask.lo is None and not mask.chunk and not mask.biases and not mask.guards
+    return (
+        mask.static
+        and mask.hi == Edge(offset=0)
+        and mask.lo is None
+        and not mask.chunk
+        and not mask.biases
+        and not mask.guards
+    )
 
 
 def in_closed_form(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Replace attentions by `effcompile::attention` with their masks in closed form, in place; old node → new one.
+    """Replace attentions by `effcompile::attention` with their masks in closed form, in place; old node → new
+    one.
 
     Where a mask has guards it is `attention_guarded`, which reads the dense mask in calls that break one.
 
@@ -78,7 +96,11 @@ def in_closed_form(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, 
         NotThisFormError: an attention is not what it was matched as.
     """
     masks = {node: mask_of(program, node) for node in nodes}
-    written = {node: dense for node, mask in masks.items() if mask is not None and mask.guards and (dense := dense_mask(node)) is not None}
+    written = {
+        node: dense
+        for node, mask in masks.items()
+        if mask is not None and mask.guards and (dense := dense_mask(node)) is not None
+    }
     with _alive(program.graph, list(written.values())):
         replaced = _told_all(program, masks)
         emit = Emitter(program.graph)
@@ -107,7 +129,9 @@ def _told_all(program: Program, masks: Mapping[fx.Node, GraphMask | None]) -> di
         _retold(emit.before(node), node, masks[node])
     found = [match_sdpa(node) for node in masks if node.target is SDPA]
     replaced = dict(zip(ours, ours, strict=True))
-    for outcome in rewrite(program.graph, matches=found, masking=lambda one: _masking(one, masks[one.anchor])):
+    for outcome in rewrite(
+        program.graph, matches=found, masking=lambda one: _masking(one, masks[one.anchor])
+    ):
         if isinstance(outcome, Unmatched):
             raise NotThisFormError(outcome.reason)
         replaced[outcome.match.anchor] = outcome.node
@@ -122,7 +146,11 @@ def _guard(emit: Emitter, node: fx.Node, mask: GraphMask, written: fx.Node) -> f
     holds = conjunction(emit, [guard.holds(emit) for guard in mask.guards])
     closed = [given[name] for name in OPERANDS]
     form = {name: given[name] for name in ("scale", "softcap", *BAND, "uniform_empty")}
-    call = emit.call(torch.ops.effcompile.attention_guarded.default, (given["q"], given["k"], given["v"], holds, written, *closed), form)
+    call = emit.call(
+        torch.ops.effcompile.attention_guarded.default,
+        (given["q"], given["k"], given["v"], holds, written, *closed),
+        form,
+    )
     call.meta = {**node.meta, **call.meta}
     out.replace_all_uses_with(call)
     emit.graph.erase_node(out)
@@ -134,7 +162,10 @@ def set_causal(program: Program, nodes: Sequence[fx.Node]) -> None:
     """Tell SDPAs, whose masks are causal, so, and take the masks away; in place."""
     for node in nodes:
         args = [*node.args[:3], None, 0.0, True]
-        node.args, node.kwargs = tuple(args), {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+        node.args, node.kwargs = (
+            tuple(args),
+            {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")},
+        )
 
 
 def set_flex(program: Program, nodes: Sequence[fx.Node]) -> None:
@@ -143,7 +174,9 @@ def set_flex(program: Program, nodes: Sequence[fx.Node]) -> None:
         given = arguments(node)
         with program.graph.inserting_before(node):
             form = {name: given[name] for name in ("scale", "softcap", *BAND)}
-            flex = program.graph.call_function(torch.ops.effcompile.attention_flex.default, (given["q"], given["k"], given["v"]), form)
+            flex = program.graph.call_function(
+                torch.ops.effcompile.attention_flex.default, (given["q"], given["k"], given["v"]), form
+            )
         (out,) = list(node.users)
         flex.meta = {**node.meta, "val": out.meta["val"]}
         out.replace_all_uses_with(flex)
@@ -173,12 +206,16 @@ def _told(mask: GraphMask, q: Tensor, k: Tensor) -> Masking:
 
 
 def _retold(emit: Emitter, node: fx.Node, mask: GraphMask | None) -> None:
-    """The arguments of a call of `effcompile::attention`, whose bias was all that it knew, set to what its mask is."""
+    """The arguments of a call of `effcompile::attention`, whose bias was all that it knew, set to what its
+    mask is.
+    """
     if mask is None:
         return
     given = arguments(node)
     said = _told(mask, tensor_of(given["q"]), tensor_of(given["k"]))
-    bias = given["bias"] if given["mask"] is not None else emit.additive(said.bias, tensor_of(given["q"]).dtype)
+    bias = (
+        given["bias"] if given["mask"] is not None else emit.additive(said.bias, tensor_of(given["q"]).dtype)
+    )
     node.args = (given["q"], given["k"], given["v"], bias, given["sink"], *said.put(emit))
     empty = given["uniform_empty"] or said.uniform_empty
     node.kwargs = {**node.kwargs, **said.numbers, "uniform_empty": empty}

@@ -1,8 +1,10 @@
-"""Attention that drops weights, as GPUs run it: one operator that keeps no scores, for steps that are planned without the machine.
+"""Attention that drops weights, as GPUs run it: one operator that keeps no scores, for steps that are planned
+without the machine.
 
-A step without data is traced as on a CPU, whose kernel drops nothing: there scaled_dot_product_attention with dropout is products of
-matrices and a softmax, which keep every score. CUDA's kernels draw what they drop by place, from a seed that they keep (Dao et al. 2022,
-FlashAttention, appendix B.4), and so does the operator of the CPU's kernel as autograd sees it: it is put in their place. It is not run.
+A step without data is traced as on a CPU, whose kernel drops nothing: there scaled_dot_product_attention with
+dropout is products of matrices and a softmax, which keep every score. CUDA's kernels draw what they drop by
+place, from a seed that they keep (Dao et al. 2022, FlashAttention, appendix B.4), and so does the operator of
+the CPU's kernel as autograd sees it: it is put in their place. It is not run.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def as_on_gpu(front: fx.GraphModule) -> int:
         with front.graph.inserting_before(node):
             mask = _in_numbers(front.graph, mask, node)
             causal, scale = given["is_causal"], given["scale"]
-            made = front.graph.call_function(_FLASH, (*node.args[:3], given["dropout_p"], causal), {"attn_mask": mask, "scale": scale})
+            made = front.graph.call_function(
+                _FLASH, (*node.args[:3], given["dropout_p"], causal), {"attn_mask": mask, "scale": scale}
+            )
             first = front.graph.call_function(operator.getitem, (made, 0))
         for each in (made, first):
             each.meta = {key: value for key, value in node.meta.items() if key != "val"}
@@ -68,6 +72,8 @@ def _in_numbers(graph: fx.Graph, mask: fx.Node | None, node: fx.Node) -> fx.Node
         return mask
     dtype = node.meta["val"].dtype
     value = mask.meta["val"]
-    zeros = graph.call_function(aten.zeros.default, (list(value.shape),), {"dtype": dtype, "device": value.device})
+    zeros = graph.call_function(
+        aten.zeros.default, (list(value.shape),), {"dtype": dtype, "device": value.device}
+    )
     hidden = graph.call_function(aten.logical_not.default, (mask,))
     return graph.call_function(aten.masked_fill.Scalar, (zeros, hidden, -math.inf))

@@ -44,7 +44,10 @@ def without_ours(program: Program) -> Program:
     edited = program.editable("")
     for node in ours(edited):
         if told := [name for name in _CLOSED if arguments(node)[name] not in (None, 0, [])]:
-            raise LoweringError(f"{node.name} has its mask in closed form ({told[0]}), which this backend does not run. Plan again.")
+            raise LoweringError(
+                f"{node.name} has its mask in closed form ({told[0]}), which this backend does not run. "
+                "Plan again."
+            )
     expand(edited.graph, ours(edited))
     edited.module.recompile()
     return replace(edited, history=program.history)
@@ -71,12 +74,16 @@ def _written_out(emit: Emitter, given: Arguments) -> fx.Node:
     scores = emit.call(aten.matmul.default, (q, emit.call(aten.transpose.int, (k, -2, -1))))
     scores = emit.call(aten.mul.Tensor, (scores, given["scale"]))
     if cap := given["softcap"]:
-        scores = emit.call(aten.mul.Tensor, (emit.call(aten.tanh.default, (emit.call(aten.div.Tensor, (scores, cap)),)), cap))
+        scores = emit.call(
+            aten.mul.Tensor, (emit.call(aten.tanh.default, (emit.call(aten.div.Tensor, (scores, cap)),)), cap)
+        )
     if given["bias"] is not None:
         scores = emit.call(aten.add.Tensor, (scores, given["bias"]))
     if given["mask"] is not None:
         fill = torch.finfo(tensor_of(scores).dtype).min if given["uniform_empty"] else -torch.inf
-        scores = emit.call(aten.masked_fill.Scalar, (scores, emit.call(aten.logical_not.default, (given["mask"],)), fill))
+        scores = emit.call(
+            aten.masked_fill.Scalar, (scores, emit.call(aten.logical_not.default, (given["mask"],)), fill)
+        )
     if given["sink"] is not None:
         scores = emit.call(aten.cat.default, ([scores, _column(emit, scores, given["sink"])], -1))
     dtype = tensor_of(q).dtype
@@ -91,6 +98,8 @@ def _written_out(emit: Emitter, given: Arguments) -> fx.Node:
 def _column(emit: Emitter, scores: fx.Node, sink: fx.Node) -> fx.Node:
     """[H], or broadcastable to [B, H, S], as one more column of the scores."""
     axes = tensor_of(sink).ndim
-    rows = emit.call(aten.unsqueeze.default, (emit.call(aten.view.default, (sink, [1, -1, 1])) if axes == 1 else sink, -1))
+    rows = emit.call(
+        aten.unsqueeze.default, (emit.call(aten.view.default, (sink, [1, -1, 1])) if axes == 1 else sink, -1)
+    )
     first = emit.call(aten.slice.Tensor, (scores, -1, 0, 1))
     return emit.call(aten.add.Tensor, (emit.call(aten.zeros_like.default, (first,)), rows))

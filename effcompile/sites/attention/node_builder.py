@@ -16,17 +16,31 @@ from effcompile.core import torch_compat
 from effcompile.core.types import Args, Arguments, Value
 from effcompile.ir.program import shape_of
 from effcompile.sites.attention.find.fx_queries import ASSERTS, RESHAPES, VIEWS, aten
-from effcompile.sites.attention.find.normal_form import Fill, NotThisFormError, Operand, SizeOf, Target, Term, faking, tensor_of
+from effcompile.sites.attention.find.normal_form import (
+    Fill,
+    NotThisFormError,
+    Operand,
+    SizeOf,
+    Target,
+    Term,
+    faking,
+    tensor_of,
+)
 
 Key = tuple[Any, ...]
 
 
 class Emitter:
-    """Puts nodes before a place. What it made at an earlier place of the graph it uses again: layers share their masks."""
+    """Puts nodes before a place.
+
+    What it made at an earlier place of the graph it uses again: layers share their masks.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.dynamic = any(node.target is aten.sym_size.int for node in graph.nodes) or any(map(_is_symbolic, graph.nodes))
+        self.dynamic = any(node.target is aten.sym_size.int for node in graph.nodes) or any(
+            map(_is_symbolic, graph.nodes)
+        )
         self._place: fx.Node | None = None
         self._made: dict[Key, fx.Node] = {}
         self.now: dict[fx.Node, fx.Node] = {}  # what stands for a value that was replaced
@@ -35,7 +49,9 @@ class Emitter:
         self._place = place
         return self
 
-    def call(self, target: Target, args: Sequence[Value], kwargs: Arguments | None = None, name: str | None = None) -> fx.Node:
+    def call(
+        self, target: Target, args: Sequence[Value], kwargs: Arguments | None = None, name: str | None = None
+    ) -> fx.Node:
         """A call with its shape; one made before with the same arguments, if there is one."""
         assert self._place is not None, "say where first: before(place)"
         args, kwargs = tuple(self._resolved(arg) for arg in args), kwargs or {}
@@ -63,10 +79,15 @@ class Emitter:
     def no_longer_than(self, node: fx.Node, axis: int, size: int) -> fx.Node:
         """Whether an axis of a value is at most so long: a bool of no axes."""
         length = self.call(aten.sym_size.int, (node, axis))
-        return self.call(aten.le.Scalar, (self.call(aten.new_full.default, (node, [], length), {"dtype": torch.int64}), size))
+        return self.call(
+            aten.le.Scalar,
+            (self.call(aten.new_full.default, (node, [], length), {"dtype": torch.int64}), size),
+        )
 
     def restride(self, node: fx.Node) -> None:
-        """Follow other strides than those that the readers of `node` were traced with: shapes anew, `view` as `reshape`."""
+        """Follow other strides than those that the readers of `node` were traced with: shapes anew, `view` as
+        `reshape`.
+        """
         todo = [node]
         while todo:
             for user in todo.pop().users:
@@ -88,7 +109,10 @@ class Emitter:
         return node
 
     def additive(self, edits: Sequence[Term | Fill], dtype: torch.dtype) -> fx.Node | None:
-        """All edits as one value to be added to the scores; None: there are none. Fills that overwrite do so."""
+        """All edits as one value to be added to the scores; None: there are none.
+
+        Fills that overwrite do so.
+        """
         total: fx.Node | None = None
         for edit in edits:
             value = self._as(self.put(edit.value), torch.bool if isinstance(edit, Fill) else dtype)
@@ -147,13 +171,19 @@ def _strides(val: object) -> list[Args]:
 
 def _is_symbolic(node: fx.Node) -> bool:
     val = node.meta.get("val")
-    return node.op == "placeholder" and isinstance(val, Tensor) and any(isinstance(size, torch.SymInt) for size in val.shape)
+    return (
+        node.op == "placeholder"
+        and isinstance(val, Tensor)
+        and any(isinstance(size, torch.SymInt) for size in val.shape)
+    )
 
 
 def _hashable(value: object) -> Value:
     if isinstance(value, dict):
         return tuple((key, _hashable(item)) for key, item in value.items())
-    return tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else (type(value), value)
+    return (
+        tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else (type(value), value)
+    )
 
 
 def _copy_origin(place: fx.Node, node: fx.Node) -> None:
@@ -165,22 +195,36 @@ def _copy_origin(place: fx.Node, node: fx.Node) -> None:
 def repeated_heads(emit: Emitter, value: fx.Node, times: int) -> fx.Node:
     """[B, K, T, D] → [B, K·times, T, D], each head `times` in a row."""
     single = emit.call(aten.unsqueeze.default, (value, 2))
-    return emit.call(aten.flatten.using_ints, (emit.call(aten.expand.default, (single, [-1, -1, times, -1, -1])), 1, 2))
+    return emit.call(
+        aten.flatten.using_ints, (emit.call(aten.expand.default, (single, [-1, -1, times, -1, -1])), 1, 2)
+    )
 
 
 def _value(target: Target, args: Args, kwargs: Arguments) -> Value:
     """The fake result."""
     nodes: list[fx.Node] = []
     fx.map_arg((args, kwargs), nodes.append)
-    tensors = [leaf for node in nodes for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)]
+    tensors = [
+        leaf for node in nodes for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)
+    ]
     modes = {id(getattr(tensor, "fake_mode", None)) for tensor in tensors}
-    mode = torch_compat.fake_mode() if len(modes) > 1 else faking(tensors[0]) if tensors else contextlib.nullcontext()
+    mode = (
+        torch_compat.fake_mode()
+        if len(modes) > 1
+        else faking(tensors[0])
+        if tensors
+        else contextlib.nullcontext()
+    )
     with mode, torch.no_grad():
-        given, named = fx.map_arg((args, kwargs), _at_example if len(modes) > 1 else lambda node: node.meta["val"])
+        given, named = fx.map_arg(
+            (args, kwargs), _at_example if len(modes) > 1 else lambda node: node.meta["val"]
+        )
         return target(*given, **named)
 
 
 def _at_example(node: fx.Node) -> Value:
-    """A fake of its own for a value: after data-dependent operators a Program's values are symbolic, before them they are not."""
+    """A fake of its own for a value: after data-dependent operators a Program's values are symbolic, before
+    them they are not.
+    """
     val = node.meta["val"]
     return torch.empty(shape_of(node), dtype=val.dtype, device=val.device) if isinstance(val, Tensor) else val

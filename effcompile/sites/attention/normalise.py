@@ -1,4 +1,6 @@
-"""Attention of a captured program in one form, however the model writes it: one node each, for which kernels are then chosen."""
+"""Attention of a captured program in one form, however the model writes it: one node each, for which kernels
+are then chosen.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,14 @@ from effcompile.sites.attention.rewrite import Form, Rewritten, rewrite, why_not
 EAGER = "effcompile_eager"
 #: Our own operators for an attention.
 OUR_ATTENTIONS = (
-    torch.ops.effcompile.attention.default, torch.ops.effcompile.attention_flex.default, torch.ops.effcompile.attention_guarded.default,
+    torch.ops.effcompile.attention.default, torch.ops.effcompile.attention_flex.default,
+    torch.ops.effcompile.attention_guarded.default,
 )  # fmt: skip
 
 
 def normalised(program: Program) -> Program:
-    """The program with every attention as `scaled_dot_product_attention`, or as `effcompile::attention` where that cannot say it.
+    """The program with every attention as `scaled_dot_product_attention`, or as `effcompile::attention` where
+    that cannot say it.
 
     What has to stay as it is, with the reason, is in `Program.left`.
     """
@@ -36,21 +40,28 @@ def normalised(program: Program) -> Program:
     if not _eager(found):
         left = refused(found)
         return replace(program, left=left) if left else program
-    return replace(edited, left=_normalised(edited.graph, found, ("sdpa", "attention")), history=program.history)
+    return replace(
+        edited, left=_normalised(edited.graph, found, ("sdpa", "attention")), history=program.history
+    )
 
 
 def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, Reason]:
     """The same of a graph, in place; returns the attention → reason of what is left.
 
-    With `training`, all become `effcompile::attention`: SDPA's gradients are wrong where numbers hide a whole row (torch 2.13, CPU).
+    With `training`, all become `effcompile::attention`: SDPA's gradients are wrong where numbers hide a whole
+    row (torch 2.13, CPU).
     """
     return _normalised(graph, match(graph), ("attention",) if training else ("sdpa", "attention"))
 
 
-def _normalised(graph: fx.Graph, found: Sequence[AttentionMatch | Unmatched], forms: Sequence[Form]) -> dict[str, Reason]:
+def _normalised(
+    graph: fx.Graph, found: Sequence[AttentionMatch | Unmatched], forms: Sequence[Form]
+) -> dict[str, Reason]:
     """Each in the first of these forms that can say it."""
     left = refused(found)
-    for outcome in rewrite(graph, forms=forms, matches=_eager(found), grouped=False, training="sdpa" not in forms):
+    for outcome in rewrite(
+        graph, forms=forms, matches=_eager(found), grouped=False, training="sdpa" not in forms
+    ):
         if isinstance(outcome, Rewritten):
             outcome.node.meta[EAGER] = True
         else:
@@ -59,7 +70,9 @@ def _normalised(graph: fx.Graph, found: Sequence[AttentionMatch | Unmatched], fo
 
 
 def refused(found: Iterable[AttentionMatch | Unmatched]) -> dict[str, Reason]:
-    """Attention → why it is left as it is, of those that can be nothing else: no attention by its form, or one with dropout."""
+    """Attention → why it is left as it is, of those that can be nothing else: no attention by its form, or
+    one with dropout.
+    """
     left: dict[str, Reason] = {}
     for each in found:
         if isinstance(each, Unmatched):

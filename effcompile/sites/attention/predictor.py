@@ -1,4 +1,6 @@
-"""The tiles that an attention should visit, predicted from q and k in every call, as one operator in front of `effcompile::attention`."""
+"""The tiles that an attention should visit, predicted from q and k in every call, as one operator in front of
+`effcompile::attention`.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +25,42 @@ from effcompile.sites.attention.expand import arguments
 from effcompile.sites.attention.node_builder import Emitter
 
 _SCHEMA = (
-    f"(Tensor q, Tensor k, {declared('valid')}, Tensor[]? factors=None, *, str method, {declared('scale')}, float mass, int detail=0, "
-    f"int pool=8, int block=64, {declared(*BAND)}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"(Tensor q, Tensor k, {declared('valid')}, Tensor[]? factors=None, *, str method, {declared('scale')}, "
+    f"float mass, int detail=0, int pool=8, int block=64, {declared(*BAND)}) -> (Tensor, Tensor, Tensor, "
+    "Tensor)"
 )
 
 
 @torch.library.custom_op("effcompile::predicted_tiles", mutates_args=(), schema=_SCHEMA)
 def predicted_tiles(
-    q: Tensor, k: Tensor, valid: Tensor | None = None, factors: Sequence[Tensor] | None = None, *, method: str, scale: float, mass: float,
-    detail: int = 0, pool: int = 8, block: int = 64, lo: int | None = None, hi: int | None = None, chunk: int = 0,
+    q: Tensor, k: Tensor, valid: Tensor | None = None, factors: Sequence[Tensor] | None = None, *,
+    method: str, scale: float, mass: float, detail: int = 0, pool: int = 8, block: int = 64,
+    lo: int | None = None, hi: int | None = None, chunk: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`TileList.tensors()[:4]` of the tiles, block × block, that hold `mass` of the estimated softmax; int32 [B, H, nq] and [B, H, nq, nk].
+    """`TileList.tensors()[:4]` of the tiles, block × block, that hold `mass` of the estimated softmax; int32
+    [B, H, nq] and [B, H, nq, nk].
 
-    No tile without an element that `lo`, `hi`, `chunk` and `valid` (bool [B or 1, Sk]) let through is listed; a tile is full where
-    they let all through. So the attention that takes the lists has these terms and no `mask`, ids or bias beside them.
+    No tile without an element that `lo`, `hi`, `chunk` and `valid` (bool [B or 1, Sk]) let through is listed;
+    a tile is full where they let all through. So the attention that takes the lists has these terms and no
+    `mask`, ids or bias beside them.
 
-    q and k are (B, H, Sq, D) and (B, K, Sk, D); `factors` two (H, D, r) of `predictors.fit_low_rank`, for "dota". `method` is one of
-    `predictors.METHODS` and `detail` its parameter, 0 for the default there; `pool` queries are averaged before they are scored.
+    q and k are (B, H, Sq, D) and (B, K, Sk, D); `factors` two (H, D, r) of `predictors.fit_low_rank`, for
+    "dota". `method` is one of `predictors.METHODS` and `detail` its parameter, 0 for the default there;
+    `pool` queries are averaged before they are scored.
 
     Raises:
-        UsageError: an unknown method, a setting that means nothing, or factors that are missing or not wanted.
+        UsageError: an unknown method, a setting that means nothing, or factors that are missing or not
+            wanted.
     """
     check(method, mass, pool, block)
     if method not in METHODS:
-        raise UsageError(f"The tiles of {method!r} are calibrated when the model is compiled, not predicted in a call.")
+        raise UsageError(
+            f"The tiles of {method!r} are calibrated when the model is compiled, not predicted in a call."
+        )
     if METHODS[method].fitted != bool(factors):
-        raise UsageError(f"predicted_tiles takes {'two' if METHODS[method].fitted else 'no'} factors for {method!r}.")
+        raise UsageError(
+            f"predicted_tiles takes {'two' if METHODS[method].fitted else 'no'} factors for {method!r}."
+        )
     b, h, sq, _ = q.shape
     sk = k.shape[2]
     if not (b and h and sq and sk):
@@ -75,7 +87,10 @@ def _flops(q: Shape, k: Shape, *_: object, method: str, pool: int = 8, block: in
 
 
 def exact_mass(given: Arguments, block: int) -> Tensor:
-    """The true share of the softmax in each tile, [B, H, nq, nk], of an attention's arguments by name. Sinks and biases are left out."""
+    """The true share of the softmax in each tile, [B, H, nq, nk], of an attention's arguments by name.
+
+    Sinks and biases are left out.
+    """
     q, k = given["q"], given["k"]
     sizes: dict[str, int] = {"q_len": q.shape[2], "k_len": k.shape[2], "block_q": block, "block_k": block}
     return tile_mass(exact(q.float() * given["scale"], k, 0, ()), _seen_by(given), pool=1, **sizes)
@@ -117,7 +132,9 @@ class Predictor:
         """
         figures = dict(form.figures)
         if missing := {"mass", "detail", "pool", "block"} - set(figures):
-            raise UsageError(f"The option {form.name!r} does not say its {', '.join(sorted(missing))}. Plan again.")
+            raise UsageError(
+                f"The option {form.name!r} does not say its {', '.join(sorted(missing))}. Plan again."
+            )
         counts = {name: int(figures[name]) for name in ("detail", "pool", "block")}
         return cls(method=form.word, mass=figures["mass"], **counts)
 
@@ -134,16 +151,34 @@ class Predictor:
     @property
     def form(self) -> dict[str, Any]:
         """The settings as arguments of `predicted_tiles`."""
-        return {"method": self.method, "mass": self.mass, "detail": self.detail, "pool": self.pool, "block": self.block}
+        return {
+            "method": self.method,
+            "mass": self.mass,
+            "detail": self.detail,
+            "pool": self.pool,
+            "block": self.block,
+        }
 
     def fixed(self, mass: Tensor, given: Arguments) -> tuple[Tensor, ...]:
-        """The tiles of "vitcod" from the mean true mass [1, H, nq, nk]. With padding none is full, for that differs from call to call."""
+        """The tiles of "vitcod" from the mean true mass [1, H, nq, nk].
+
+        With padding none is full, for that differs from call to call.
+        """
         q, k = given["q"], given["k"]
         see = Visibility(lo=given["lo"], hi=given["hi"], chunk=given["chunk"])
-        tiles = listed(mass, see, self.mass, q_len=q.shape[2], k_len=k.shape[2], block_q=self.block, block_k=self.block)
+        tiles = listed(
+            mass, see, self.mass, q_len=q.shape[2], k_len=k.shape[2], block_q=self.block, block_k=self.block
+        )
         if given["valid"] is not None:
-            everything = {"q_len": tiles.q_len, "k_len": tiles.k_len, "block_q": self.block, "block_k": self.block}
-            tiles = TileList.from_grids(tiles.partial | tiles.full, torch.zeros_like(tiles.full), **everything)
+            everything = {
+                "q_len": tiles.q_len,
+                "k_len": tiles.k_len,
+                "block_q": self.block,
+                "block_k": self.block,
+            }
+            tiles = TileList.from_grids(
+                tiles.partial | tiles.full, torch.zeros_like(tiles.full), **everything
+            )
         return _tensors(tiles)
 
     def tiles(self, given: Arguments, constants: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -151,7 +186,9 @@ class Predictor:
         if self.static:
             return tuple(constants)
         seen = {name: given[name] for name in (*BAND, "scale")}
-        result: tuple[Tensor, ...] = predicted_tiles(given["q"], given["k"], given["valid"], list(constants) or None, **self.form, **seen)
+        result: tuple[Tensor, ...] = predicted_tiles(
+            given["q"], given["k"], given["valid"], list(constants) or None, **self.form, **seen
+        )
         return result
 
     def run(self, given: Arguments, constants: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -167,7 +204,9 @@ class Predictor:
         if not self.static:
             seen = {name: given[name] for name in (*BAND, "scale")}
             args = (given["q"], given["k"], given["valid"], list(constants) or None)
-            made = emit.before(node).call(torch.ops.effcompile.predicted_tiles.default, args, {**self.form, **seen})
+            made = emit.before(node).call(
+                torch.ops.effcompile.predicted_tiles.default, args, {**self.form, **seen}
+            )
             lists = [emit.call(operator.getitem, (made, position)) for position in range(4)]
         tensors = ("q", "k", "v", *OPERANDS)
         node.args = (*(given[name] for name in tensors), lists)
@@ -190,7 +229,9 @@ def _tensors(tiles: TileList) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tiles.partial_count, tiles.partial_index, tiles.full_count, tiles.full_index
 
 
-def _shaped(q: Tensor, k: Tensor, block: int, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shaped(
+    q: Tensor, k: Tensor, block: int, make: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     counts = (q.shape[0], q.shape[1], -(-q.shape[2] // block))
     shapes = (counts, (*counts, -(-k.shape[2] // block))) * 2
     first, second, third, fourth = (make(shape, dtype=torch.int32, device=q.device) for shape in shapes)

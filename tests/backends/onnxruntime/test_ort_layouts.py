@@ -1,4 +1,6 @@
-"""An attention whose result is viewed, under a mask that is computed: torch.onnx's decomposition lays the heads out otherwise."""
+"""An attention whose result is viewed, under a mask that is computed: torch.onnx's decomposition lays the
+heads out otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from effcompile.capture import capture
 
 
 class Biased(nn.Module):
-    """As T5: position bias in the mask, heads merged by a reshape that is a view of what the fused kernel returns."""
+    """As T5: position bias in the mask, heads merged by a reshape that is a view of what the fused kernel
+    returns.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""A negative index that the model computes: PyTorch raises, ONNX Runtime alone would count it from the end."""
+"""A negative index that the model computes: PyTorch raises, ONNX Runtime alone would count it
+from the end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ USES: dict[str, Use] = {
     "scatter": lambda model, h, at: h.scatter(2, at.unsqueeze(-1), 1.0),
     "one_hot": lambda model, h, at: h + F.one_hot(at, 8),
     "one_hot, never negative": lambda model, h, at: h + F.one_hot((2 * at - 7).abs(), 8),
-    "nll_loss": lambda model, h, at: F.nll_loss(h.flatten(0, 1).log_softmax(-1), at.flatten(), reduction="none"),
+    "nll_loss": lambda model, h, at: F.nll_loss(
+        h.flatten(0, 1).log_softmax(-1), at.flatten(), reduction="none"
+    ),
 }
 
 

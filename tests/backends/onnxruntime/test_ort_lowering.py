@@ -1,6 +1,9 @@
-"""Lowering to ONNX Runtime: planned options are found in the artifact, results are right, the file needs no effcompile."""
+"""Lowering to ONNX Runtime: planned options are found in the artifact, results are right, the file needs no
+effcompile.
+"""
 
 import collections
+import mmap
 import random
 import subprocess
 import sys
@@ -13,7 +16,7 @@ import onnxruntime
 import pytest
 import torch
 from form_names import form, forms, names
-from resident_pages import resident_at
+from resident_pages import resident_at, resident_of
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.onnxruntime import OnnxRuntime, lowering, session
@@ -36,7 +39,11 @@ def lower(program, tags):
 
 def outputs_of(model, kwargs):
     with torch.no_grad():
-        return [leaf for leaf in pytree.tree_leaves(model(**kwargs, use_cache=False)) if isinstance(leaf, torch.Tensor)]
+        return [
+            leaf
+            for leaf in pytree.tree_leaves(model(**kwargs, use_cache=False))
+            if isinstance(leaf, torch.Tensor)
+        ]
 
 
 def relative(found, wanted):
@@ -99,7 +106,9 @@ def test_applied_is_read_from_the_model_and_not_from_the_plan(bert, tmp_path):
 
 def test_int8_everywhere_is_under_a_third_of_fp32(bert):
     _, program = bert
-    tags = {site.site: "int8_channel" for site in sites.linears(program)} | {site.site: "int8" for site in sites.embeddings(program)}
+    tags = {site.site: "int8_channel" for site in sites.linears(program)} | {
+        site.site: "int8" for site in sites.embeddings(program)
+    }
     lowered = lower(program, tags)
     assert {lowered.applied[site.site] for site in sites.embeddings(program)} == {form("int8")}
     assert lowered.weight_bytes < 0.3 * program.weight_bytes()
@@ -130,10 +139,9 @@ def test_the_artifact_runs_without_effcompile(gpt2, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
     np.savez(tmp_path / "in.npz", **{k: v.numpy() for k, v in program.kwargs.items()})
     script = (
-        "import sys, numpy as np, onnxruntime\n"
-        "sys.modules['effcompile'] = None\n"
-        f"s = onnxruntime.InferenceSession({str(path)!r})\n"
-        f"np.save({str(tmp_path / 'out.npy')!r}, s.run(['logits'], dict(np.load({str(tmp_path / 'in.npz')!r})))[0])\n"
+        "import sys, numpy as np, onnxruntime\nsys.modules['effcompile'] = None\ns = "
+        f"onnxruntime.InferenceSession({str(path)!r})\nnp.save({str(tmp_path / 'out.npy')!r}, "
+        f"s.run(['logits'], dict(np.load({str(tmp_path / 'in.npz')!r})))[0])\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
     wanted = outputs_of(model, program.kwargs)[0]
@@ -176,7 +184,9 @@ class Shared(torch.nn.Module):
 
 
 def test_weights_that_were_written_are_held_by_the_file_alone(monkeypatch):
-    """Those of the model stay as they are, those that a pass made are mapped; none is written for ONNX Runtime to transpose."""
+    """Those of the model stay as they are, those that a pass made are mapped; none is written for ONNX
+    Runtime to transpose.
+    """
     monkeypatch.setattr(lowering, "BESIDE", 64)
     torch.manual_seed(0)
     model, x = Shared().eval(), torch.randn(2, 5, 320)
@@ -213,6 +223,22 @@ def test_weights_that_a_pass_made_are_not_resident_beside_a_session(monkeypatch)
     assert seen == [0, 0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what is resident")
+def test_of_a_table_what_is_looked_up_is_resident(monkeypatch, tmp_path):
+    """Written at once, its file would be cached in pieces of megabytes, each mapped whole."""
+    monkeypatch.setattr(lowering, "BESIDE", 64)
+    table, ids = torch.nn.Embedding(16384, 256), torch.arange(0, 16384, 1024)[None]
+    program = capture(torch.nn.Sequential(table, torch.nn.Linear(256, 4)).eval(), (ids,), {})
+    lowered = OnnxRuntime().lower(program, None, [])
+    lowered(ids)
+    (saved,) = [path for path in lowered.save(tmp_path) if path.suffix == ".data"]
+    with saved.open("rb") as file:
+        copy = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        assert any(copy[:: 1 << 20])
+        written = lowered._path.with_name(saved.name)
+        assert max(resident_of(str(path)) for path in (written, saved)) < 4 << 20
+
+
 def test_a_large_model_that_rests_holds_no_session_and_answers_as_before(monkeypatch):
     monkeypatch.setattr(session, "BESIDE", 64)
     monkeypatch.setattr(lowering, "BESIDE", 64)
@@ -231,7 +257,11 @@ class Masked(torch.nn.Module):
     def forward(self, q, mask):
         heads = q.unflatten(-1, (2, -1)).transpose(1, 2)
         bias = torch.where(mask[:, None, None] > 0, 0.0, -1e9)
-        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, bias).transpose(1, 2).flatten(2)
+        return (
+            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, bias)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 def test_an_example_of_length_one_hides_no_operator_that_fails_at_other_lengths():
@@ -242,15 +272,38 @@ def test_an_example_of_length_one_hides_no_operator_that_fails_at_other_lengths(
     assert relative(lowered(q, mask)[0], Masked()(q, mask)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.GELU(),
+        torch.nn.Conv1d(4, 6, 3, padding=1),
+        torch.nn.InstanceNorm1d(4),
+        torch.nn.Sequential(torch.nn.AvgPool1d(2), torch.nn.GELU()),
+        torch.nn.Upsample(scale_factor=2),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_operators_without_a_kernel_in_a_model_of_float64(layer):
+    """ONNX Runtime has them in float32 alone, and did not load such a model."""
+    model, x = torch.nn.Sequential(layer, torch.nn.Flatten()).double().eval(), torch.randn(2, 4, 8).double()
+    (found,) = OnnxRuntime().lower(capture(model, (x,), {}), None, [])(x)
+    assert found.dtype == torch.float64
+    assert relative(found, model(x).detach()) < 1e-6
+
+
 @pytest.mark.parametrize("name", ["w4", "w8", "int8_dynamic"])
 def test_quantised_weights_in_a_model_of_float64(name):
     """Their kernels take float32 alone."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 48)).eval().double()
+    model = (
+        torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 48)).eval().double()
+    )
     x = torch.randn(3, 64).double()
     program = capture(model, (x,), {})
     tagged = program.tagged({site.site: form(name) for site in sites.linears(program)}, "quantize")
     lowered = OnnxRuntime().lower(tagged, None, [[x]])
     assert names(lowered.applied) == {site.site: name for site in sites.linears(program)}
     found = lowered(x)[0]
-    assert found.dtype == torch.float64 and relative(found, model(x).detach()) < (0.2 if name.startswith("w4") else 0.03)
+    assert found.dtype == torch.float64 and relative(found, model(x).detach()) < (
+        0.2 if name.startswith("w4") else 0.03
+    )

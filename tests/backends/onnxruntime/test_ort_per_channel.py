@@ -1,4 +1,6 @@
-"""Weights quantised at once are onnxruntime.quantization's, which quantises one channel after the other, to the bit."""
+"""Weights quantised at once are onnxruntime.quantization's, which quantises one channel after the other, to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from effcompile.backends.onnxruntime.per_channel import WholeWeightQDQQuantizer,
 def product(weight: np.ndarray) -> onnx.ModelProto:
     x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["rows", None]) for name in "xy")
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="p")], "g", [x], [y], [numpy_helper.from_array(weight, "w")]
+        [helper.make_node("MatMul", ["x", "w"], ["y"], name="p")],
+        "g",
+        [x],
+        [y],
+        [numpy_helper.from_array(weight, "w")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])
     add_infer_metadata(model)
@@ -44,7 +50,19 @@ def made_by(kind: type[Any], weight: np.ndarray) -> onnx.ModelProto:
         ranges = {"x": TensorData(lowest=np.float32(-1), highest=np.float32(2))}
         quantizer = kind(product(weight), True, False, *types, ranges, ["p"], [], ["MatMul"], STATIC)
     else:
-        quantizer = kind(product(weight), True, False, QuantizationMode.IntegerOps, False, *types, None, ["p"], [], ["MatMul"], PLAIN)
+        quantizer = kind(
+            product(weight),
+            True,
+            False,
+            QuantizationMode.IntegerOps,
+            False,
+            *types,
+            None,
+            ["p"],
+            [],
+            ["MatMul"],
+            PLAIN,
+        )
     quantizer.quantize_model()
     return quantizer.model.model
 
@@ -64,16 +82,23 @@ def quantised(kind: type[Any], weight: np.ndarray) -> dict[str, np.ndarray]:
     )
 )
 def test_as_the_library_channel_by_channel(weight: np.ndarray) -> None:
-    assert made_by(QDQQuantizer, weight).SerializeToString() == made_by(WholeWeightQDQQuantizer, weight).SerializeToString()
+    assert (
+        made_by(QDQQuantizer, weight).SerializeToString()
+        == made_by(WholeWeightQDQQuantizer, weight).SerializeToString()
+    )
     theirs, ours = quantised(ONNXQuantizer, weight), quantised(WholeWeightQuantizer, weight)
     assert theirs.keys() == ours.keys() and {"w_quantized", "w_scale", "w_zero_point"} <= ours.keys()
     for name, array in theirs.items():
         assert array.dtype == ours[name].dtype and np.array_equal(array, ours[name]), name
 
 
-@pytest.mark.parametrize("kinds", [(ONNXQuantizer, WholeWeightQuantizer), (QDQQuantizer, WholeWeightQDQQuantizer)])
+@pytest.mark.parametrize(
+    "kinds", [(ONNXQuantizer, WholeWeightQuantizer), (QDQQuantizer, WholeWeightQDQQuantizer)]
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_weight_that_is_no_number_fails_as_the_library_does(bad: float, kinds: tuple[type[Any], ...]) -> None:
+def test_a_weight_that_is_no_number_fails_as_the_library_does(
+    bad: float, kinds: tuple[type[Any], ...]
+) -> None:
     weight = np.ones((4, 3), np.float32)
     weight[1, 1] = bad
     outcomes = []

@@ -1,4 +1,6 @@
-"""ONNX Runtime's settings are those that were measured fastest, by more than noise, beside defaults measured before and after."""
+"""ONNX Runtime's settings are those that were measured fastest, by more than noise, beside defaults measured
+before and after.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ QUIET, BARE, HALF = Settings(threads=4, spinning=False), Settings(threads=4, are
     ],
 )
 def test_the_fastest_by_more_than_noise(
-    defaults: tuple[float, float], others: Mapping[Settings, float], wanted: Settings, monkeypatch: pytest.MonkeyPatch
+    defaults: tuple[float, float],
+    others: Mapping[Settings, float],
+    wanted: Settings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left, asked = list(defaults), []
 
@@ -36,4 +41,7 @@ def test_the_fastest_by_more_than_noise(
     monkeypatch.setattr(session, "usable_cores", lambda: 4)
     chosen, told = session.tune(Path("model.onnx"), {})
     assert chosen == wanted and asked == [DEFAULT, QUIET, BARE, HALF, DEFAULT]
-    assert told == {"4 threads": defaults[0], **{settings.describe(): value for settings, value in others.items()}}
+    assert told == {
+        "4 threads": defaults[0],
+        **{settings.describe(): value for settings, value in others.items()},
+    }

@@ -1,4 +1,6 @@
-"""Block-sparse linears in ONNX Runtime: our operator equals the dense product, is found in the artifact, and runs from disk."""
+"""Block-sparse linears in ONNX Runtime: our operator equals the dense product, is found in the artifact, and
+runs from disk.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +107,12 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 # ------------------------------------------------------------------ the operator
 
 
-def linear_model(pattern: BlockPattern, values: np.ndarray, bias: np.ndarray | None, rank: int, **attributes: int) -> bytes:
-    constants = {"values": values, "crow": pattern.crow.numpy(), "col": pattern.col.numpy()} | ({} if bias is None else {"bias": bias})
+def linear_model(
+    pattern: BlockPattern, values: np.ndarray, bias: np.ndarray | None, rank: int, **attributes: int
+) -> bytes:
+    constants = {"values": values, "crow": pattern.crow.numpy(), "col": pattern.col.numpy()} | (
+        {} if bias is None else {"bias": bias}
+    )
     sizes = {"rows": pattern.rows, "cols": pattern.cols, "block": pattern.block} | attributes
     axes = [f"a{i}" for i in range(rank - 1)]
     graph = helper.make_graph(
@@ -125,7 +131,9 @@ def linear_model(pattern: BlockPattern, values: np.ndarray, bias: np.ndarray | N
 def test_the_operator_equals_the_dense_product(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from(BLOCKS))
     rows, cols = data.draw(st.integers(1, 5)) * block, data.draw(st.integers(1, 5)) * block
-    kept = torch.tensor(data.draw(st.lists(st.booleans(), min_size=25, max_size=25))).view(5, 5)[: rows // block, : cols // block]
+    kept = torch.tensor(data.draw(st.lists(st.booleans(), min_size=25, max_size=25))).view(5, 5)[
+        : rows // block, : cols // block
+    ]
     leading = data.draw(st.lists(st.integers(1, 9), min_size=0, max_size=3))
     threads = data.draw(st.integers(1, 3))
     random = np.random.default_rng(data.draw(st.integers(0, 9)))
@@ -133,8 +141,12 @@ def test_the_operator_equals_the_dense_product(data: st.DataObject) -> None:
     values = random.standard_normal((pattern.nnz, block, block), dtype=np.float32)
     bias = random.standard_normal(rows, dtype=np.float32) if data.draw(st.booleans()) else None
     x = random.standard_normal((*leading, cols), dtype=np.float32)
-    found = run(open_session(linear_model(pattern, values, bias, x.ndim), Settings(threads=threads)), {"x": x})[0]
-    wanted = x.astype(np.float64) @ pattern.to_dense(torch.from_numpy(values)).double().numpy().T + (0 if bias is None else bias)
+    found = run(
+        open_session(linear_model(pattern, values, bias, x.ndim), Settings(threads=threads)), {"x": x}
+    )[0]
+    wanted = x.astype(np.float64) @ pattern.to_dense(torch.from_numpy(values)).double().numpy().T + (
+        0 if bias is None else bias
+    )
     assert found.shape == wanted.shape
     assert np.linalg.norm(found - wanted) <= 3e-6 * np.linalg.norm(wanted)
 
@@ -151,7 +163,10 @@ def test_many_stripes_of_panels_by_calls_at_once() -> None:
     session = open_session(linear_model(pattern, values, None, 2), Settings(threads=2))
     wanted = x @ pattern.to_dense(torch.from_numpy(values)).numpy().T
     found: dict[int, np.ndarray] = {}
-    callers = [threading.Thread(target=lambda i=i: found.update({i: run(session, {"x": x[i:]})[0]})) for i in range(3)]
+    callers = [
+        threading.Thread(target=lambda i=i: found.update({i: run(session, {"x": x[i:]})[0]}))
+        for i in range(3)
+    ]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -184,7 +199,10 @@ def test_a_broken_model_is_refused_and_nothing_is_written(change: dict[str, Any]
     pattern.col[0] += 64 * change.get("col", 0)
     pattern.crow[-1] += change.get("crow", 0)
     with pytest.raises(LoweringError, match=says):
-        run(open_session(linear_model(pattern, values, change.get("bias"), 2, **sizes)), {"x": np.zeros((3, 1024), np.float32)})
+        run(
+            open_session(linear_model(pattern, values, change.get("bias"), 2, **sizes)),
+            {"x": np.zeros((3, 1024), np.float32)},
+        )
 
 
 # ------------------------------------------------------------------ lowering
@@ -193,7 +211,11 @@ def test_a_broken_model_is_refused_and_nothing_is_written(change: dict[str, Any]
 def test_planned_forms_are_found_and_equal_dense(sparse_model: nn.Module) -> None:
     program = program_of(sparse_model, 2, 5)
     tags = planned(program)
-    assert {site: tags[site].name.partition("@")[0] for site in tags} == {UP: "sparse16", DOWN: "sparse8", GATE: "unstructured"}
+    assert {site: tags[site].name.partition("@")[0] for site in tags} == {
+        UP: "sparse16",
+        DOWN: "sparse8",
+        GATE: "unstructured",
+    }
     lowered = lower(program, tags)
     assert {site: lowered.applied[site] for site in tags} == tags
     assert lowered.applied["layers.1.up"] == lowered.applied["head"] == form("fp32")
@@ -213,17 +235,22 @@ def test_linears_on_matrices(sparse_model: nn.Module) -> None:
 
 def test_beside_quantised_linears(sparse_model: nn.Module) -> None:
     program = program_of(sparse_model, 2, 5)
-    tags = planned(program) | forms({"layers.1.up": "int8_channel", "layers.1.down": "int8_static", "layers.1.gate": "w8"})
+    tags = planned(program) | forms(
+        {"layers.1.up": "int8_channel", "layers.1.down": "int8_static", "layers.1.gate": "w8"}
+    )
     tags.pop(DOWN)
     lowered = lower(program, tags | {"layers.1.gate": form("fp32")})
     assert {site: lowered.applied[site] for site in (UP, GATE, DOWN, "layers.1.up", "layers.1.down")} == {
-        **planned(program), DOWN: form("fp32"), "layers.1.up": form("int8_channel"), "layers.1.down": form("int8_static"),
+        **planned(program), DOWN: form("fp32"), "layers.1.up": form("int8_channel"),
+        "layers.1.down": form("int8_static"),
     }  # fmt: skip
     x = program.flat_inputs()[0]
     assert 1e-5 < relative(lowered(x)[0], sparse_model(x)) < 0.05
 
 
-def test_the_artifact_says_what_it_is_and_bare_onnxruntime_needs_one_line(sparse_model: nn.Module, tmp_path: Path) -> None:
+def test_the_artifact_says_what_it_is_and_bare_onnxruntime_needs_one_line(
+    sparse_model: nn.Module, tmp_path: Path
+) -> None:
     program = program_of(sparse_model, 2, 5)
     lowered = lower(program, planned(program))
     (path,) = lowered.save(tmp_path)
@@ -240,11 +267,16 @@ def test_the_artifact_says_what_it_is_and_bare_onnxruntime_needs_one_line(sparse
     assert lowered.weight_bytes < 0.8 * program.weight_bytes()
 
 
-def test_a_foreign_model_gets_our_library_only_for_our_domain(sparse_model: nn.Module, tmp_path: Path) -> None:
+def test_a_foreign_model_gets_our_library_only_for_our_domain(
+    sparse_model: nn.Module, tmp_path: Path
+) -> None:
     program = program_of(sparse_model, 2, 5)
     (sparse,) = lower(program, planned(program)).save(tmp_path / "sparse")
     (dense,) = lower(program, {}).save(tmp_path / "dense")
-    assert library_for(sparse) == library_for(sparse.read_bytes()) == custom_ops_library() and library_for(dense) is None
+    assert (
+        library_for(sparse) == library_for(sparse.read_bytes()) == custom_ops_library()
+        and library_for(dense) is None
+    )
     for cut in (0, 1, 100, sparse.stat().st_size - 3):  # of what is no model, ONNX Runtime says so
         broken = tmp_path / f"broken{cut}.onnx"
         broken.write_bytes(sparse.read_bytes()[:cut])
@@ -261,7 +293,13 @@ def cheap_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prices by which sparse products pay, whatever else this machine is doing."""
 
     def measure(self: OnnxRuntime, call: KernelCall) -> float | None:
-        return 1e-12 * call.flops if call.kernel == "linear/sparse" else 1e-3 if kernels.measure(call) is not None else None
+        return (
+            1e-12 * call.flops
+            if call.kernel == "linear/sparse"
+            else 1e-3
+            if kernels.measure(call) is not None
+            else None
+        )
 
     monkeypatch.setattr(OnnxRuntime, "measure", measure)
 
@@ -282,11 +320,14 @@ def test_optimize_serves_a_sparse_model_sparse_and_runs_it_from_disk(
     assert decisions == names(planned(program_of(sparse_model, 2, 5)))
     assert relative(made(x), sparse_model(x)) < 1e-5
     folder = made.save(tmp_path / "out")
-    for library in (own_cache / "native").glob("block_sparse_ort-*.so"):  # as on another machine: it is compiled again
+    for library in (own_cache / "native").glob("block_sparse_ort-*.so"):
+        # as on another machine: it is compiled again
         library.unlink()
     written = Plan.load(folder / "plan.json")
     assert written.settings["register_custom_ops_library"].startswith(str(own_cache))
-    written.with_changes(settings={**written.settings, "register_custom_ops_library": "/no/such/library.so"}).save(folder / "plan.json")
+    written.with_changes(
+        settings={**written.settings, "register_custom_ops_library": "/no/such/library.so"}
+    ).save(folder / "plan.json")
     assert len(run_artifact(folder, ((x,), {})).outputs) == 1
     again = OnnxRuntime().open(folder, made.plan)
     (name,) = (line.partition(" ")[0] for line in made.plan.inputs)
@@ -301,11 +342,16 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
 
 
-def test_without_a_compiler_it_is_declined_with_the_reason(sparse_model: nn.Module, no_compiler: None) -> None:
+def test_without_a_compiler_it_is_declined_with_the_reason(
+    sparse_model: nn.Module, no_compiler: None
+) -> None:
     made = effcompile.optimize(sparse_model, inputs=(torch.randn(2, 5, 48),), backend="onnxruntime")
     declined = {d.site: words(d.reason) for d in made.plan.declined if d.by == "sparsify"}
     assert set(declined) == {UP, DOWN, GATE}
-    assert all("onnxruntime has no linear/sparse kernel here: There is no C++ compiler: no-such-compiler" in r for r in declined.values())
+    assert all(
+        "onnxruntime has no linear/sparse kernel here: There is no C++ compiler: no-such-compiler" in r
+        for r in declined.values()
+    )
     assert "register_custom_ops_library" not in made.plan.settings
 
 
@@ -316,7 +362,10 @@ def test_an_artifact_on_a_machine_without_a_compiler_says_what_to_do(
     (path,) = lower(program, planned(program)).save(tmp_path)
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(LoweringError, match=r"has block-sparse operators of effcompile\. There is no C\+\+ compiler.*Install one"):
+    with pytest.raises(
+        LoweringError,
+        match=r"has block-sparse operators of effcompile\. There is no C\+\+ compiler.*Install one",
+    ):
         open_session(path)
 
 
@@ -330,7 +379,9 @@ def test_a_runtime_that_is_too_old_is_refused() -> None:
         return 1
 
     table = (ctypes.c_void_p * 276)(ctypes.cast(create_status, ctypes.c_void_p))
-    get_api = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_uint32)(lambda version: ctypes.addressof(table) if version <= 16 else 0)
+    get_api = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_uint32)(
+        lambda version: ctypes.addressof(table) if version <= 16 else 0
+    )
     text = ctypes.create_string_buffer(b"1.16.3")
     version = ctypes.CFUNCTYPE(ctypes.c_size_t)(lambda: ctypes.addressof(text))
     base = (ctypes.c_void_p * 2)(ctypes.cast(get_api, ctypes.c_void_p), ctypes.cast(version, ctypes.c_void_p))
@@ -341,10 +392,13 @@ def test_a_runtime_that_is_too_old_is_refused() -> None:
 
 
 def test_a_library_that_computes_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(custom_ops, "_close", lambda found, wanted: found.shape[1] != 48)  # as if blocks of 16 came out wrong
+    # as if blocks of 16 came out wrong
+    monkeypatch.setattr(custom_ops, "_close", lambda found, wanted: found.shape[1] != 48)
     custom_ops._objection.cache_clear()
     try:
-        with pytest.raises(LoweringError, match=r"wrong results \(blocks of 16 with a bias, blocks of 16 without one\)"):
+        with pytest.raises(
+            LoweringError, match=r"wrong results \(blocks of 16 with a bias, blocks of 16 without one\)"
+        ):
             custom_ops_library()
     finally:
         custom_ops._objection.cache_clear()

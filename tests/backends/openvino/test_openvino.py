@@ -20,11 +20,15 @@ from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
 from effcompile.sites.parts import attentions, embeddings, linears
 
-installed = pytest.mark.skipif(OpenVino().unavailable() is not None, reason="openvino or nncf is not installed")
+installed = pytest.mark.skipif(
+    OpenVino().unavailable() is not None, reason="openvino or nncf is not installed"
+)
 
 
 def lower(program: Program, tags: dict[str, str]) -> Lowered:
-    return OpenVino().lower(program.tagged(forms(tags), "test"), None, [[program.args[0]], [program.args[0].flip(0)]])
+    return OpenVino().lower(
+        program.tagged(forms(tags), "test"), None, [[program.args[0]], [program.args[0].flip(0)]]
+    )
 
 
 def error(model: nn.Module, lowered: Lowered, ids: torch.Tensor) -> float:
@@ -43,14 +47,19 @@ def test_meets_the_contract_and_names_the_install_line(monkeypatch: pytest.Monke
 def test_refuses_bf16_beside_fp32(program: Program) -> None:
     first, *rest = [site.site for site in linears(program)]
     assert OpenVino().refuses(program.tagged(dict.fromkeys(rest, form("bf16")), "test"), Goal())
-    assert OpenVino().refuses(program.tagged(dict.fromkeys([first, *rest], form("bf16")), "test"), Goal()) is None
+    assert (
+        OpenVino().refuses(program.tagged(dict.fromkeys([first, *rest], form("bf16")), "test"), Goal())
+        is None
+    )
     with pytest.raises(LoweringError, match="bf16"):
         lower(program, dict.fromkeys(rest, "bf16"))
 
 
 @installed
 @pytest.mark.parametrize(("option", "limit"), [("fp32", 1e-5), ("bf16", 2e-2), ("int8_static", 0.15)])
-def test_options_run_at_any_shape_and_are_read_back(model: nn.Module, program: Program, option: str, limit: float) -> None:
+def test_options_run_at_any_shape_and_are_read_back(
+    model: nn.Module, program: Program, option: str, limit: float
+) -> None:
     tags = {site.site: option for site in linears(program)}
     lowered = lower(program, tags)
     assert {site: lowered.applied[site] for site in tags} == forms(tags)
@@ -82,7 +91,9 @@ lowered = OpenVino().lower(program, None, [[x]])
 assert lowered.applied["0"] == lowered.applied["2"] == Form(weights=INT8_STATIC)
 assert lowered.peak_bytes([x]) > lowered.weight_bytes
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert "nncf" not in done.stderr.lower()

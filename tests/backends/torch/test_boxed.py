@@ -104,7 +104,9 @@ def test_arguments_arrive_as_they_are(args: tuple[Any, ...]) -> None:
     ((found, named),) = boxed(graph)([])
     assert found == args and named == {"key": args}
     assert [type(a) for a in found] == [type(a) for a in args]
-    assert [math.copysign(1, a) for a in found if isinstance(a, float)] == [math.copysign(1, a) for a in args if isinstance(a, float)]
+    assert [math.copysign(1, a) for a in found if isinstance(a, float)] == [
+        math.copysign(1, a) for a in args if isinstance(a, float)
+    ]
 
 
 def test_nan_arrives_as_nan() -> None:
@@ -130,7 +132,12 @@ def test_nodes_inside_nested_arguments_and_keywords() -> None:
 def test_awkward_keyword_names() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.output((graph.call_function(aten.random.default, (x,), {"generator": None}), graph.call_function(returns, (), {"from": 1})))
+    graph.output(
+        (
+            graph.call_function(aten.random.default, (x,), {"generator": None}),
+            graph.call_function(returns, (), {"from": 1}),
+        )
+    )
     assert boxed(graph)([torch.ones(2)])[1] == ((), {"from": 1})
 
 

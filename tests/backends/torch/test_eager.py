@@ -24,8 +24,8 @@ from effcompile.sites.parts import attentions, embeddings, linears
 
 #: int8_static is looser: tokens that calibration never saw may saturate.
 LIMITS = {
-    "fp32": 1e-5, "bf16": 1e-2, "int8_dynamic": 5e-2, "int8_channel": 5e-2, "int8_token": 5e-2, "int8_static": 0.15, "w8_channel": 3e-2,
-    "w4": 0.3, "w4g64": 0.3, "int8_groups": 3e-2, "int4_groups": 0.3,
+    "fp32": 1e-5, "bf16": 1e-2, "int8_dynamic": 5e-2, "int8_channel": 5e-2, "int8_token": 5e-2,
+    "int8_static": 0.15, "w8_channel": 3e-2, "w4": 0.3, "w4g64": 0.3, "int8_groups": 3e-2, "int4_groups": 0.3,
 }  # fmt: skip
 OPTIONS = tuple(where_there(option) for option in LIMITS)
 HERE = tuple(option for option in LIMITS if lacking(option) is None)
@@ -54,7 +54,9 @@ def test_meets_the_contract(program: Program) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_runs_at_any_shape_and_is_read_back(model: nn.Module, program: Program, option: str) -> None:
+def test_every_option_runs_at_any_shape_and_is_read_back(
+    model: nn.Module, program: Program, option: str
+) -> None:
     tags = {site.site: option for site in linears(program)}
     lowered = lower(program, tags)
     assert {site: lowered.applied[site] for site in tags} == forms(tags)
@@ -65,9 +67,13 @@ def test_every_option_runs_at_any_shape_and_is_read_back(model: nn.Module, progr
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("option", [where_there(option) for option in LIMITS if option not in ("fp32", "int8_static")])
+@pytest.mark.parametrize(
+    "option", [where_there(option) for option in LIMITS if option not in ("fp32", "int8_static")]
+)
 def test_a_model_stays_in_its_dtype(option: str, dtype: torch.dtype) -> None:
-    """Rounded products take a bias and make results in fp32, which its other operators do not, nor whoever reads the last one."""
+    """Rounded products take a bias and make results in fp32, which its other operators do not, nor whoever
+    reads the last one.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False)).to(dtype).eval()
     x = torch.randn(8, 64).to(dtype)
@@ -98,7 +104,9 @@ def test_weight_only_products_take_any_strides(option: str) -> None:
     torch.manual_seed(0)
     model, x = Turned().eval(), torch.randn(1, 8, 64)
     program = capture(model, (x,), {})
-    lowered = TorchEager().lower(program.tagged(forms({site.site: option for site in linears(program)}), "test"), None, [[x]])
+    lowered = TorchEager().lower(
+        program.tagged(forms({site.site: option for site in linears(program)}), "test"), None, [[x]]
+    )
     for given_x in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
         with torch.no_grad():
             (found,), wanted = lowered(given_x), model(given_x)
@@ -128,7 +136,9 @@ def test_any_mixture_is_applied_where_planned(program: Program, data: st.DataObj
 
 
 def test_int8_weights_are_stored_as_int8(program: Program) -> None:
-    tags = {site.site: "int8_token" for site in linears(program)} | {site.site: "int8_rows" for site in embeddings(program)}
+    tags = {site.site: "int8_token" for site in linears(program)} | {
+        site.site: "int8_rows" for site in embeddings(program)
+    }
     assert lower(program, tags).weight_bytes < 0.35 * program.weight_bytes()
 
 
@@ -191,5 +201,11 @@ def test_an_artifact_of_another_machine_is_refused_where_it_would_be_wrong(
 
 def test_int8_products_that_are_cut_at_16_bits_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("effcompile.backends.torch.numerics.products_saturate", lambda: True)
-    reasons = {name: numerics.not_here(held(name)) for name in ("int8_dynamic", "int8_channel", "int8_static", "w4")}
-    assert [name for name, reason in reasons.items() if "16 bits" in str(reason)] == ["int8_dynamic", "int8_channel", "int8_static"]
+    reasons = {
+        name: numerics.not_here(held(name)) for name in ("int8_dynamic", "int8_channel", "int8_static", "w4")
+    }
+    assert [name for name, reason in reasons.items() if "16 bits" in str(reason)] == [
+        "int8_dynamic",
+        "int8_channel",
+        "int8_static",
+    ]

@@ -1,4 +1,6 @@
-"""When calls are replayed as a CUDA graph, and that a replay is a call: with torch's graph played by hand, for there is no GPU here."""
+"""When calls are replayed as a CUDA graph, and that a replay is a call: with torch's graph played by hand,
+for there is no GPU here.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,12 @@ def test_declined_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "EFFCOMPILE_CUDA_GRAPHS=1" in (graphs.declines(plain) or "")
 
 
-@pytest.mark.parametrize(("index", "declined"), [(torch.arange(2), False), (torch.tensor([True, False]), True)])
-def test_reading_at_places_is_no_wait_and_under_a_mask_it_is(index: torch.Tensor, declined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("index", "declined"), [(torch.arange(2), False), (torch.tensor([True, False]), True)]
+)
+def test_reading_at_places_is_no_wait_and_under_a_mask_it_is(
+    index: torch.Tensor, declined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     made = fx.Graph()
     x, i = made.placeholder("x"), made.placeholder("i")
@@ -58,7 +64,9 @@ def test_reading_at_places_is_no_wait_and_under_a_mask_it_is(index: torch.Tensor
 
 
 class Tape:
-    """A CUDA graph by hand: what was recorded is a function of the same input tensors, run into the same outputs."""
+    """A CUDA graph by hand: what was recorded is a function of the same input tensors, run into the same
+    outputs.
+    """
 
     def __init__(self) -> None:
         self.replays = 0
@@ -106,8 +114,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Model:
         model.tape = None
 
     by_hand = {
-        "Stream": Stream, "Event": Event, "current_stream": Stream, "stream": lambda _: contextlib.nullcontext(), "CUDAGraph": Tape,
-        "graph": recording, "graph_pool_handle": lambda: None, "memory_reserved": lambda: 0, "synchronize": lambda: None,
+        "Stream": Stream, "Event": Event, "current_stream": Stream,
+        "stream": lambda _: contextlib.nullcontext(), "CUDAGraph": Tape, "graph": recording,
+        "graph_pool_handle": lambda: None, "memory_reserved": lambda: 0, "synchronize": lambda: None,
         "empty_cache": lambda: None, "is_current_stream_capturing": lambda: False,
     }  # fmt: skip
     for name, value in by_hand.items():
@@ -131,7 +140,10 @@ def test_what_cuda_does_not_capture_is_told(played: Model) -> None:
     def waits(x: torch.Tensor) -> list[torch.Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    assert graphs.replayed(waits, [torch.ones(2)]) == "it cannot be captured: operation not permitted when stream is capturing"
+    assert (
+        graphs.replayed(waits, [torch.ones(2)])
+        == "it cannot be captured: operation not permitted when stream is capturing"
+    )
 
 
 def test_another_shape_is_recorded_when_it_comes_again(played: Model) -> None:
@@ -197,7 +209,9 @@ def test_a_recording_has_workspaces_of_its_own(played: Model, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("dropped", "declined"), [(0.0, False), (0.1, True)])
-def test_an_attention_that_drops_nothing_draws_nothing(dropped: float, declined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attention_that_drops_nothing_draws_nothing(
+    dropped: float, declined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     made = fx.Graph()
     x = made.placeholder("x")
@@ -227,7 +241,9 @@ def test_what_a_recorded_kernel_reads_outlives_the_cache_that_owned_it() -> None
     assert keep([torch.ones(1)]) and len(kept) == 1, "kept after the recording"
 
 
-def test_an_opened_artifact_is_recorded_at_its_first_call(played: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opened_artifact_is_recorded_at_its_first_call(
+    played: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plan = SimpleNamespace(goal=Goal())
     here = on_gpu.Recorded(played, graph(aten.relu.default), plan)  # type: ignore[arg-type]

@@ -26,7 +26,9 @@ WANTED = ("int8_token", "bf16", "int8_dynamic", "int8_channel", "int8_static", "
 MIXED = tuple(name if lacking(name) is None else "int8_token" for name in WANTED)
 
 
-def test_mixed_plan_compiles_and_is_read_back_from_the_compiled_graph(model: nn.Module, program: Program) -> None:
+def test_mixed_plan_compiles_and_is_read_back_from_the_compiled_graph(
+    model: nn.Module, program: Program
+) -> None:
     tags = {site.site: form(option) for site, option in zip(linears(program), MIXED, strict=True)}
     lowered = TorchInductor().lower(program.tagged(tags, "test"), None, [[program.args[0]]])
     assert {site: lowered.applied[site] for site in tags} == tags
@@ -47,14 +49,24 @@ def test_weights_are_packed_once_for_all_shapes(program: Program, monkeypatch: p
     def in_blocks() -> dict[int, torch.Tensor]:
         """Weights in oneDNN's layout that are alive."""
         gc.collect()
-        return {id(t): t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter, nn.Buffer) and t.is_mkldnn}
+        return {
+            id(t): t
+            for t in gc.get_objects()
+            if type(t) in (torch.Tensor, nn.Parameter, nn.Buffer) and t.is_mkldnn
+        }
 
     before = in_blocks()
     lowered = TorchInductor().lower(program, None, [])
     lowered(program.args[0])
     lowered(program.args[0][:1, :5])
     held = [t for key, t in in_blocks().items() if key not in before]
-    assert 0 < len(held) == len({node.target for node in lowered.run._eager.graph.nodes if str(node.target).startswith("_packed")})
+    assert (
+        0
+        < len(held)
+        == len(
+            {node.target for node in lowered.run._eager.graph.nodes if str(node.target).startswith("_packed")}
+        )
+    )
 
 
 def test_precision_lost_by_the_compiler_is_reported(program: Program) -> None:
@@ -81,7 +93,10 @@ class Folded(torch.nn.Module):
 
 def tables() -> int:
     gc.collect()
-    return sum(type(held) in (torch.Tensor, torch.nn.Parameter) and held.numel() == 61 * 67 for held in gc.get_objects())
+    return sum(
+        type(held) in (torch.Tensor, torch.nn.Parameter) and held.numel() == 61 * 67
+        for held in gc.get_objects()
+    )
 
 
 def test_frozen_weights_go_with_what_was_compiled() -> None:

@@ -1,4 +1,6 @@
-"""Our linears in 8 bits in a lowered program: what follows them is computed inside, and the report says by what."""
+"""Our linears in 8 bits in a lowered program: what follows them is computed inside, and the report says by
+what.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ class Block(nn.Module):
     def __init__(self, activation: nn.Module, *, shared: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down, self.activation, self.shared = nn.Linear(32, 80), nn.Linear(80, 32), activation, shared
+        self.up, self.down, self.activation, self.shared = (
+            nn.Linear(32, 80),
+            nn.Linear(80, 32),
+            activation,
+            shared,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.up(x)
@@ -41,7 +48,10 @@ def test_what_follows_is_computed_inside_where_nobody_else_reads(after: str, sha
     tags = {site.site: "int8_token" for site in linears(program)}
     lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [[x]])  # type: ignore[arg-type]
     names = called(lowered.program)
-    assert names.count("effcompile.int8_linear.default") == 2 and any("gelu" in n or "silu" in n for n in names) == shared
+    assert (
+        names.count("effcompile.int8_linear.default") == 2
+        and any("gelu" in n or "silu" in n for n in names) == shared
+    )
     assert {site: lowered.applied[site] for site in tags} == {site: form("int8_token") for site in tags}
     gelu = {"gelu": "erf", "gelu_tanh": "tanh"}.get(after)
     assert (lowered.applied["activation:gelu"].name if gelu else None) == gelu
@@ -54,4 +64,6 @@ def test_what_follows_is_computed_inside_where_nobody_else_reads(after: str, sha
 def test_nothing_is_said_where_there_are_none() -> None:
     model, x = Block(nn.GELU()).eval(), torch.randn(2, 7, 32)
     lowered = TorchEager().lower(capture(model, (x,)), None, [[x]])  # type: ignore[arg-type]
-    assert "int8 linears" not in lowered.settings and int8_linear.default not in {n.target for n in lowered.program.graph.nodes}
+    assert "int8 linears" not in lowered.settings and int8_linear.default not in {
+        n.target for n in lowered.program.graph.nodes
+    }

@@ -1,4 +1,6 @@
-"""The scale of an fp16 loss: torch.amp.GradScaler's, with gradients withheld in the place of a skipped step."""
+"""The scale of an fp16 loss: torch.amp.GradScaler's, with gradients withheld in the place of a
+skipped step.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""A mask that is all ones in the example must still count at other shapes and with padding, in every form of attention."""
+"""A mask that is all ones in the example must still count at other shapes and with padding, in every form of
+attention.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Masked(nn.Module):
 
 
 def inputs_of(batch: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, rows, WIDTH, generator=torch.Generator().manual_seed(rows)), torch.ones(batch, rows, dtype=torch.long)
+    return torch.randn(batch, rows, WIDTH, generator=torch.Generator().manual_seed(rows)), torch.ones(
+        batch, rows, dtype=torch.long
+    )
 
 
 def captured(kind: str) -> tuple[nn.Module, Program]:
@@ -54,7 +58,11 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_padding_counts_at_any_shape(kind: str, forms: tuple[str, str]) -> None:
     model, program = captured(kind)
     sites = [site.site for site in attentions(program)]
-    lowered = TorchEager().lower(program.tagged({site: Form(word=word) for site, word in zip(sites, forms, strict=True)}, "test"), None, [])
+    lowered = TorchEager().lower(
+        program.tagged({site: Form(word=word) for site, word in zip(sites, forms, strict=True)}, "test"),
+        None,
+        [],
+    )
     assert tuple(lowered.applied[site].word for site in sites) == forms
     for batch, rows in ((1, 8), (2, 5), (3, 13)):
         x, mask = inputs_of(batch, rows)
@@ -69,7 +77,9 @@ def test_padding_counts_at_any_shape(kind: str, forms: tuple[str, str]) -> None:
 
 def test_a_row_that_is_all_padding_is_as_in_the_model() -> None:
     model, program = captured("boolean")
-    lowered = TorchEager().lower(program.tagged({site.site: Form(word="math") for site in attentions(program)}, "test"), None, [])
+    lowered = TorchEager().lower(
+        program.tagged({site.site: Form(word="math") for site in attentions(program)}, "test"), None, []
+    )
     x, mask = inputs_of(2, 6)
     mask[1] = 0
     with torch.no_grad():
@@ -78,7 +88,9 @@ def test_a_row_that_is_all_padding_is_as_in_the_model() -> None:
 
 def test_the_mask_is_still_there_in_the_artifact(tmp_path) -> None:
     model, program = captured("boolean")
-    lowered = TorchEager().lower(program.tagged({site.site: Form(word="math") for site in attentions(program)}, "test"), None, [])
+    lowered = TorchEager().lower(
+        program.tagged({site.site: Form(word="math") for site in attentions(program)}, "test"), None, []
+    )
     run = load(lowered.save(tmp_path)[0])
     x, mask = inputs_of(2, 6)
     mask[0, :3] = 0

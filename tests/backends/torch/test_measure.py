@@ -47,11 +47,16 @@ def test_4_bit_needs_whole_groups() -> None:
     assert TorchEager().measure(KernelCall("linear/w4", (4, 64, 64, 32))) is not None
     call = KernelCall("linear/w4", (4, 40, 64, 32))
     assert TorchEager().measure(call) is None
-    assert str(TorchEager().lacks(call)) == "4-bit weights need K a multiple of 32 and N of 32; here K = 40, N = 64"
+    assert (
+        str(TorchEager().lacks(call))
+        == "4-bit weights need K a multiple of 32 and N of 32; here K = 40, N = 64"
+    )
 
 
 def test_what_torch_lacks_on_any_machine_it_says() -> None:
-    assert "groups of 32, 64, 128, 256, not of 16" in str(TorchEager().lacks(KernelCall("linear/w4", (4, 64, 64, 16))))
+    assert "groups of 32, 64, 128, 256, not of 16" in str(
+        TorchEager().lacks(KernelCall("linear/w4", (4, 64, 64, 16)))
+    )
     assert "w8_channel" in str(TorchEager().lacks(KernelCall("linear/w8", (4, 64, 64, 32))))
     assert TorchEager().lacks(KernelCall("linear/w4", (4, 64, 64, 64))) is None
 
@@ -71,11 +76,14 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kernel", ["linear/int8_token", "attention/math"])
-def test_an_operator_that_is_one_to_both_engines_is_timed_once_for_both(kernel: str, timed: list[str]) -> None:
+def test_an_operator_that_is_one_to_both_engines_is_timed_once_for_both(
+    kernel: str, timed: list[str]
+) -> None:
     call = KernelCall(kernel, DIMS[kernel])
     for engine in ("eager", "inductor", "inductor", "stock"):
         assert measure.measure(call, engine) == 1.0
-    assert timed == ["eager", "inductor", "stock"]  # asked for again it is timed again; what the model calls itself is another thing
+    # asked for again it is timed again; what the model calls itself is another thing
+    assert timed == ["eager", "inductor", "stock"]
     measure.measure(call, "inductor")
     assert timed == ["eager", "inductor", "stock", "inductor"]
 

@@ -1,4 +1,6 @@
-"""A linear in fp32 runs as measured to be faster: on a packed weight, or as torch runs it; and is priced as it runs."""
+"""A linear in fp32 runs as measured to be faster: on a packed weight, or as torch runs it; and is priced as
+it runs.
+"""
 
 import pytest
 import torch
@@ -36,13 +38,16 @@ def test_it_is_timed_as_it_runs(faster: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(measure_linears, "packs", lambda m, k, n: faster)
     ran: list[str] = []
     product = torch.ops.mkldnn._linear_pointwise.default
-    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", lambda *given: ran.append("packed") or product(*given))
+    monkeypatch.setattr(
+        torch.ops.mkldnn._linear_pointwise, "default", lambda *given: ran.append("packed") or product(*given)
+    )
     assert measure.measure(KernelCall("linear/fp32", (16, 24, 40)), "eager", device="cpu") is not None
     assert bool(ran) is faster
 
 
 def test_the_faster_one_is_found_and_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter([0.0, 1.0, 1.0, 3.0] * packing._ROUNDS + [0.0, 2.0, 2.0, 3.0] * packing._ROUNDS)  # packed, plain; then the other way round
+    # packed, plain; then the other way round
+    ticks = iter([0.0, 1.0, 1.0, 3.0] * packing._ROUNDS + [0.0, 2.0, 2.0, 3.0] * packing._ROUNDS)
     monkeypatch.setattr(packing, "perf_counter", lambda: next(ticks))
     assert packing.packs(16, 24, 40)
     assert packing.packs(9, 24, 40)  # of the same class of rows
@@ -50,7 +55,9 @@ def test_the_faster_one_is_found_and_asked_for_once(monkeypatch: pytest.MonkeyPa
     assert next(ticks, None) is None
 
 
-def test_few_rows_are_never_packed_and_large_weights_are_judged_by_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_never_packed_and_large_weights_are_judged_by_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     judged: list[tuple[int, ...]] = []
     monkeypatch.setattr(packing, "_packed_is_faster", lambda *dims: judged.append(dims) or True)
     assert not packing.packs(packing.ROWS - 1, 8, 8)

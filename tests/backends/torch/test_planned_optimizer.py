@@ -1,4 +1,7 @@
-"""An optimizer whose updates come within the backward, after its groups or its states were changed. The oracle is torch's own."""
+"""An optimizer whose updates come within the backward, after its groups or its states were changed.
+
+The oracle is torch's own.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def other_groups(optimizer: Optimizer) -> None:
 
 def other_states(optimizer: Optimizer) -> None:
     for parameter, state in list(optimizer.state.items()):
-        optimizer.state[parameter] = {name: torch.ones_like(value) if value.dim() else value for name, value in state.items()}
+        optimizer.state[parameter] = {
+            name: torch.ones_like(value) if value.dim() else value for name, value in state.items()
+        }
 
 
 def gradients_that_are_there(optimizer: Optimizer) -> None:
@@ -64,7 +69,10 @@ CHANGES: dict[str, Change] = {
     "a schedule": scheduled,
     "gradients that are there": gradients_that_are_there,
 }
-MADE: dict[str, Made] = {"adamw": torch.optim.AdamW, "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9)}
+MADE: dict[str, Made] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9),
+}
 
 
 def parameters() -> dict[str, nn.Parameter]:

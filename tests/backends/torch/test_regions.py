@@ -1,4 +1,6 @@
-"""What lies between attentions as one call: the same bits as operator by operator, and torch's own where it does not fit."""
+"""What lies between attentions as one call: the same bits as operator by operator, and torch's own where it
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ pytestmark = pytest.mark.skipif(not row_program.available(), reason="no kernels 
 def _weights(module: nn.Module) -> None:
     """Those of a block, as buffers."""
     torch.manual_seed(0)
-    for name, n, k in (("q", WIDTH, WIDTH), ("k", WIDTH, WIDTH), ("gate", WIDE, WIDTH), ("up", WIDE, WIDTH), ("down", WIDTH, WIDE)):
+    for name, n, k in (
+        ("q", WIDTH, WIDTH),
+        ("k", WIDTH, WIDTH),
+        ("gate", WIDE, WIDTH),
+        ("up", WIDE, WIDTH),
+        ("down", WIDTH, WIDE),
+    ):
         bits = 8 if name == "k" else 4
         module.register_buffer(name, group_codes.pack(*group_codes.quantize(torch.randn(n, k), bits), bits))
     codes = torch.randint(-127, 128, (WIDTH, WIDTH)).to(torch.int8)
@@ -38,7 +46,9 @@ def _weights(module: nn.Module) -> None:
 
 
 def block() -> fx.GraphModule:
-    """Rows, cos and sin in: heads turned, then what follows an attention, which is a softmax over the tokens here."""
+    """Rows, cos and sin in: heads turned, then what follows an attention, which is a softmax over the tokens
+    here.
+    """
     module, graph = nn.Module(), fx.Graph()
     _weights(module)
     values: dict[fx.Node, Tensor] = {}
@@ -48,7 +58,10 @@ def block() -> fx.GraphModule:
         if node.op == "placeholder":
             values[node] = torch.randn(shapes[node.name])
         else:
-            args = fx.map_arg(node.args, lambda each: getattr(module, each.target) if each.op == "get_attr" else values[each])
+            args = fx.map_arg(
+                node.args,
+                lambda each: getattr(module, each.target) if each.op == "get_attr" else values[each],
+            )
             values[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
         node.meta["val"] = values[node]
         return node
@@ -62,7 +75,9 @@ def block() -> fx.GraphModule:
     turned = []
     for name in ("q", "k"):
         rows = call(group_linear.default, normed, held[name], WIDTH, held["bias"])
-        heads = call(aten.transpose.int, call(aten.reshape.default, rows, [2, 3, HEADS, WIDTH // HEADS]), 1, 2)
+        heads = call(
+            aten.transpose.int, call(aten.reshape.default, rows, [2, 3, HEADS, WIDTH // HEADS]), 1, 2
+        )
         turned.append(call(rotary._opoverload, heads, cos, sin, False))
     mixed = call(aten._softmax.default, call(aten.add.Tensor, *turned), 2, False)
     seen = call(aten.reshape.default, call(aten.transpose.int, mixed, 1, 2), [2, 3, WIDTH])
@@ -90,7 +105,9 @@ def called(module: fx.GraphModule) -> list[regions.Region]:
 def test_regions_are_the_same_bits(threads: Callable[[int], None]) -> None:
     plain = block()
     fused = regions.with_regions(block())
-    assert len(called(fused)) == 2 and not any(node.target in (group_linear.default, int8_linear.default) for node in fused.graph.nodes)
+    assert len(called(fused)) == 2 and not any(
+        node.target in (group_linear.default, int8_linear.default) for node in fused.graph.nodes
+    )
     inputs = [torch.randn(2, 3, WIDTH), *(torch.randn(2, 3, WIDTH // HEADS) for _ in range(2))]
     for count in (1, 2):
         threads(count)
@@ -109,7 +126,11 @@ def test_one_call_and_one_by_one_are_the_same_bits(monkeypatch: pytest.MonkeyPat
 
 def test_a_layout_that_no_program_takes() -> None:
     fused = regions.with_regions(block())
-    x, cos, sin = torch.randn(3, 2, WIDTH).transpose(0, 1), torch.randn(2, 3, WIDTH // HEADS), torch.randn(2, 3, WIDTH // HEADS)
+    x, cos, sin = (
+        torch.randn(3, 2, WIDTH).transpose(0, 1),
+        torch.randn(2, 3, WIDTH // HEADS),
+        torch.randn(2, 3, WIDTH // HEADS),
+    )
     wanted = fused(x.contiguous(), cos, sin)
     for found, right in zip(fused(x, cos, sin), wanted, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
@@ -117,7 +138,11 @@ def test_a_layout_that_no_program_takes() -> None:
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
     fused = regions.with_regions(block())
-    x, cos, sin = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH // HEADS), torch.randn(2, 3, WIDTH // HEADS)
+    x, cos, sin = (
+        torch.randn(2, 3, WIDTH),
+        torch.randn(2, 3, WIDTH // HEADS),
+        torch.randn(2, 3, WIDTH // HEADS),
+    )
     x[1, 2, 3] = torch.nan
     found = fused(x, cos, sin)[1]
     assert found[1, :, 2].isnan().all() and found[0].isfinite().all() and found[1, :, :2].isfinite().all()
@@ -130,8 +155,11 @@ def test_without_kernels_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
     assert [node.target for node in in_place(plain, {}).graph.nodes] == before
 
 
-def layers(form: torch.dtype = torch.float32, *, masked: bool = True, told: bool = False) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Two layers of heads turned, appended and attended over; rows, cos, sin, two caches a layer and a mask in.
+def layers(
+    form: torch.dtype = torch.float32, *, masked: bool = True, told: bool = False
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Two layers of heads turned, appended and attended over; rows, cos, sin, two caches a layer and a mask
+    in.
 
     `told`: the last attention's heads out, too.
     """
@@ -139,12 +167,17 @@ def layers(form: torch.dtype = torch.float32, *, masked: bool = True, told: bool
     torch.manual_seed(1)
     for at in range(2):
         for name, n in (("q", WIDTH), ("k", WIDTH // HEADS), ("v", WIDTH // HEADS), ("o", WIDTH)):
-            module.register_buffer(f"{name}{at}", group_codes.pack(*group_codes.quantize(torch.randn(n, WIDTH), 4), 4))
+            module.register_buffer(
+                f"{name}{at}", group_codes.pack(*group_codes.quantize(torch.randn(n, WIDTH), 4), 4)
+            )
     module.register_buffer("norm", torch.rand(WIDTH))
     each, past = WIDTH // HEADS, 5
     like = torch.zeros(2, 1, 0, each + (4 if form is torch.int8 else 0)).to(form)
     held = [buffer(like, 9) for _ in range(4)]
-    held = [append(one, torch.randn(2, 1, past, each).to(form if form.is_floating_point else torch.float32), 9) for one in held]
+    held = [
+        append(one, torch.randn(2, 1, past, each).to(form if form.is_floating_point else torch.float32), 9)
+        for one in held
+    ]
     seen = torch.rand(2, 1, 3, past + 3) > 0.3
     seen[..., 0] = True
     inputs = [torch.randn(2, 3, WIDTH), torch.randn(2, 3, each), torch.randn(2, 3, each), *held, seen]
@@ -153,7 +186,9 @@ def layers(form: torch.dtype = torch.float32, *, masked: bool = True, told: bool
 
     def call(target: Callable[..., object], *args: object) -> fx.Node:
         node = graph.call_function(target, args)  # type: ignore[arg-type]
-        found = fx.map_arg(args, lambda one: getattr(module, one.target) if one.op == "get_attr" else values[one].clone())
+        found = fx.map_arg(
+            args, lambda one: getattr(module, one.target) if one.op == "get_attr" else values[one].clone()
+        )
         values[node] = target(*found)  # type: ignore[assignment]
         return node
 
@@ -167,7 +202,10 @@ def layers(form: torch.dtype = torch.float32, *, masked: bool = True, told: bool
             rows = call(group_linear.default, normed, constants[f"{name}{at}"], count * each)
             heads.append(call(aten.transpose.int, call(aten.view.default, rows, [2, 3, count, each]), 1, 2))
         turned = [call(rotary._opoverload, one, cos, sin, False) for one in heads[:2]]
-        keys, found = call(append, caches[2 * at], turned[1], 9), call(append, caches[2 * at + 1], heads[2], 9)
+        keys, found = (
+            call(append, caches[2 * at], turned[1], 9),
+            call(append, caches[2 * at + 1], heads[2], 9),
+        )
         mixed = call(cached_attention, turned[0], keys, found, mask if masked else None, None)
         mixed = call(aten.reshape.default, mixed, [2, HEADS, 3, each])  # as exported models have it
         beside = call(aten.reshape.default, call(aten.transpose.int, mixed, 1, 2), [2, 3, WIDTH])
@@ -175,26 +213,40 @@ def layers(form: torch.dtype = torch.float32, *, masked: bool = True, told: bool
         longer += [keys, found]
     graph.output((x, *longer, *((beside.args[0],) if told else ())))
     for node, value in values.items():
-        node.meta["val"] = value if value.is_floating_point() or value.dtype is torch.bool else value[..., :each].float()
+        node.meta["val"] = (
+            value if value.is_floating_point() or value.dtype is torch.bool else value[..., :each].float()
+        )
     return fx.GraphModule(module, graph), inputs
 
 
 @pytest.mark.parametrize("form", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("masked", [True, False])
-def test_all_layers_are_one_call_with_the_same_bits(form: torch.dtype, masked: bool, threads: Callable[[int], None]) -> None:
-    """Rows of a cache go where appends put them: in its buffer, and nowhere else. A code that is half way may go either way."""
+def test_all_layers_are_one_call_with_the_same_bits(
+    form: torch.dtype, masked: bool, threads: Callable[[int], None]
+) -> None:
+    """Rows of a cache go where appends put them: in its buffer, and nowhere else.
+
+    A code that is half way may go either way.
+    """
     plain, inputs = layers(form, masked=masked)
     close = {"rtol": 1e-5, "atol": 1e-6} if form.is_floating_point else {"rtol": 1e-2, "atol": 2e-2}
     wanted = plain(*[one.clone() for one in inputs])
     fused = regions.with_regions(plain)
-    assert len(called(fused)) == 1 and not any(node.target in (append, cached_attention) for node in fused.graph.nodes)
+    assert len(called(fused)) == 1 and not any(
+        node.target in (append, cached_attention) for node in fused.graph.nodes
+    )
     for count in (1, 2):
         threads(count)
         found = fused(*inputs)
         for one, right in zip(found, wanted, strict=True):
-            torch.testing.assert_close(*(as_numbers(each) if each.dtype is torch.int8 else each for each in (one, right)), **close)
+            torch.testing.assert_close(
+                *(as_numbers(each) if each.dtype is torch.int8 else each for each in (one, right)), **close
+            )
         for before, after in zip(inputs[3:7], found[1:], strict=True):
-            assert after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr() and after.shape[2] == before.shape[2] + 3
+            assert (
+                after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+                and after.shape[2] == before.shape[2] + 3
+            )
 
 
 def test_caches_of_another_kind_run_operator_by_operator() -> None:
@@ -208,7 +260,9 @@ def test_caches_of_another_kind_run_operator_by_operator() -> None:
 
 
 def test_an_attention_that_no_program_takes_leaves_the_rest() -> None:
-    """Heads behind their tokens are no result of a program: what lies between the attentions is one call each then."""
+    """Heads behind their tokens are no result of a program: what lies between the attentions is one call each
+    then.
+    """
     plain, inputs = layers(told=True)
     wanted = plain(*[one.clone() for one in inputs])
     fused = regions.with_regions(plain)

@@ -1,4 +1,6 @@
-"""An emitted step behind autograd: gradients as eager makes them, and refusals where it would be another step."""
+"""An emitted step behind autograd: gradients as eager makes them, and refusals where it would be another
+step.
+"""
 
 import contextlib
 import gc
@@ -54,7 +56,8 @@ def test_positional_and_keyword_inputs_are_the_same(planned: Any) -> None:
     model, batch, runner = planned
     wanted = eager(model, batch)
     for args, kwargs in (((), batch), ((batch["x"],), {"y": batch["y"]}), ((batch["x"], batch["y"]), {})):
-        with contextlib.suppress(InputsError) if args else contextlib.nullcontext():  # another form may be refused, not be wrong
+        with contextlib.suppress(InputsError) if args else contextlib.nullcontext():
+            # another form may be refused, not be wrong
             assert differing(measured(lambda: runner.loss(args, kwargs), model, 0)[0], wanted) == []  # noqa: B023
 
 
@@ -78,7 +81,9 @@ def test_a_second_backward_is_refused(planned: Any) -> None:
     ],
     ids=["shape", "dtype", "missing", "unknown", "None", "nothing"],
 )
-def test_inputs_that_it_was_not_planned_for_are_refused(planned: Any, change: Callable[[Batch], Any], said: str) -> None:
+def test_inputs_that_it_was_not_planned_for_are_refused(
+    planned: Any, change: Callable[[Batch], Any], said: str
+) -> None:
     _, batch, runner = planned
     with pytest.raises(InputsError, match=said):
         runner.loss((), change(batch))
@@ -152,7 +157,7 @@ def test_weights_that_were_changed_or_replaced_between_steps_are_the_ones_used(p
     assert differing(measured(lambda: runner.loss((), batch), model, 0)[0], eager(model, batch)) == []
 
 
-# ------------------------------------------------------------------ refusals: another step than the one that was planned
+# ------------------------------------------------------- refusals: another step than the one that was planned
 
 
 @contextlib.contextmanager
@@ -177,7 +182,10 @@ def test_weights_or_inputs_changed_between_forward_and_backward(planned: Any) ->
 
 def test_autocast_that_was_off_when_planned(planned: Any) -> None:
     model, batch, runner = planned
-    with torch.autocast("cpu", dtype=torch.bfloat16), refused(r"autocast is .*bfloat16.* at this call and was off"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        refused(r"autocast is .*bfloat16.* at this call and was off"),
+    ):
         runner.loss((), batch)
     loss = runner.loss((), batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):

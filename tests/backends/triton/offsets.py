@@ -1,7 +1,9 @@
-"""Which integers of a kernel may leave their type: intervals through its Triton IR, for one launch, over all programs and loop steps.
+"""Which integers of a kernel may leave their type: intervals through its Triton IR, for one launch, over all
+programs and loop steps.
 
-Sound but not exact: every value of a run lies in its interval, and an interval may hold more. Arithmetic of 32 and 64 bits is looked at;
-codes of 8 bits are data. Shapes and strides are the launch's; what is read from memory lies where the launch says.
+Sound but not exact: every value of a run lies in its interval, and an interval may hold more. Arithmetic of
+32 and 64 bits is looked at; codes of 8 bits are data. Shapes and strides are the launch's; what is read from
+memory lies where the launch says.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ Value = Interval | str | None
 
 _SAME = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "arith.extsi", "tt.unsplat"}
 #: Floats, comparisons, and what has no result that is looked at.
-_DATA = re.compile(r"arith\.(cmp[if]|\w+f|sitofp|uitofp|fpto[su]i|extf|truncf)\b|math\.|tt\.(store|dot|fp_to_fp|bitcast|atomic_rmw)")
+_DATA = re.compile(
+    r"arith\.(cmp[if]|\w+f|sitofp|uitofp|fpto[su]i|extf|truncf)\b|math\.|tt\.(store|dot|fp_to_fp|bitcast|atomic_rmw)"
+)
 _RESULT = re.compile(r"^(?:(%[\w.]+)(?::(\d+))? = )?\"?([\w.]+)\"?(.*)$")
 _NAMES = re.compile(r"%[\w.]+(?:#\d+)?")
 
 
-def ir_of(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def ir_of(
+    kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """(Triton IR of a launch, its arguments by their names there), as the launcher would specialise it."""
     target = GPUTarget("cuda", 90, 32)
     backend, source, context = make_backend(target), specialised(kernel, arguments), ir.context()
@@ -35,13 +41,18 @@ def ir_of(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any])
     backend.load_dialects(context)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, made, source.language)
-    module = source.make_ir(target, made, backend.get_codegen_implementation(made), backend.get_module_map(), context)
+    module = source.make_ir(
+        target, made, backend.get_codegen_implementation(made), backend.get_module_map(), context
+    )
     text = str(stages["ttir"](module, {}))
     head = next(line for line in text.splitlines() if "tt.func public" in line)
     names = re.findall(r"(%[\w.]+): (?:!tt\.ptr|[if]\d)", head)
     given = [pair for p in kernel.params if not p.is_constexpr for pair in _flat(p.name, arguments[p.name])]
     assert len(names) == len(given), (names, given)
-    return text, {name: value if isinstance(value, int) else own for name, (own, value) in zip(names, given, strict=True)}
+    return text, {
+        name: value if isinstance(value, int) else own
+        for name, (own, value) in zip(names, given, strict=True)
+    }
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -56,9 +67,15 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 class Analysis:
     """One kernel and one launch. `found`: what may overflow, each line once."""
 
-    def __init__(self, text: str, given: Mapping[str, Any], grid: Sequence[int], read: Mapping[str, Interval]) -> None:
-        self.lines = [re.sub(r" loc\(.*", "", line).strip() for line in text.splitlines() if not line.startswith("#loc")]
-        self.values: dict[str, Value] = {name: (v, v) if isinstance(v, int) else v for name, v in given.items()}
+    def __init__(
+        self, text: str, given: Mapping[str, Any], grid: Sequence[int], read: Mapping[str, Interval]
+    ) -> None:
+        self.lines = [
+            re.sub(r" loc\(.*", "", line).strip() for line in text.splitlines() if not line.startswith("#loc")
+        ]
+        self.values: dict[str, Value] = {
+            name: (v, v) if isinstance(v, int) else v for name, v in given.items()
+        }
         self.grid, self.read, self.silent, self.checked = grid, read, 0, 0
         self.found: dict[str, str] = {}
         start = next(i for i, line in enumerate(self.lines) if line.startswith("tt.func public"))
@@ -92,7 +109,9 @@ class Analysis:
             last = begin[0] + max(0, end[1] - 1 - begin[0]) // by[0] * by[0]
         self.values[step.group(1)] = (begin[0], last)
         self._kept(line, (begin[0], last + by[1]), 32 if line.endswith("i32 {") else 64)
-        carried = re.findall(r"(%[\w.]+) = (%[\w.]+(?:#\d+)?)", (re.search(r"iter_args\((.*?)\) ->", line) or [""])[0])
+        carried = re.findall(
+            r"(%[\w.]+) = (%[\w.]+(?:#\d+)?)", (re.search(r"iter_args\((.*?)\) ->", line) or [""])[0]
+        )
         for name, first in carried:
             self.values[name] = self._of(first)
         for widen in (False, True):  # a carried integer that does not stay within where it began may be any
@@ -101,8 +120,16 @@ class Analysis:
             self.silent -= 1
             for (name, _), value in zip(carried, yielded, strict=True):
                 before = self.values[name]
-                if isinstance(before, tuple) and isinstance(value, tuple) and not (before[0] <= value[0] and value[1] <= before[1]):
-                    self.values[name] = (-(2**63), 2**63 - 1) if widen else (min(before[0], value[0]), max(before[1], value[1]))
+                if (
+                    isinstance(before, tuple)
+                    and isinstance(value, tuple)
+                    and not (before[0] <= value[0] and value[1] <= before[1])
+                ):
+                    self.values[name] = (
+                        (-(2**63), 2**63 - 1)
+                        if widen
+                        else (min(before[0], value[0]), max(before[1], value[1]))
+                    )
         close, yielded = self._block(at + 1)
         self._results(line, yielded)
         return close
@@ -121,14 +148,20 @@ class Analysis:
         assert match is not None
         close = next(i for i in range(at, len(self.lines)) if self.lines[i].startswith("})"))
         within = [self._of(name) for name in _NAMES.findall(match.group(4).split("<{")[0])]
-        assert not isinstance(within[0], tuple) or any(re.search(r"arith\.(max|min)[su]i", line) for line in self.lines[at:close])
+        assert not isinstance(within[0], tuple) or any(
+            re.search(r"arith\.(max|min)[su]i", line) for line in self.lines[at:close]
+        )
         self._results(self.lines[at], within)
         return close
 
     def _results(self, line: str, found: Sequence[Value]) -> None:
         match = re.match(r"(%[\w.]+)(?::(\d+))? = ", line)
         if match is not None:
-            names = [match.group(1)] if match.group(2) is None else [f"{match.group(1)}#{i}" for i in range(int(match.group(2)))]
+            names = (
+                [match.group(1)]
+                if match.group(2) is None
+                else [f"{match.group(1)}#{i}" for i in range(int(match.group(2)))]
+            )
             self.values.update(zip(names, found, strict=True))
 
     def _one(self, line: str) -> None:
@@ -161,7 +194,11 @@ class Analysis:
         if not bits or bits < 32 or _DATA.match(what):
             return full if bits >= 32 else None
         if what in ("arith.extui", "arith.trunci"):
-            return given[0] if isinstance(given[0], tuple) and full[0] <= given[0][0] and given[0][1] <= full[1] else full
+            return (
+                given[0]
+                if isinstance(given[0], tuple) and full[0] <= given[0][0] and given[0][1] <= full[1]
+                else full
+            )
         if what == "arith.select":
             return _union(given[1], given[2])
         rule = _RULES.get(what)
@@ -198,7 +235,9 @@ def _quotient(a: Interval, b: Interval) -> Interval:
     """Towards zero; by a divisor that may be 0 no more than the dividend, as for one of 1."""
     divisors = [d for d in (*b, 1, -1) if d and b[0] <= d <= b[1]]
     found = [abs(x) // abs(d) * (1 if (x < 0) == (d < 0) else -1) for x in a for d in divisors]
-    return min([*found, 0 if a[0] <= 0 <= a[1] else found[0]]), max([*found, 0 if a[0] <= 0 <= a[1] else found[0]])
+    return min([*found, 0 if a[0] <= 0 <= a[1] else found[0]]), max(
+        [*found, 0 if a[0] <= 0 <= a[1] else found[0]]
+    )
 
 
 def _remainder(a: Interval, b: Interval) -> Interval:

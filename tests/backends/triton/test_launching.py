@@ -1,4 +1,6 @@
-"""What a call of attention costs before its kernels run, in instructions of Python, and that what calls share is only what they may."""
+"""What a call of attention costs before its kernels run, in instructions of Python, and that what calls share
+is only what they may.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        found.append({"kernel": self.__name__, "grid": grid, **dict(zip(self.arg_names, args, strict=False)), **given})
+        found.append(
+            {"kernel": self.__name__, "grid": grid, **dict(zip(self.arg_names, args, strict=False)), **given}
+        )
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(attention, "_forms", {})
     return found
 
 
-def qkv(dtype: torch.dtype = torch.bfloat16, shape: tuple[int, int, int, int] = SHAPE) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(
+    dtype: torch.dtype = torch.bfloat16, shape: tuple[int, int, int, int] = SHAPE
+) -> tuple[Tensor, Tensor, Tensor]:
     b, h, s, d = shape
     return torch.zeros(shape, dtype=dtype), *(torch.zeros(b, h // 2, s, d, dtype=dtype) for _ in range(2))
 
@@ -76,7 +82,9 @@ def instructions(call: Callable[[], object]) -> int:
 
 
 def test_a_second_call_of_a_form_is_a_fraction_of_the_first(launches: list[dict[str, Any]]) -> None:
-    """3,654 instructions made a backward of three launches, and 2,228 a forward, when each call was checked and taken apart anew."""
+    """3,654 instructions made a backward of three launches, and 2,228 a forward, when each call was checked
+    and taken apart anew.
+    """
     q, k, v = qkv()
     out, lse = attention._attention(q, k, v, **FORM)
     backward = lambda: attention._attention_backward(out, q, k, v, out, lse, **FORM)  # noqa: E731
@@ -90,7 +98,9 @@ def test_a_second_call_of_a_form_is_a_fraction_of_the_first(launches: list[dict[
 
 def told(launch: dict[str, Any]) -> dict[str, Any]:
     """Tensors by what a kernel sees of them."""
-    return {name: (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for name, t in launch.items()}
+    return {
+        name: (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for name, t in launch.items()
+    }
 
 
 def wide() -> tuple[Tensor, Tensor, Tensor]:
@@ -109,19 +119,30 @@ B, H, S, _ = SHAPE
 LISTS = Visibility(hi=0).tiles(32, 32, q_len=S, k_len=S).tensors()
 #: What may be different between two calls of one model.
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "window": {"lo": -9}, "open": {"hi": None}, "chunks": {"chunk": 16}, "softcap": {"softcap": 30.0}, "scale": {"scale": 1.0},
-    "fp16": {"tensors": qkv(torch.float16)}, "shorter": {"tensors": qkv(shape=(2, 4, 48, 16))},
+    "plain": {},
+    "window": {"lo": -9},
+    "open": {"hi": None},
+    "chunks": {"chunk": 16},
+    "softcap": {"softcap": 30.0},
+    "scale": {"scale": 1.0},
+    "fp16": {"tensors": qkv(torch.float16)},
+    "shorter": {"tensors": qkv(shape=(2, 4, 48, 16))},
     "other heads": {"tensors": qkv(shape=(2, 8, 64, 16))},
-    "rows apart": {"tensors": wide()}, "columns first": {"tensors": across()},
-    "bias": {"rest": (torch.zeros(1, H, S, S), *NOTHING[1:])}, "bias for all heads": {"rest": (torch.zeros(1, 1, S, S), *NOTHING[1:])},
+    "rows apart": {"tensors": wide()},
+    "columns first": {"tensors": across()},
+    "bias": {"rest": (torch.zeros(1, H, S, S), *NOTHING[1:])},
+    "bias for all heads": {"rest": (torch.zeros(1, 1, S, S), *NOTHING[1:])},
     "bias in bf16": {"rest": (torch.zeros(1, H, S, S, dtype=torch.bfloat16), *NOTHING[1:])},
-    "sink": {"rest": (None, torch.zeros(H), *NOTHING[2:])}, "mask": {"rest": (None, None, torch.ones(B, 1, S, S, dtype=torch.bool))},
-    "documents": {"rest": (None, None, None, torch.zeros(B, S, dtype=torch.int64), torch.zeros(1, S, dtype=torch.int64))},
+    "sink": {"rest": (None, torch.zeros(H), *NOTHING[2:])},
+    "mask": {"rest": (None, None, torch.ones(B, 1, S, S, dtype=torch.bool))},
+    "documents": {
+        "rest": (None, None, None, torch.zeros(B, S, dtype=torch.int64), torch.zeros(1, S, dtype=torch.int64))
+    },
     "padding": {"rest": (*NOTHING[:5], torch.ones(B, S, dtype=torch.bool))},
     "lists": {"rest": (*NOTHING, LISTS), "block_q": 32, "block_k": 32},
     "four lists": {"rest": (*NOTHING, LISTS[:4]), "block_q": 32, "block_k": 32},
     "uniform": {"uniform_empty": True, "fills": True},
-}  # fmt: skip
+}
 
 
 def test_a_form_is_not_taken_for_another(launches: list[dict[str, Any]]) -> None:
@@ -132,7 +153,8 @@ def test_a_form_is_not_taken_for_another(launches: list[dict[str, Any]]) -> None
         step(*case.get("rest", ()), **{key: value for key, value in case.items() if key != "rest"})
         alone[name] = list(map(told, launches))
         launches.clear()
-    like_plain = {"columns first", "lists", "four lists", "uniform"}  # copied into rows, the same tiles, made even afterwards
+    # copied into rows, the same tiles, made even afterwards
+    like_plain = {"columns first", "lists", "four lists", "uniform"}
     assert {name for name, found in alone.items() if found == alone["plain"]} == like_plain | {"plain"}
     assert len({str(found) for found in alone.values()}) == len(CASES) - len(like_plain)
     attention._forms.clear()
@@ -144,7 +166,9 @@ def test_a_form_is_not_taken_for_another(launches: list[dict[str, Any]]) -> None
     assert len(attention._forms) == 2 * len(CASES)
 
 
-def test_forms_hold_no_tensor_and_are_not_held_without_end(launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_hold_no_tensor_and_are_not_held_without_end(
+    launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "_FORMS", 4)
     for length in range(17, 27):
         step(tensors=qkv(shape=(1, 2, length, 16)))
@@ -155,10 +179,14 @@ def test_forms_hold_no_tensor_and_are_not_held_without_end(launches: list[dict[s
 def tensors_in(form: Any) -> Iterator[Tensor]:
     for launch in form._launches.values():
         yield from (one for one in (*launch.fixed.values(), *(launch.lists or ())) if isinstance(one, Tensor))
-    yield from (one for name in form.numbers.__slots__ if isinstance(one := getattr(form.numbers, name), Tensor))
+    yield from (
+        one for name in form.numbers.__slots__ if isinstance(one := getattr(form.numbers, name), Tensor)
+    )
 
 
-def test_a_tile_that_was_measured_meanwhile_is_taken(launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_was_measured_meanwhile_is_taken(
+    launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that was called before it was planned has the table's first tile until then, and no longer."""
     chosen = [configs.LaunchConfig(block_m=m, block_n=32, warps=4, stages=1) for m in (64, 32)]
     monkeypatch.setattr(attention_calls, "_chosen", lambda *_: chosen[tune.Tuner.measured > 0])
@@ -168,10 +196,16 @@ def test_a_tile_that_was_measured_meanwhile_is_taken(launches: list[dict[str, An
         monkeypatch.setattr(tune.Tuner, "measured", 1)
         step()
     step()
-    assert [launch["BLOCK_M"] for launch in launches if launch["kernel"] == "attention_forward"] == [64, 32, 32]
+    assert [launch["BLOCK_M"] for launch in launches if launch["kernel"] == "attention_forward"] == [
+        64,
+        32,
+        32,
+    ]
 
 
-@pytest.mark.parametrize(("planning", "recording", "measured"), [(True, False, True), (True, True, False), (False, False, False)])
+@pytest.mark.parametrize(
+    ("planning", "recording", "measured"), [(True, False, True), (True, True, False), (False, False, False)]
+)
 def test_tiles_are_measured_while_planning_and_never_in_a_recording(
     planning: bool, recording: bool, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +222,9 @@ def test_tiles_are_measured_while_planning_and_never_in_a_recording(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with building() if planning else nullcontext():
-        assert attention_calls._chosen("forward", torch.device("cuda", 0), torch.bfloat16, 64, 64) == offered[1]
+        assert (
+            attention_calls._chosen("forward", torch.device("cuda", 0), torch.bfloat16, 64, 64) == offered[1]
+        )
     assert asked == [measured]
 
 
@@ -198,7 +234,11 @@ def test_what_is_tried_once_is_not_kept(launches: list[dict[str, Any]]) -> None:
     with configs.using(forward=narrow):
         step()
     step()
-    assert [launch["BLOCK_M"] for launch in launches if launch["kernel"] == "attention_forward"] == [32, 16, 32]
+    assert [launch["BLOCK_M"] for launch in launches if launch["kernel"] == "attention_forward"] == [
+        32,
+        16,
+        32,
+    ]
 
 
 def test_a_recording_keeps_the_lists_of_every_launch(launches: list[dict[str, Any]]) -> None:

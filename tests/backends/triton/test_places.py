@@ -1,4 +1,6 @@
-"""A box with two different GPUs: what the kernels are not for, or were not right on, is PyTorch's there, though they are registered."""
+"""A box with two different GPUs: what the kernels are not for, or were not right on, is PyTorch's there,
+though they are registered.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,15 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found, now = {0: (7, "Tesla V100"), 1: (9, "NVIDIA H100")}, [0]
 
     def of(device: torch.device | int | None = None) -> tuple[int, str]:
-        return found[device.index if isinstance(device, torch.device) else now[0] if device is None else device]
+        return found[
+            device.index if isinstance(device, torch.device) else now[0] if device is None else device
+        ]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=of(device)[0]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(major=of(device)[0])
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: of(device)[1])
     monkeypatch.setattr(triton, "interpreting", lambda: False)
     monkeypatch.setattr(places, "_left", set())
@@ -66,15 +72,23 @@ def test_each_gpu_is_asked_for_itself(two_gpus: list[int]) -> None:
     assert triton.unavailable() is None
     two_gpus[0] = 0
     assert triton.unavailable() is not None
-    assert not places.runs("rows", OLD) and places.runs("rows", NEW) and places.runs("rows", torch.device("cpu"))
+    assert (
+        not places.runs("rows", OLD) and places.runs("rows", NEW) and places.runs("rows", torch.device("cpu"))
+    )
 
 
-def test_what_was_wrong_on_one_gpu_is_left_to_torch_there_alone(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_wrong_on_one_gpu_is_left_to_torch_there_alone(
+    two_gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two H100s, and kernels that are wrong on the second."""
     monkeypatch.setattr(places, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(triton, "unavailable", lambda: None)
-    monkeypatch.setattr(triton, "refuted", lambda device: {"states8": "relative error 2.0e-01"} if two_gpus[0] else {})
-    monkeypatch.setattr(triton.importlib, "import_module", lambda name: SimpleNamespace(register=lambda device: None))
+    monkeypatch.setattr(
+        triton, "refuted", lambda device: {"states8": "relative error 2.0e-01"} if two_gpus[0] else {}
+    )
+    monkeypatch.setattr(
+        triton.importlib, "import_module", lambda name: SimpleNamespace(register=lambda device: None)
+    )
     for gpu in (0, 1):
         two_gpus[0] = gpu
         assert triton.register("cuda") is None
@@ -82,7 +96,9 @@ def test_what_was_wrong_on_one_gpu_is_left_to_torch_there_alone(two_gpus: list[i
     assert places.runs("states8", OLD) and places.runs("rows", NEW)
 
 
-def test_kernels_are_compared_on_the_gpu_that_is_asked_about(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compared_on_the_gpu_that_is_asked_about(
+    two_gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a process of its own, which would take the first."""
     started, taken = list[str](), list[torch.device]()
 
@@ -112,7 +128,12 @@ def _head(forward: Callable[..., Any]) -> Any:
 
 
 def _update(step: Callable[..., None]) -> tuple[Tensor, ...]:
-    p, codes, scale, table = made(512), torch.zeros(512, dtype=torch.uint8), torch.ones(2), torch.linspace(-1, 1, 256)
+    p, codes, scale, table = (
+        made(512),
+        torch.zeros(512, dtype=torch.uint8),
+        torch.ones(2),
+        torch.linspace(-1, 1, 256),
+    )
     step(p, made(512) + 1, codes, scale, table, 1e-3, 0.9, 0.99, 0.0)
     return p, codes, scale
 
@@ -120,22 +141,45 @@ def _update(step: Callable[..., None]) -> tuple[Tensor, ...]:
 PACKED = compress_ops.pack_by_torch(made(300), [1])
 #: Family → a call of its launcher and of PyTorch's own.
 CALLS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "norm": (lambda: rows.norm(made(3, 8), None, made(8), 1e-5), lambda: row_ops.rms_norm_by_torch(made(3, 8), None, made(8), 1e-5)),
-    "swiglu": (lambda: rows.swiglu(made(3, 8), made(3, 8)), lambda: row_ops.swiglu_by_torch(made(3, 8), made(3, 8))),
+    "norm": (
+        lambda: rows.norm(made(3, 8), None, made(8), 1e-5),
+        lambda: row_ops.rms_norm_by_torch(made(3, 8), None, made(8), 1e-5),
+    ),
+    "swiglu": (
+        lambda: rows.swiglu(made(3, 8), made(3, 8)),
+        lambda: row_ops.swiglu_by_torch(made(3, 8), made(3, 8)),
+    ),
     "loss head": (lambda: _head(loss_head.forward), lambda: _head(head_ops.loss_head_forward._init_fn)),
-    "codes": (lambda: group_quant.quantize(made(4, 64), 32, torch.int8), lambda: group_ops.quantize_by_torch(made(4, 64), 32, torch.int8)),
+    "codes": (
+        lambda: group_quant.quantize(made(4, 64), 32, torch.int8),
+        lambda: group_ops.quantize_by_torch(made(4, 64), 32, torch.int8),
+    ),
     "packed": (lambda: compress.compress(made(300), [1]), lambda: PACKED),
-    "unpacked": (lambda: compress.decompress(PACKED, [300], [1], torch.float32),
-                 lambda: compress_ops.unpack_by_torch(PACKED, [300], [1], torch.float32)),
+    "unpacked": (
+        lambda: compress.decompress(PACKED, [300], [1], torch.float32),
+        lambda: compress_ops.unpack_by_torch(PACKED, [300], [1], torch.float32),
+    ),
     "states": (lambda: _update(states8.lion), lambda: _update(state_ops.lion8_by_torch)),
-    "attention": (lambda: attention._attention(made(1, 2, 9, 16), made(1, 1, 9, 16), made(1, 1, 9, 16), scale=0.25, hi=0)[0],
-                  lambda: torch.nn.functional.scaled_dot_product_attention(
-                      made(1, 2, 9, 16), made(1, 1, 9, 16), made(1, 1, 9, 16), is_causal=True, scale=0.25, enable_gqa=True)),
-}  # fmt: skip
+    "attention": (
+        lambda: attention._attention(
+            made(1, 2, 9, 16), made(1, 1, 9, 16), made(1, 1, 9, 16), scale=0.25, hi=0
+        )[0],
+        lambda: torch.nn.functional.scaled_dot_product_attention(
+            made(1, 2, 9, 16),
+            made(1, 1, 9, 16),
+            made(1, 1, 9, 16),
+            is_causal=True,
+            scale=0.25,
+            enable_gqa=True,
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_launched_where_a_family_is_left_to_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_launched_where_a_family_is_left_to_torch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of all GPUs here none is one of the kernels', and launches would end in the compiler."""
 
     def launched(*_: object, **__: object) -> None:

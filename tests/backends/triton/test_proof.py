@@ -1,4 +1,6 @@
-"""Kernels are compared with PyTorch's before their first use: what is wrong or hangs is not used, and verdicts are kept."""
+"""Kernels are compared with PyTorch's before their first use: what is wrong or hangs is not used, and
+verdicts are kept.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> Path:
-    """Children run this instead of the comparison; what they were asked for is a line each of the file returned."""
+    """Children run this instead of the comparison; what they were asked for is a line each of the file
+    returned.
+    """
     script, log = tmp_path / "child.py", tmp_path / "asked"
     lines = [
         "import json, os, sys",
         "pairs = [p for p in sys.argv[1:] if ':' in p]",
         f"open({str(log)!r}, 'a').write(' '.join(pairs) + '\\n')",
     ]
-    script.write_text("\n".join([*lines, "for pair in pairs:", "    family, dtype, part = pair.split(':')", f"    {body}"]))
+    script.write_text(
+        "\n".join([*lines, "for pair in pairs:", "    family, dtype, part = pair.split(':')", f"    {body}"])
+    )
     plain = proof.subprocess.Popen
 
     def start(command: list[str], **options: Any) -> Any:
@@ -40,10 +46,15 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> Path:
     return log
 
 
-RIGHT = "print(json.dumps(dict(family=family, dtype=dtype, part=int(part), case='c', error=1e-3, limit=1e-2)), flush=True)"
+RIGHT = (
+    "print(json.dumps(dict(family=family, dtype=dtype, part=int(part), case='c', error=1e-3, "
+    "limit=1e-2)), flush=True)"
+)
 
 
-def test_what_ends_its_process_is_refused_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_ends_its_process_is_refused_and_the_others_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     played(monkeypatch, tmp_path, f"os.abort() if family == 'loss_head' else {RIGHT}")
     found = proof.prove(PAIRS, "cpu")
     assert [(v.family, v.dtype) for v in found] == PAIRS
@@ -74,8 +85,14 @@ def test_verdicts_are_kept_until_something_changes(monkeypatch: pytest.MonkeyPat
     assert len(log.read_text().splitlines()) == 8
 
 
-def test_one_wrong_dtype_is_enough_to_leave_a_family_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    played(monkeypatch, tmp_path, RIGHT.replace("))", ", reason='wrong' if pair == 'rows:float32:0' else None))", 1))
+def test_one_wrong_dtype_is_enough_to_leave_a_family_to_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    played(
+        monkeypatch,
+        tmp_path,
+        RIGHT.replace("))", ", reason='wrong' if pair == 'rows:float32:0' else None))", 1),
+    )
     assert proof.proven(["rows", "states8"], "cpu") == {"rows": "wrong", "states8": None}
 
 
@@ -95,4 +112,8 @@ def test_a_refuted_family_is_not_registered_and_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels.importlib, "import_module", Family)
     said = [str(each) for each in kernels.use({"cuda"})]
     assert "rows" not in registered and "attention" in registered
-    assert "norms, gates and rotations are declined" in said[1] and "2.0e-01" in said[1] and "norms" not in said[0]
+    assert (
+        "norms, gates and rotations are declined" in said[1]
+        and "2.0e-01" in said[1]
+        and "norms" not in said[0]
+    )

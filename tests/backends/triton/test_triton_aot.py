@@ -18,8 +18,12 @@ LAUNCHES = "effcompile.backends.triton.aot_cases:attention_launches"
 
 def job(**changes: object) -> CompileJob:
     config = {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}
-    return CompileJob(arch="sm_90", launch=LAUNCHES, kernel="attention_forward",
-               arguments={"dtype": "bf16", "d": 64, "kernel": "forward", "config": config} | changes)  # fmt: skip
+    return CompileJob(
+        arch="sm_90",
+        launch=LAUNCHES,
+        kernel="attention_forward",
+        arguments={"dtype": "bf16", "d": 64, "kernel": "forward", "config": config} | changes,
+    )
 
 
 #: Kernel → the cases that launch it, and their arguments: every kernel that a launcher reaches.
@@ -28,11 +32,20 @@ PRODUCTS: dict[str, list[tuple[str, dict[str, object]]]] = {
     "loss_head_slopes": [("loss_head", {"softcap": True})],
     "block_sparse_product": [("block_sparse", {"block": 64}), ("block_sparse", {"block": 32})],
     "block_sparse_sampled": [("block_sparse", {"block": 64})],
-    "quantized_product": [("group_quant", {"weight": "int4"}), ("group_quant", {"weight": "int8x8", "rows": 1024}),
-                          ("group_quant", {"weight": "int4", "rows": 16}), ("group_quant", {"weight": "fp8x8", "rows": 16}),
-                          ("group_quant", {"weight": "fp8x8", "rows": 1024})],
-}  # fmt: skip
-ATTENTION = {"dtype": "bf16", "d": 64, "kernel": "dq", "config": {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}}
+    "quantized_product": [
+        ("group_quant", {"weight": "int4"}),
+        ("group_quant", {"weight": "int8x8", "rows": 1024}),
+        ("group_quant", {"weight": "int4", "rows": 16}),
+        ("group_quant", {"weight": "fp8x8", "rows": 16}),
+        ("group_quant", {"weight": "fp8x8", "rows": 1024}),
+    ],
+}
+ATTENTION = {
+    "dtype": "bf16",
+    "d": 64,
+    "kernel": "dq",
+    "config": {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2},
+}
 PLAIN: dict[str, list[tuple[str, dict[str, object]]]] = {
     "loss_head_gradients_kernel": [("loss_head", {})],
     "adam8_kernel": [("states8", {})],
@@ -53,10 +66,16 @@ PLAIN: dict[str, list[tuple[str, dict[str, object]]]] = {
 def jobs_of(cases: dict[str, list[tuple[str, dict[str, object]]]], arch: str = "sm_90") -> list[CompileJob]:
     where = LAUNCHES.partition(":")[0]
     pairs = [(kernel, case, given) for kernel, launches in cases.items() for case, given in launches]
-    return [CompileJob(arch=arch, launch=f"{where}:{case}_launches", kernel=kernel, arguments=given) for kernel, case, given in pairs]
+    return [
+        CompileJob(arch=arch, launch=f"{where}:{case}_launches", kernel=kernel, arguments=given)
+        for kernel, case, given in pairs
+    ]
 
 
-EVERY = {"terms": {"lo": -127, "hi": 0, "softcap": 30.0, "chunk": 512}, "tensors": ["bias", "sink", "mask", "valid", "q_ids", "k_ids"]}
+EVERY = {
+    "terms": {"lo": -127, "hi": 0, "softcap": 30.0, "chunk": 512},
+    "tensors": ["bias", "sink", "mask", "valid", "q_ids", "k_ids"],
+}
 #: A single head: the launcher folds ones into the code.
 FORWARD = {"every term": job(**EVERY), "a single head": job(shape=[1, 1, 1, 999])}
 WRONG = {
@@ -71,7 +90,10 @@ WRONG = {
 def reports() -> dict[str, list[Report]]:
     """Of all jobs here, from one worker; and from one more after the job that kills it."""
     pytest.importorskip("triton")
-    named = [(one.kernel, one) for one in [*jobs_of(PRODUCTS), *jobs_of(PLAIN)]] + [*FORWARD.items(), *WRONG.items()]
+    named = [(one.kernel, one) for one in [*jobs_of(PRODUCTS), *jobs_of(PLAIN)]] + [
+        *FORWARD.items(),
+        *WRONG.items(),
+    ]
     found: dict[str, list[Report]] = {}
     for (name, _), (_, report) in zip(named, compile_jobs([one for _, one in named]), strict=True):
         found.setdefault(name, []).append(report)
@@ -86,7 +108,9 @@ def test_products_use_tensor_cores_and_do_not_spill(kernel: str, reports: dict[s
 
 
 def test_products_of_float8_are_summed_in_fp32(reports: dict[str, list[Report]]) -> None:
-    """Step by step: one more addition for each of a thread's 64 sums, which the same tile of int8 does not have."""
+    """Step by step: one more addition for each of a thread's 64 sums, which the same tile of int8 does not
+    have.
+    """
     _, whole, _, _, float8 = reports["quantized_product"]
     assert float8.additions - whole.additions >= 128 * 128 // (8 * 32)
 
@@ -109,26 +133,48 @@ def test_what_does_not_compile_says_why_and_costs_one_job(reports: dict[str, lis
 def test_every_kernel_that_is_launched_is_compiled_here() -> None:
     """What the launchers call, read off their source: `name[grid](…)`."""
     folder = TABLE.parent
-    launched = {name for file in folder.glob("*.py") for name in re.findall(r"\b(\w+)\[[^\n]*\]\(", file.read_text(encoding="utf-8"))}
+    launched = {
+        name
+        for file in folder.glob("*.py")
+        for name in re.findall(r"\b(\w+)\[[^\n]*\]\(", file.read_text(encoding="utf-8"))
+    }
     kernels = {
-        name for file in (folder / "kernels").glob("*.py") for name in re.findall(r"@triton.jit\ndef (\w+)", file.read_text("utf-8"))
+        name
+        for file in (folder / "kernels").glob("*.py")
+        for name in re.findall(r"@triton.jit\ndef (\w+)", file.read_text("utf-8"))
     }
     assert len(launched & kernels) > 15
     assert launched & kernels == {*PRODUCTS, *PLAIN, *(f"attention_{kernel}" for kernel in KERNELS)}
 
 
-ROWS = [(arch, dtype, d, kernel) for arch in ARCHITECTURES for dtype, heads in HEADS.items() for d in heads for kernel in KERNELS]
+ROWS = [
+    (arch, dtype, d, kernel)
+    for arch in ARCHITECTURES
+    for dtype, heads in HEADS.items()
+    for d in heads
+    for kernel in KERNELS
+]
 
 
 @pytest.mark.parametrize(("arch", "dtype", "d", "kernel"), ROWS)
-def test_every_architecture_dtype_and_head_size_has_tiles_that_were_seen_to_fit(arch: str, dtype: str, d: int, kernel: str) -> None:
-    """Each row says what the compiler found: a tile of powers of two, room for it, registers that there are, nothing spilled.
+def test_every_architecture_dtype_and_head_size_has_tiles_that_were_seen_to_fit(
+    arch: str, dtype: str, d: int, kernel: str
+) -> None:
+    """Each row says what the compiler found: a tile of powers of two, room for it, registers that there are,
+    nothing spilled.
 
     What was measured as the fastest on an H100 spills a little, and the twin of its dtype with it.
     """
     row = tomllib.loads(TABLE.read_text(encoding="utf-8"))[arch][dtype][str(d)][kernel]
-    for m, n, warps, stages, shared in ([*(row[name] for name in TILE), row["shared"]], *row.get("others", [])):
-        assert all(size >= 16 and size & (size - 1) == 0 for size in (m, n)) and warps in (2, 4, 8) and 1 <= stages <= 4
+    for m, n, warps, stages, shared in (
+        [*(row[name] for name in TILE), row["shared"]],
+        *row.get("others", []),
+    ):
+        assert (
+            all(size >= 16 and size & (size - 1) == 0 for size in (m, n))
+            and warps in (2, 4, 8)
+            and 1 <= stages <= 4
+        )
         assert 0 < shared <= SHARED_LIMIT[arch]
     assert 0 < row["registers"] <= (512 if arch.startswith("gfx") else 255) and row["spills"] <= (
         512 if arch == "sm_90" and row["triton"] == "3.6.0" else 0
@@ -144,7 +190,8 @@ def test_a_launch_takes_the_row_of_its_own_dtype_and_size(arch: str, dtype: str,
     first, *others = candidates(kernel, arch, made, d, d)
     assert (first.block_m, first.block_n, first.warps, first.stages) == tuple(row[name] for name in TILE)
     assert first.precision == row.get("precision") and len(others) == len(row.get("others", []))
-    little = candidates(kernel, arch, made, d - 8, d - 8, shared=row["shared"] - 1)  # a GPU with less room than the architecture's
+    # a GPU with less room than the architecture's
+    little = candidates(kernel, arch, made, d - 8, d - 8, shared=row["shared"] - 1)
     assert first not in little
 
 
@@ -152,10 +199,16 @@ def test_where_a_tile_was_measured_nothing_is_left_to_choose() -> None:
     row = tomllib.loads(TABLE.read_text(encoding="utf-8"))["sm_90"]["bf16"]["128"]["dkdv"]
     (only,) = candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here=row["measured"])
     assert (only.block_m, only.block_n, only.warps, only.stages) == tuple(row[name] for name in TILE)
-    assert len(candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here="another GPU, triton 3.6.0")) == 1 + len(row["others"])
+    assert len(
+        candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here="another GPU, triton 3.6.0")
+    ) == 1 + len(row["others"])
 
 
 def test_sizes_without_a_row_have_no_tiles() -> None:
     for arch in ARCHITECTURES:
-        assert candidates("forward", arch, torch.float32, 256, 256) == () == candidates("forward", arch, torch.bfloat16, 512, 512)
+        assert (
+            candidates("forward", arch, torch.float32, 256, 256)
+            == ()
+            == candidates("forward", arch, torch.bfloat16, 512, 512)
+        )
     assert candidates("forward", "sm_70", torch.float16, 64, 64) == ()

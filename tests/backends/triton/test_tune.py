@@ -1,4 +1,6 @@
-"""The choice among tiles: the fastest by an injected timer, once per device, from a file that may be missing, damaged or of other tiles."""
+"""The choice among tiles: the fastest by an injected timer, once per device, from a file that may be missing,
+damaged or of other tiles.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_the_fastest_is_taken_and_kept(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["tiles.json"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"forward bf16 64": 7}', '{"forward bf16 64": {"block_m": 8}}', "\x00"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"forward bf16 64": 7}', '{"forward bf16 64": {"block_m": 8}}', "\x00"]
+)
 def test_a_damaged_file_is_measured_anew(content: str, tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
     path.write_text(content)
@@ -73,7 +77,9 @@ def test_what_cannot_be_built_is_passed_over(tmp_path: Path) -> None:
     assert not nothing.exists()
 
 
-def test_nothing_is_measured_for_one_option_or_when_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_for_one_option_or_when_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     assert choose(tmp_path / "tiles.json", clock, OPTIONS[1:2]) == OPTIONS[1]
     monkeypatch.setenv("EFFCOMPILE_TUNE", "off")
@@ -88,12 +94,25 @@ def test_a_folder_that_cannot_be_written_costs_no_result(tmp_path: Path) -> None
 
 def test_architectures() -> None:
     """By compute capability; what has no bf16 or other instructions than the table's has no tiles."""
-    assert [architecture_of(major) for major in (7, 8, 9, 10, 12)] == [None, "sm_80", "sm_90", "sm_100", "sm_80"]
-    assert [architecture_of(9, amd) for amd in ("gfx942:sramecc+", "gfx950", "gfx1100", "gfx90a")] == ["gfx942", "gfx942", None, None]
+    assert [architecture_of(major) for major in (7, 8, 9, 10, 12)] == [
+        None,
+        "sm_80",
+        "sm_90",
+        "sm_100",
+        "sm_80",
+    ]
+    assert [architecture_of(9, amd) for amd in ("gfx942:sramecc+", "gfx950", "gfx1100", "gfx90a")] == [
+        "gfx942",
+        "gfx942",
+        None,
+        None,
+    ]
 
 
 def test_candidates_fit_the_gpu_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of sm_80's instructions with 99 KiB of shared memory takes what fits; with less than any tile's, attention is declined."""
+    """A GPU of sm_80's instructions with 99 KiB of shared memory takes what fits; with less than any tile's,
+    attention is declined.
+    """
     monkeypatch.setattr(configs, "interpreting", lambda: False)
     every = candidates("dq", "sm_80", torch.bfloat16, 256, 256)
     assert every
@@ -109,7 +128,13 @@ def test_a_users_step_is_not_held_up(tmp_path: Path) -> None:
     """Where nothing was measured, and nothing may be, the first is taken, for this call alone."""
     clock = Clock(m128=3.0, m64=1.0, m32=2.0)
     tuner = Tuner(tmp_path / "tiles.json", clock)
-    assert tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m, measure=False) == OPTIONS[0]
+    assert (
+        tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m, measure=False)
+        == OPTIONS[0]
+    )
     assert clock.asked == 0
     assert tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m).block_m == 64
-    assert tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m, measure=False).block_m == 64
+    assert (
+        tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m, measure=False).block_m
+        == 64
+    )

@@ -1,4 +1,6 @@
-"""Without triton, with an old one, or without a GPU, the kernels are declined with a reason; looking does not import triton."""
+"""Without triton, with an old one, or without a GPU, the kernels are declined with a reason; looking does not
+import triton.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,35 @@ def test_other_accelerators_are_declined_in_words() -> None:
 def test_asking_does_not_import_triton() -> None:
     """PyTorch may have imported it by itself; what is looked at is what asking adds."""
     code = (
-        "import sys, effcompile.backends.triton as t\n"
-        "for name in [name for name in sys.modules if name.split('.')[0] == 'triton']: del sys.modules[name]\n"
-        "t.unavailable(); print('triton' in sys.modules)"
+        "import sys, effcompile.backends.triton as t\nfor name in [name for name in sys.modules if "
+        "name.split('.')[0] == 'triton']: del sys.modules[name]\nt.unavailable(); print('triton' in "
+        "sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_the_kernels_need_torch_and_triton_alone() -> None:
-    """A GPU machine without a registry has no more: the script that measures kernels there starts without the rest."""
-    rest = ["msgspec", "z3", "rich", "typer", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "ml_dtypes", "transformers", "torchao"]
-    without = f"import sys, runpy; sys.modules.update(dict.fromkeys({rest})); sys.argv[1:] = ['--help']; sys.path[0] = {str(BENCHMARKS)!r}"
+    """A GPU machine without a registry has no more: the script that measures kernels there starts without the
+    rest.
+    """
+    rest = [
+        "msgspec",
+        "z3",
+        "rich",
+        "typer",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
+        "onnx_ir",
+        "ml_dtypes",
+        "transformers",
+        "torchao",
+    ]
+    without = (
+        f"import sys, runpy; sys.modules.update(dict.fromkeys({rest})); sys.argv[1:] = ['--help']; "
+        f"sys.path[0] = {str(BENCHMARKS)!r}"
+    )
     code = f"{without}; runpy.run_path({str(BENCHMARKS / 'gpu.py')!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "ceilings" in done.stdout, done.stderr

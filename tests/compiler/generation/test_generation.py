@@ -1,4 +1,6 @@
-"""optimize(mode="generation"): the model's own generate() on planned steps, token for token, saved and opened again."""
+"""optimize(mode="generation"): the model's own generate() on planned steps, token for token, saved and opened
+again.
+"""
 
 import copy
 import pickle
@@ -64,7 +66,9 @@ def test_a_left_padded_row_is_the_row_alone(llama: Planned) -> None:
     mask[0, :4] = 0
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.int64), row], 1)
     alone = llama[1].generate(row, max_new_tokens=16, do_sample=False)
-    assert torch.equal(llama[1].generate(padded, attention_mask=mask, max_new_tokens=16, do_sample=False)[:, 4:], alone)
+    assert torch.equal(
+        llama[1].generate(padded, attention_mask=mask, max_new_tokens=16, do_sample=False)[:, 4:], alone
+    )
 
 
 def test_a_cache_is_handed_back_and_taken_again(llama: Planned) -> None:
@@ -81,7 +85,9 @@ def test_a_cache_is_handed_back_and_taken_again(llama: Planned) -> None:
 
 
 def test_drafted_tokens_are_checked_in_one_step(planned: Planned) -> None:
-    """Prompt look-up gives several tokens to a step and cuts those of the cache that were not accepted, beyond a window too."""
+    """Prompt look-up gives several tokens to a step and cuts those of the cache that were not accepted,
+    beyond a window too.
+    """
     same(planned, ids(1, 6).repeat(1, 4), max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=3)
 
 
@@ -100,9 +106,13 @@ def test_streamer_and_stopping_criteria(llama: Planned) -> None:
         def end(self) -> None:
             self.said.append(-1)
 
-    stop = transformers.StoppingCriteriaList([lambda tokens, scores, **_: torch.full((tokens.shape[0],), tokens.shape[1] >= 14)])
+    stop = transformers.StoppingCriteriaList(
+        [lambda tokens, scores, **_: torch.full((tokens.shape[0],), tokens.shape[1] >= 14)]
+    )
     streamer = Streamer()
-    found = llama[1].generate(ids(1, 9), max_new_tokens=40, do_sample=False, streamer=streamer, stopping_criteria=stop)
+    found = llama[1].generate(
+        ids(1, 9), max_new_tokens=40, do_sample=False, streamer=streamer, stopping_criteria=stop
+    )
     assert found.shape[1] == 14
     assert streamer.said == [*found[0].tolist(), -1]
 
@@ -123,10 +133,22 @@ REFUSED: dict[str, tuple[Callable[[Planned], object], str]] = {
     "too long": (lambda p: p[1].generate(ids(1, 9), max_new_tokens=CONTEXT), "context = 320"),
     "prompt": (lambda p: p[1](ids(1, CONTEXT + 1)), "321 or more"),
     "embeddings": (lambda p: p[1](inputs_embeds=torch.zeros(1, 3, 32)), "takes input_ids"),
-    "hidden states": (lambda p: p[1](ids(1, 3), output_hidden_states=True), "output_hidden_states is not planned for"),
-    "static": (lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="static"), "DynamicCache"),
-    "offloaded": (lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="offloaded"), "offloading"),
-    "mask": (lambda p: p[1](ids(1, 3), attention_mask=torch.ones(1, 5, dtype=torch.int64)), "attention_mask is"),
+    "hidden states": (
+        lambda p: p[1](ids(1, 3), output_hidden_states=True),
+        "output_hidden_states is not planned for",
+    ),
+    "static": (
+        lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="static"),
+        "DynamicCache",
+    ),
+    "offloaded": (
+        lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="offloaded"),
+        "offloading",
+    ),
+    "mask": (
+        lambda p: p[1](ids(1, 3), attention_mask=torch.ones(1, 5, dtype=torch.int64)),
+        "attention_mask is",
+    ),
 }
 
 
@@ -143,7 +165,9 @@ def test_huggingfaces_pipeline_takes_it_for_the_model(llama: Planned) -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
     wanted, found = (
-        transformers.pipeline("text-generation", model=each, tokenizer=tokenizer)("w5 w9 w17", max_new_tokens=6, do_sample=False)
+        transformers.pipeline("text-generation", model=each, tokenizer=tokenizer)(
+            "w5 w9 w17", max_new_tokens=6, do_sample=False
+        )
         for each in (model, executable)
     )
     assert found == wanted
@@ -167,7 +191,9 @@ def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
     assert opened.plan.goal.context == CONTEXT
     opened.generation_config.max_new_tokens = 5
     for other in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
-        assert torch.equal(other.generate(ids(2, 9), do_sample=False), opened.generate(ids(2, 9), do_sample=False))
+        assert torch.equal(
+            other.generate(ids(2, 9), do_sample=False), opened.generate(ids(2, 9), do_sample=False)
+        )
 
 
 def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:

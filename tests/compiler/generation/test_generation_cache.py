@@ -1,4 +1,6 @@
-"""A cache in bf16 or in 8 bits: its bytes, its results against a cache that rounds, and the plans that choose it."""
+"""A cache in bf16 or in 8 bits: its bytes, its results against a cache that rounds, and the plans that choose
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ class Rounding(transformers.DynamicCache):
         return super().update(*map(ROUNDINGS[self.dtype], (key_states, value_states)), *args, **kwargs)
 
 
-WAYS = [("llama", "bfloat16"), ("llama", "int8"), ("gemma3_text", "int8"), ("gpt2", "bfloat16"), ("t5", "int8")]
+WAYS = [
+    ("llama", "bfloat16"),
+    ("llama", "int8"),
+    ("gemma3_text", "int8"),
+    ("gpt2", "bfloat16"),
+    ("t5", "int8"),
+]
 
 
 @pytest.fixture(scope="module", params=WAYS, ids="-".join)
@@ -82,7 +90,9 @@ def test_its_bytes_are_those_of_the_layout(narrow: Planned, tokens: int) -> None
     assert {side.dtype for side in held} == {getattr(torch, layout.narrow)}
     assert sum(side.untyped_storage().nbytes() for side in held) == layout.nbytes(CONTEXT, 2)
     if not any(leaf.window for leaf in layout):
-        assert layout.nbytes(CONTEXT, 2) == sum(2 * CONTEXT * leaf.shape[0] * row_bytes(layout.narrow, leaf) for leaf in layout)
+        assert layout.nbytes(CONTEXT, 2) == sum(
+            2 * CONTEXT * leaf.shape[0] * row_bytes(layout.narrow, leaf) for leaf in layout
+        )
 
 
 def row_bytes(dtype: str, leaf: CacheLeaf) -> int:
@@ -90,7 +100,9 @@ def row_bytes(dtype: str, leaf: CacheLeaf) -> int:
     return 2 * leaf.shape[1] if dtype == "bfloat16" else leaf.shape[1] + 4
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "drafts"])
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "drafts"]
+)
 def test_it_generates(narrow: Planned, how: dict[str, Any]) -> None:
     """A left-padded row is the row alone; beams and drafts move its rows."""
     model, executable = narrow
@@ -121,7 +133,8 @@ def llama() -> nn.Module:
 
 
 GIVEN: dict[str, Any] = {
-    "mode": "generation", "context": 512, "prompt": 8, "new": 8, "target": "cpu-generic", "backend": "torch-eager", "max_error": 0.9,
+    "mode": "generation", "context": 512, "prompt": 8, "new": 8, "target": "cpu-generic",
+    "backend": "torch-eager", "max_error": 0.9,
 }  # fmt: skip
 
 
@@ -130,12 +143,16 @@ TEXT = {"input_ids": ids(1, 40)}
 
 def cache_of(plan: Plan) -> tuple[str, int, int] | None:
     """(option, bytes, the model's own bytes)."""
-    found = [(d.option, d.cost.bytes_kept, d.baseline_cost.bytes_kept) for d in plan.decisions if d.kind == "cache"]
+    found = [
+        (d.option, d.cost.bytes_kept, d.baseline_cost.bytes_kept) for d in plan.decisions if d.kind == "cache"
+    ]
     return found[0] if found else None
 
 
 def test_its_form_is_in_the_solve(llama: nn.Module) -> None:
-    """Bytes are those of 512 tokens, keys and values, 4 heads of 8; the peak falls by what a narrower form saves."""
+    """Bytes are those of 512 tokens, keys and values, 4 heads of 8; the peak falls by what a narrower form
+    saves.
+    """
     own, codes = 512 * 2 * 4 * 8 * 4, 512 * 2 * 4 * (8 + 4)
     smallest = effcompile.plan(llama, TEXT, minimize="memory", **GIVEN)
     assert cache_of(smallest) == ("int8_rows", codes, own)
@@ -156,7 +173,9 @@ def test_what_was_decided_is_built_and_compared(llama: nn.Module) -> None:
 
 
 def test_a_memory_is_kept_where_a_prompt_fills_the_context(llama: nn.Module) -> None:
-    """Its own cache needs 81,920 bytes more than the smallest plan; the peak that is measured reads a prompt of the whole context."""
+    """Its own cache needs 81,920 bytes more than the smallest plan; the peak that is measured reads a prompt
+    of the whole context.
+    """
     smallest = effcompile.plan(llama, TEXT, minimize="memory", **GIVEN)
     memory = smallest.predicted.peak_bytes + 40_000
     executable = effcompile.optimize(llama, TEXT, memory=memory, **GIVEN)

@@ -1,4 +1,6 @@
-"""A planned generation after one change: what it answers is the changed model's own, or it is refused in words. The oracle is a copy."""
+"""A planned generation after one change: what it answers is the changed model's own, or it is refused in
+words. The oracle is a copy.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 
 def answers(model: Any, prompt: Any = None, **given: Any) -> Callable[[], Any]:
-    return lambda: model.generate(ids(2, 9) if prompt is None else prompt, max_new_tokens=8, do_sample=False, **given)
+    return lambda: model.generate(
+        ids(2, 9) if prompt is None else prompt, max_new_tokens=8, do_sample=False, **given
+    )
 
 
 def forward(model: Any, *args: Any, **given: Any) -> Callable[[], Any]:
@@ -86,7 +90,9 @@ def ended(model: Any) -> transformers.GenerationConfig:
 
 
 def upside_down(model: Any) -> Undo:
-    model._get_logits_processor = lambda *args, **kwargs: transformers.LogitsProcessorList([lambda ids, scores: -scores])
+    model._get_logits_processor = lambda *args, **kwargs: transformers.LogitsProcessorList(
+        [lambda ids, scores: -scores]
+    )
     return lambda: delattr(model, "_get_logits_processor")
 
 
@@ -109,7 +115,9 @@ REFUSED: dict[str, Change] = {
     "rotations": put("model.rotary_emb.attention_scaling", 2.0),
     "scaling": put("model.layers.0.self_attn.scaling", 2.0),
     "tied weights": put("lm_head.weight", lambda model: model.model.embed_tokens.weight),
-    "another weight": put("model.norm.weight", lambda model: nn.Parameter(model.model.norm.weight.detach() * 3)),
+    "another weight": put(
+        "model.norm.weight", lambda model: nn.Parameter(model.model.norm.weight.detach() * 3)
+    ),
     "another module": put("model.layers.0.mlp.act_fn", lambda model: nn.ReLU()),
 }
 
@@ -153,7 +161,9 @@ def test_in_training_mode_the_model_itself_runs(both: Planned) -> None:
         model.train()
     try:
         assert both[1].original.training
-        assert compared(answers(both[0]), answers(both[1])) and compared(forward(both[0], ids(2, 9)), forward(both[1], ids(2, 9)))
+        assert compared(answers(both[0]), answers(both[1])) and compared(
+            forward(both[0], ids(2, 9)), forward(both[1], ids(2, 9))
+        )
     finally:
         for model in both:
             model.eval()
@@ -226,7 +236,10 @@ def test_tokens_outside_of_the_table_are_refused(tmp_path: Path) -> None:
     opened = effcompile.load(planned.save(tmp_path / "made"))
     for each in (planned, opened):
         assert compared(answers(model), answers(each))
-        for wrong in ({"input_ids": ids(1, 5) - 20}, {"input_ids": ids(1, 5), "position_ids": -torch.arange(5)[None]}):
+        for wrong in (
+            {"input_ids": ids(1, 5) - 20},
+            {"input_ids": ids(1, 5), "position_ids": -torch.arange(5)[None]},
+        ):
             with pytest.raises(GuardError, match="has the index -"):
                 each(**wrong)
     opened.generation_config = transformers.GenerationConfig(eos_token_id=list(range(64)), pad_token_id=0)
@@ -244,7 +257,9 @@ def test_hooks_that_were_there_run_once(tmp_path: Path) -> None:
     model.register_forward_hook(negated)
     other = copy.deepcopy(model)
     planned = bare((model, capture_step(model)), context=32)[1]
-    assert compared(answers(other), answers(planned)) and compared(forward(other, ids(2, 9)), forward(planned, ids(2, 9)))
+    assert compared(answers(other), answers(planned)) and compared(
+        forward(other, ids(2, 9)), forward(planned, ids(2, 9))
+    )
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     with pytest.raises(GuardError, match=r"norm\.weight"):
@@ -254,4 +269,6 @@ def test_hooks_that_were_there_run_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["eager", "replan"])
 def test_nothing_else_is_done_in_the_place_of_a_refused_call(how: Any) -> None:
     with pytest.raises(UsageError, match="Leave it out"):
-        effcompile.optimize(captured("llama", num_hidden_layers=1)[0], mode="generation", context=32, on_change=how)
+        effcompile.optimize(
+            captured("llama", num_hidden_layers=1)[0], mode="generation", context=32, on_change=how
+        )

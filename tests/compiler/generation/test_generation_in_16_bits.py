@@ -1,4 +1,6 @@
-"""Models as they are shipped, in bfloat16: an exact goal is held to what tells two roundings of one value apart, no closer."""
+"""Models as they are shipped, in bfloat16: an exact goal is held to what tells two roundings of one value
+apart, no closer.
+"""
 
 from collections.abc import Iterator
 
@@ -29,7 +31,9 @@ def test_it_is_planned_and_generates_what_the_model_does(model: nn.Module) -> No
     told = {candidate.backend: str(candidate.note) for candidate in planned.plan.candidates}
     assert "bfloat16" in told["onnxruntime"]
     assert all(check.passed and check.error < 2e-2 for check in planned.plan.checks)
-    assert (planned._shell.device, planned._shell.dtype) == (model.device, torch.bfloat16), "generate() puts tokens elsewhere"
+    assert (planned._shell.device, planned._shell.dtype) == (model.device, torch.bfloat16), (
+        "generate() puts tokens elsewhere"
+    )
     text = ids(1, 9)
     found = planned.generate(text, max_new_tokens=8, do_sample=False)
     with torch.no_grad():
@@ -44,7 +48,9 @@ def test_what_rounding_does_not_explain_is_refused(model: nn.Module, monkeypatch
 
     def wrong(*args: object) -> torch.Tensor:
         logits = right(*args)  # type: ignore[arg-type]
-        return logits + 0.04 * logits.norm() * torch.nn.functional.normalize(torch.randn(logits.shape), dim=None)
+        return logits + 0.04 * logits.norm() * torch.nn.functional.normalize(
+            torch.randn(logits.shape), dim=None
+        )
 
     monkeypatch.setattr(checking, "forced", wrong)
     with pytest.raises((LoweringError, VerificationError), match="not within the declared error"):

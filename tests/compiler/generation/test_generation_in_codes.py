@@ -41,23 +41,47 @@ def planned(family: str, model: nn.Module, step: Any) -> GenerationExecutable:
     forms = {site.site: Form(word="fused") for site in row_sites(program)}
     forms |= {site.site: Form(weights=LINEAR_FORMATS[family]) for site in linears(program)}
     decisions = tuple(
-        Decision(site=site, kind="", option=form.name, baseline="", form=form, by="", cost=Cost(), baseline_cost=Cost())
+        Decision(
+            site=site,
+            kind="",
+            option=form.name,
+            baseline="",
+            form=form,
+            by="",
+            cost=Cost(),
+            baseline_cost=Cost(),
+        )
         for site, form in forms.items()
     )
     nothing = Totals()
-    proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
+    proof = Certificate(
+        status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver=""
+    )
     plan = Plan(
-        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=CONTEXT), target="", target_line="",
-        backend="torch-eager", decisions=decisions, declined=(), certificate=proof, baseline=nothing, predicted=nothing,
+        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=CONTEXT), target="",
+        target_line="", backend="torch-eager", decisions=decisions, declined=(), certificate=proof,
+        baseline=nothing, predicted=nothing,
     )  # fmt: skip
-    program = Rows().apply(program, plan).tagged({site: form for site, form in forms.items() if form.weights}, "quantize")
-    lowered, parts = lower_step(step, program, load_backend("torch-eager"), plan, CacheRoom(context=CONTEXT, chunk=32))
-    assert {site: parts["step"].applied[site].name for site in forms} == {site: form.name for site, form in forms.items()}
-    return GenerationExecutable(model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts)
+    program = (
+        Rows()
+        .apply(program, plan)
+        .tagged({site: form for site, form in forms.items() if form.weights}, "quantize")
+    )
+    lowered, parts = lower_step(
+        step, program, load_backend("torch-eager"), plan, CacheRoom(context=CONTEXT, chunk=32)
+    )
+    assert {site: parts["step"].applied[site].name for site in forms} == {
+        site: form.name for site, form in forms.items()
+    }
+    return GenerationExecutable(
+        model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts
+    )
 
 
 def rounded(model: nn.Module, family: str) -> nn.Module:
-    """A copy whose weights are those that codes stand for: the oracle, but for the rounding of activations."""
+    """A copy whose weights are those that codes stand for: the oracle, but for the rounding of
+    activations.
+    """
     held = LINEAR_FORMATS[family]
     copy = tiny("llama", num_hidden_layers=2)
     copy.load_state_dict(model.state_dict())
@@ -90,7 +114,9 @@ def test_token_by_token_is_the_prompt_at_once(coded: tuple[str, nn.Module, Gener
         told = rounded(model, family)(text).logits
         exact = model(text).logits
     error = lambda a, b: float((a - b).norm() / b.norm())  # noqa: E731
-    assert 1e-5 < error(whole, told) < 0.05 and (family != "int4_groups" or error(whole, told) < 0.5 * error(whole, exact))
+    assert 1e-5 < error(whole, told) < 0.05 and (
+        family != "int4_groups" or error(whole, told) < 0.5 * error(whole, exact)
+    )
 
 
 def test_all_layers_are_one_call(coded: tuple[str, nn.Module, GenerationExecutable]) -> None:
@@ -111,7 +137,9 @@ def test_a_left_padded_row_is_the_row_alone(coded: tuple[str, nn.Module, Generat
     assert torch.equal(both[1:], coded[2].generate(padded[1:], **how))
 
 
-def test_many_rows_run_one_by_one(coded: tuple[str, nn.Module, GenerationExecutable], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_run_one_by_one(
+    coded: tuple[str, nn.Module, GenerationExecutable], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = ids(3, 12)
     few = logits(coded[2], text, [10, 1, 1])
     monkeypatch.setattr(regions, "FEW", 0)
@@ -130,7 +158,11 @@ def test_keys_are_read_once_for_a_group() -> None:
     model = tiny("llama", num_hidden_layers=1, num_attention_heads=8)
     executable = planned("int8_groups", model, capture_step(model))
     graph = executable.lowered.run.graph  # type: ignore[attr-defined]
-    assert not [node for node in graph.nodes if node.target is torch.ops.aten.expand.default and len(node.args[1]) == 5]  # type: ignore[arg-type]
+    assert not [
+        node
+        for node in graph.nodes
+        if node.target is torch.ops.aten.expand.default and len(node.args[1]) == 5
+    ]
     text = ids(1, 14)
     with torch.no_grad():
         wanted = model(text).logits

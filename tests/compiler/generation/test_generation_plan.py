@@ -17,7 +17,14 @@ from effcompile.core.findings import TokenRates
 from effcompile.runtime.generation.executable import GenerationExecutable
 
 #: Of a machine whose figures are known: no kernel is timed.
-HOW: dict[str, Any] = {"mode": "generation", "target": "cpu-generic", "backend": "torch-eager", "context": 96, "prompt": 48, "new": 16}
+HOW: dict[str, Any] = {
+    "mode": "generation",
+    "target": "cpu-generic",
+    "backend": "torch-eager",
+    "context": 96,
+    "prompt": 48,
+    "new": 16,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +50,10 @@ def test_an_exact_plan_says_what_was_measured(exact: GenerationExecutable, llama
     assert {check.name for check in plan.checks} >= {"prefill in one call", "prefill in chunks"}
     assert plan.measured is not None
     assert plan.measured.seconds is not None
-    read = [*llama.parameters(), *(buffer for name, buffer in llama.named_buffers() if "original" not in name)]
+    read = [
+        *llama.parameters(),
+        *(buffer for name, buffer in llama.named_buffers() if "original" not in name),
+    ]
     assert plan.measured.weight_bytes == sum(tensor.nbytes for tensor in read)
     assert any(str(note).startswith("prefill ") for note in plan.notes)
     text = ids(2, 9)
@@ -57,21 +67,44 @@ def test_the_peak_holds_weights_and_the_whole_cache(exact: GenerationExecutable)
     assert weights + cache < peak < weights + cache + (2 << 20)
 
 
-def test_less_memory_takes_fewer_bits_and_the_peak_is_within_it(exact: GenerationExecutable, llama: nn.Module) -> None:
+def test_a_front_is_of_plans_at_each_memory(llama: nn.Module) -> None:
+    text, asked = {"input_ids": ids(2, 40)}, {**HOW, "max_error": 0.2}
+    front = effcompile.frontier(llama, text, points=4, **asked)
+    sizes = [plan.predicted.peak_bytes for plan in front]
+    times = [plan.predicted.seconds for plan in front]
+    assert len(front) > 1
+    assert sizes == sorted(sizes) and times == sorted(times, reverse=True)
+    assert front[-1].predicted.seconds == effcompile.plan(llama, text, **asked).predicted.seconds
+    for plan, size in zip(front, sizes, strict=True):
+        assert size > plan.predicted.weight_bytes + 96 * 2 * 64 * 2  # the cache of the whole context
+        alone = effcompile.plan(llama, text, memory=size, **asked)
+        assert alone.predicted.seconds <= plan.predicted.seconds * (1 + 1e-9)
+        assert alone.predicted.peak_bytes <= size
+
+
+def test_less_memory_takes_fewer_bits_and_the_peak_is_within_it(
+    exact: GenerationExecutable, llama: nn.Module
+) -> None:
     memory = int(exact.plan.measured.peak_bytes * 0.8)
-    planned = effcompile.optimize(llama, memory=memory, max_error=0.2, calibration=[{"input_ids": ids(2, 40)}], **HOW)
+    planned = effcompile.optimize(
+        llama, memory=memory, max_error=0.2, calibration=[{"input_ids": ids(2, 40)}], **HOW
+    )
     assert planned.plan.met
     assert planned.plan.measured.peak_bytes <= memory
     assert {decision.option for decision in planned.plan.decisions} - {"fp32"}
-    assert isinstance(planned._parts["step"], TorchLowered)
+    assert isinstance(planned.parts["step"], TorchLowered)
     worst = max(check.error for check in planned.plan.checks)
     assert 0 < worst <= 0.2
     assert all("nats per token" in str(check.note) for check in planned.plan.checks)
 
 
-def test_a_saved_plan_is_carried_out_again(exact: GenerationExecutable, llama: nn.Module, tmp_path: Path) -> None:
+def test_a_saved_plan_is_carried_out_again(
+    exact: GenerationExecutable, llama: nn.Module, tmp_path: Path
+) -> None:
     """Its choices stay, and what was measured is of this run; as the report advises."""
-    small = effcompile.optimize(llama, max_error=0.2, passes=["quantize"], calibration=[{"input_ids": ids(2, 40)}], **HOW)
+    small = effcompile.optimize(
+        llama, max_error=0.2, passes=["quantize"], calibration=[{"input_ids": ids(2, 40)}], **HOW
+    )
     small.plan.save(tmp_path / "plan.json")
     again = effcompile.optimize(llama, plan=str(tmp_path / "plan.json"))
     assert again.plan.options() == small.plan.options() != exact.plan.options()
@@ -84,13 +117,22 @@ def test_a_saved_plan_is_carried_out_again(exact: GenerationExecutable, llama: n
 
 def test_a_plan_of_another_model_is_refused(exact: GenerationExecutable) -> None:
     with pytest.raises(effcompile.FormatError, match="made for another model"):
-        effcompile.optimize(tiny("llama", num_hidden_layers=2, vocab_size=256, hidden_size=64), plan=exact.plan)
+        effcompile.optimize(
+            tiny("llama", num_hidden_layers=2, vocab_size=256, hidden_size=64), plan=exact.plan
+        )
 
 
-def test_what_does_not_fit_says_the_largest_context_that_does(exact: GenerationExecutable, llama: nn.Module) -> None:
+def test_what_does_not_fit_says_the_largest_context_that_does(
+    exact: GenerationExecutable, llama: nn.Module
+) -> None:
     memory = exact.plan.measured.weight_bytes + exact.lowered.layout.nbytes(96, 1) // 2
     with pytest.raises(effcompile.InfeasibleError, match="context") as raised:
-        effcompile.plan(copy.deepcopy(llama), {"input_ids": ids(1, 8)}, memory=memory, **{**HOW, "context": 512, "prompt": 48})
+        effcompile.plan(
+            copy.deepcopy(llama),
+            {"input_ids": ids(1, 8)},
+            memory=memory,
+            **{**HOW, "context": 512, "prompt": 48},
+        )
     assert "context" in str(raised.value)
 
 

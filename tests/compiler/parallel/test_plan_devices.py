@@ -1,4 +1,6 @@
-"""From a model to a plan for many devices, by the Python entry and the command line; nothing needs a device."""
+"""From a model to a plan for many devices, by the Python entry and the command line; nothing
+needs a device.
+"""
 
 import json
 from dataclasses import replace
@@ -6,7 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from typer.testing import CliRunner
 
 import effcompile
@@ -25,7 +34,12 @@ TOKENS = 128
 
 def llama(layers: int = 12) -> nn.Module:
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4, vocab_size=1000
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=1000,
     )
     with torch.device("meta"):
         return LlamaForCausalLM(config)
@@ -38,7 +52,9 @@ def inputs() -> dict[str, Tensor]:
 
 @pytest.fixture
 def described_once(described: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One capture serves them all: what is planned is what was described, with as many layers as the model has."""
+    """One capture serves them all: what is planned is what was described, with as many layers as the model
+    has.
+    """
 
     def as_before(model: nn.Module, *_: object, **__: object) -> Model:
         return replace(described, order=(0,) * len(model.model.layers))
@@ -48,7 +64,15 @@ def described_once(described: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> effcompile.Plan:
-    return effcompile.plan(llama().train(), inputs(), mode="training", target="h100-sxm", devices=16, global_batch=32, strategy={"pp": 2})
+    return effcompile.plan(
+        llama().train(),
+        inputs(),
+        mode="training",
+        target="h100-sxm",
+        devices=16,
+        global_batch=32,
+        strategy={"pp": 2},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +128,9 @@ def test_a_layer_that_is_cut_in_two_is_put_together():
 
 def test_a_tied_table_counts_once():
     with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=500, n_positions=TOKENS))
+        model = GPT2LMHeadModel(
+            GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=500, n_positions=TOKENS)
+        )
     found = describe(model, (), inputs(), target=load_target("h100-sxm"))
     assert found.tied
     assert found.parameters == sum(p.numel() for p in model.parameters())
@@ -148,7 +174,15 @@ def test_the_plan_says_how_the_step_is_divided(plan):
 def test_a_given_strategy_is_judged_as_it_is(plan):
     found = plan.distributed
     given = effcompile.Strategy.of(**parse_strategy(strategy_text(found.strategy)))
-    again = effcompile.plan(llama().train(), inputs(), mode="training", target="h100-sxm", devices=16, global_batch=32, strategy=given)
+    again = effcompile.plan(
+        llama().train(),
+        inputs(),
+        mode="training",
+        target="h100-sxm",
+        devices=16,
+        global_batch=32,
+        strategy=given,
+    )
     assert again.distributed.peak_bytes == found.peak_bytes
     assert again.distributed.seconds == pytest.approx(found.seconds)
     assert again.distributed.considered == 1
@@ -161,7 +195,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def model():
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, vocab_size=1000))
+            hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=4, vocab_size=1000))
 
 def inputs():
     ids = torch.zeros(1, 128, dtype=torch.long, device="meta")
@@ -176,11 +211,27 @@ def run(tmp_path, *more: str):
 
 
 def test_the_command_emits_what_is_agreed(tmp_path):
-    ran = run(tmp_path, "--nodes", "2x8", "--batch-tokens", "4096", "--strategy", "dp=8,tp=2", "--json", "-o", str(tmp_path / "out"))
+    ran = run(
+        tmp_path,
+        "--nodes",
+        "2x8",
+        "--batch-tokens",
+        "4096",
+        "--strategy",
+        "dp=8,tp=2",
+        "--json",
+        "-o",
+        str(tmp_path / "out"),
+    )
     assert ran.exit_code == 0, ran.output
     data = json.loads(ran.stdout)["distributed"]
     assert {"verdict", "peak_bytes", "low_bytes", "high_bytes", "seconds", "strategy", "ranks"} <= set(data)
-    assert (data["strategy"]["dp"], data["strategy"]["tp"], data["global_batch"], len(data["ranks"])) == (8, 2, 32, 16)
+    assert (data["strategy"]["dp"], data["strategy"]["tp"], data["global_batch"], len(data["ranks"])) == (
+        8,
+        2,
+        32,
+        16,
+    )
     assert "stage 0" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -193,7 +244,17 @@ def test_auto_takes_the_fewest(tmp_path):
 
 @pytest.mark.usefixtures("described_once")
 def test_what_does_not_fit_exits_with_one(tmp_path):
-    ran = run(tmp_path, "--devices", "8", "--memory", "2GiB", "--strategy", "dp=8,recompute=full,engine=fsdp2", "--global-batch", "8")
+    ran = run(
+        tmp_path,
+        "--devices",
+        "8",
+        "--memory",
+        "2GiB",
+        "--strategy",
+        "dp=8,recompute=full,engine=fsdp2",
+        "--global-batch",
+        "8",
+    )
     assert ran.exit_code == 0, ran.output
     ran = run(tmp_path, "--devices", "8", "--memory", "1GiB", "--global-batch", "8")
     assert ran.exit_code == 1
@@ -220,7 +281,11 @@ def test_bad_requests_say_what_is_allowed(tmp_path, more, said):
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     with pytest.raises(UsageError, match=said):
-        CliRunner().invoke(app, ["plan", str(path), "--mode", "training", "--target", "h100-sxm", *more], catch_exceptions=False)
+        CliRunner().invoke(
+            app,
+            ["plan", str(path), "--mode", "training", "--target", "h100-sxm", *more],
+            catch_exceptions=False,
+        )
 
 
 def test_targets_without_links_and_inference_are_refused():
@@ -233,7 +298,9 @@ def test_targets_without_links_and_inference_are_refused():
         effcompile.plan(llama(), inputs(), mode="training", target="h100-sxm", strategy={"tp": 2})
 
 
-@pytest.mark.parametrize("text", ["dp=8,tp=2,pp=2,vpp=2,schedule=interleaved,sp=1,zero=1,micro_batch=2", "pp=2,cuts=7/5", ""])
+@pytest.mark.parametrize(
+    "text", ["dp=8,tp=2,pp=2,vpp=2,schedule=interleaved,sp=1,zero=1,micro_batch=2", "pp=2,cuts=7/5", ""]
+)
 def test_a_strategy_is_read_as_it_is_written(text):
     given = parse_strategy(text)
     assert parse_strategy(strategy_text(effcompile.Strategy.of(**given))) | given == parse_strategy(
@@ -242,7 +309,8 @@ def test_a_strategy_is_read_as_it_is_written(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("dp", "not NAME=VALUE"), ("dp=x", "whole number"), ("tp=2,tp=4", "twice"), ("zero=5", "0, 1, 2 or 3")]
+    ("text", "said"),
+    [("dp", "not NAME=VALUE"), ("dp=x", "whole number"), ("tp=2,tp=4", "twice"), ("zero=5", "0, 1, 2 or 3")],
 )
 def test_a_strategy_that_is_none_is_refused(text, said):
     with pytest.raises(UsageError, match=said):

@@ -12,8 +12,12 @@ from effcompile.planner.parallel.bytes import in_flight
 from effcompile.planner.parallel.pipeline import least_seconds, simulate
 
 
-def ticking(orders: list[list[tuple[str, int, int]]], forward: list[int], backward: list[int], hop: int) -> tuple[int, list[int]]:
-    """Whole seconds one by one: each rank starts its next task when what it reads has come. (end, most held by each rank)."""
+def ticking(
+    orders: list[list[tuple[str, int, int]]], forward: list[int], backward: list[int], hop: int
+) -> tuple[int, list[int]]:
+    """Whole seconds one by one: each rank starts its next task when what it reads has come. (end, most held
+    by each rank).
+    """
     stages, now, done = len(forward), 0, {}
     at, busy, held, most = [0] * len(orders), [0] * len(orders), [0] * len(orders), [0] * len(orders)
     while any(a < len(order) for a, order in zip(at, orders, strict=True)) or any(b > now for b in busy):
@@ -69,7 +73,9 @@ def test_a_step_is_the_ticking_clock_s(kind, p, m, hop, data):
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (3, 4, 9)])
 def test_interleaving_has_a_bubble_of_a_v_th(p, v, m):
-    """Narayanan et al. 2021, §2.2: the bubble is (p − 1) / (v · m) of the work; 1 + (p − 1) / (p · v) times 1F1B's p are held."""
+    """Narayanan et al. 2021, §2.2: the bubble is (p − 1) / (v · m) of the work; 1 + (p − 1) / (p · v) times
+    1F1B's p are held.
+    """
     strategy = Strategy(pp=p, vpp=v, schedule="interleaved")
     line = simulate(strategy, m, [1.0] * (p * v), [2.0] * (p * v), 0.0)
     work = Fraction(3 * v * m)
@@ -96,4 +102,7 @@ def test_no_order_takes_less_than_the_bound(pv, groups, data):
     forward = data.draw(st.lists(SECONDS, min_size=p * v, max_size=p * v))
     backward = data.draw(st.lists(SECONDS, min_size=p * v, max_size=p * v))
     strategy = Strategy(pp=p, vpp=v, schedule="interleaved")
-    assert least_seconds(strategy, p * groups, forward, backward, 1) <= simulate(strategy, p * groups, forward, backward, 1).seconds
+    assert (
+        least_seconds(strategy, p * groups, forward, backward, 1)
+        <= simulate(strategy, p * groups, forward, backward, 1).seconds
+    )

@@ -14,7 +14,9 @@ from effcompile.planner.parallel.allot import allot
 from effcompile.planner.parallel.division import Division
 from effcompile.planner.parallel.rank import GAP
 
-OPTION = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)).map(lambda o: (o[0], o[0] + o[1], float(o[2])))
+OPTION = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)).map(
+    lambda o: (o[0], o[0] + o[1], float(o[2]))
+)
 
 
 def brute(options, layers, copies, budget):
@@ -46,9 +48,14 @@ def test_labels_find_what_every_choice_finds(options, layers, copies, budget):
             before += options[i][0]
 
 
-@pytest.mark.parametrize("strategy", [Strategy(dp=8, zero=3), Strategy(dp=2, pp=4, zero=1), Strategy(dp=2, tp=2, pp=2, sp=True, zero=1)])
+@pytest.mark.parametrize(
+    "strategy",
+    [Strategy(dp=8, zero=3), Strategy(dp=2, pp=4, zero=1), Strategy(dp=2, tp=2, pp=2, sp=True, zero=1)],
+)
 def test_a_rank_s_choice_is_the_best_of_all(strategy):
-    """4 or 2 layers a rank: every choice is looked at by hand, at budgets from the leanest to where all is kept."""
+    """4 or 2 layers a rank: every choice is looked at by hand, at budgets from the leanest to where all is
+    kept.
+    """
     asked = problem(layers=4 if strategy.pp == 1 else 8, batch=16)
     rank = Division(problem=asked, strategy=strategy).ranks[0]
     loose = rank.choose(None).peak
@@ -70,7 +77,9 @@ def test_a_rank_s_choice_is_the_best_of_all(strategy):
 
 
 def test_states_of_zero_are_those_of_its_paper():
-    """Rajbhandari et al. 2020, §3, with gradients summed in fp32: 18, 6 + 12 / D, 2 + 16 / D, 16 / D bytes a parameter."""
+    """Rajbhandari et al. 2020, §3, with gradients summed in fp32: 18, 6 + 12 / D, 2 + 16 / D, 16 / D bytes a
+    parameter.
+    """
     of, each = model(), {}
     for zero in range(4):
         strategy = Strategy(dp=8, zero=zero)
@@ -81,7 +90,11 @@ def test_states_of_zero_are_those_of_its_paper():
 
 
 def test_every_layer_is_held_once_and_ends_by_their_stages():
-    for strategy in (Strategy(pp=4), Strategy(pp=4, vpp=2, schedule="interleaved"), Strategy(pp=2, cuts=(20, 12))):
+    for strategy in (
+        Strategy(pp=4),
+        Strategy(pp=4, vpp=2, schedule="interleaved"),
+        Strategy(pp=2, cuts=(20, 12)),
+    ):
         places = [held.place(model(), strategy, r) for r in range(strategy.pp)]
         assert sorted(i for place in places for i in place.layers) == list(range(32))
         assert [place.first for place in places] == [r == 0 for r in range(strategy.pp)]
@@ -90,7 +103,9 @@ def test_every_layer_is_held_once_and_ends_by_their_stages():
 
 def test_fsdp_under_a_pipeline_keeps_whole_gradients():
     place = held.place(model(), Strategy(dp=4, pp=2, zero=3, engine="fsdp2"), 0)
-    alone = held.standing(model(), Strategy(dp=4, zero=3, engine="fsdp2"), held.place(model(), Strategy(dp=4, zero=3), 0))
+    alone = held.standing(
+        model(), Strategy(dp=4, zero=3, engine="fsdp2"), held.place(model(), Strategy(dp=4, zero=3), 0)
+    )
     piped = held.standing(model(), Strategy(dp=4, pp=2, zero=3, engine="fsdp2"), place)
     p = sum(held.parameters(model(), Strategy(dp=4, pp=2, zero=3), place))
     assert piped[held.GRADIENTS] == pytest.approx(4 * p / 4 + 4 * p)

@@ -13,7 +13,10 @@ from effcompile.planner.parallel.tell import tell
 
 @pytest.mark.parametrize(("devices", "batch", "layers"), [(8, 16, 12), (64, 64, 24)])
 def test_no_strategy_that_is_solved_and_simulated_is_faster(devices, batch, layers):
-    """Regret. Fewer options than there are, for the time's sake; `benchmarks/parallel.py regret` takes them all."""
+    """Regret.
+
+    Fewer options than there are, for the time's sake; `benchmarks/parallel.py regret` takes them all.
+    """
     asked, given = problem(devices=devices, batch=batch, layers=layers), {"micro_batch": 2, "offload": "none"}
     found = search(asked, given)
     assert found.best is not None
@@ -90,11 +93,16 @@ def test_nothing_that_divides_is_an_error_with_what_does():
 
 
 def test_keeping_and_gathering_again_compete_with_activations():
-    """Where the link is slow and memory there, gathered weights are kept; on less memory they are gathered again."""
+    """Where the link is slow and memory there, gathered weights are kept; on less memory they are gathered
+    again.
+    """
     division = Division(problem=problem(devices=8, batch=8), strategy=Strategy(dp=8, zero=3))
     (rank,) = division.ranks
     kinds = {way.gathered for way in rank.options[0, "planned"]}
     assert kinds == {True, False}
     loose = rank.choose(None)
     tight = rank.choose(int(rank.leanest * 1.05))
-    assert sum(way.gathered for way in tight.ways) <= sum(way.gathered for way in loose.ways) or not loose.ways[0].gathered
+    assert (
+        sum(way.gathered for way in tight.ways) <= sum(way.gathered for way in loose.ways)
+        or not loose.ways[0].gathered
+    )

@@ -1,4 +1,6 @@
-"""Inputs at the edges of what kernels take, through the whole path: right, a reasoned fall-back or an error; never a wrong number."""
+"""Inputs at the edges of what kernels take, through the whole path: right, a reasoned fall-back or an error;
+never a wrong number.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ HEADS = 2
 
 
 class Attends(nn.Module):
-    """Causal, padded, eager attention with heads of any size. `mixed`: queries and keys in bf16, values in fp32."""
+    """Causal, padded, eager attention with heads of any size.
+
+    `mixed`: queries and keys in bf16, values in fp32.
+    """
 
     def __init__(self, size: int, *, mixed: bool = False) -> None:
         super().__init__()
@@ -76,7 +81,10 @@ def test_strides_masks_and_lengths_of_a_call_are_its_own(monkeypatch: pytest.Mon
     executable = optimized(model, monkeypatch)
     given = inputs()
     assert [d.applied for d in executable.plan.decisions if d.kind == "attention"] == ["tiled"]
-    strided = {"x": torch.randn(8, 12, 2).permute(2, 1, 0), "attention_mask": torch.ones(12, 4, dtype=torch.long).mT[::2]}
+    strided = {
+        "x": torch.randn(8, 12, 2).permute(2, 1, 0),
+        "attention_mask": torch.ones(12, 4, dtype=torch.long).mT[::2],
+    }
     assert not strided["x"].is_contiguous() and not strided["attention_mask"].is_contiguous()
     agrees(executable, model, strided)
     agrees(executable, model, {**given, "attention_mask": given["attention_mask"].flip(1)})
@@ -88,11 +96,15 @@ def test_strides_masks_and_lengths_of_a_call_are_its_own(monkeypatch: pytest.Mon
 
 
 def test_mixed_dtypes_stay_within_the_limit_or_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that reads all in fp32 does not round scores to bf16 as this model does: too exact to be equal."""
+    """A kernel that reads all in fp32 does not round scores to bf16 as this model does: too exact to be
+    equal.
+    """
     model = Attends(4, mixed=True)
     executable = optimized(model, monkeypatch)
     assert not [d for d in executable.plan.decisions if d.kind == "attention"]
-    assert any("rounds otherwise" in words(d.reason) for d in executable.plan.declined if d.kind == "attention")
+    assert any(
+        "rounds otherwise" in words(d.reason) for d in executable.plan.declined if d.kind == "attention"
+    )
     agrees(executable, model, inputs())
 
 

@@ -1,4 +1,6 @@
-"""Attention in one form: normalised, told its mask, written out again, and by FlexAttention; always equal to the model."""
+"""Attention in one form: normalised, told its mask, written out again, and by FlexAttention; always equal to
+the model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from effcompile.ops.visibility import Visibility
 from effcompile.report.masks import mask_words
 from effcompile.sites.attention import closed_masks as known
 from effcompile.sites.attention import normalise, rewrite
-from effcompile.sites.attention.closed_masks import dense_mask, in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
+from effcompile.sites.attention.closed_masks import (
+    dense_mask,
+    in_closed_form,
+    is_causal,
+    mask_of,
+    set_causal,
+    set_flex,
+    visible_keys,
+)
 from effcompile.sites.attention.expand import expand, ours, without_ours
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.parts import attentions
@@ -29,7 +39,10 @@ WIDTH, HEADS = 32, 4
 
 
 class Attends(nn.Module):
-    """Self-attention as separate operators. `window`: keys on the left that are seen, 0 for all. `cap`: softcap. `pads`: reads a mask."""
+    """Self-attention as separate operators.
+
+    `window`: keys on the left that are seen, 0 for all. `cap`: softcap. `pads`: reads a mask.
+    """
 
     def __init__(self, *, window: int = 0, causal: bool = True, cap: float = 0.0) -> None:
         super().__init__()
@@ -60,7 +73,9 @@ def captured(model: nn.Module, *, padded: bool = False, s: int = 24) -> tuple[Pr
 
 
 def differs(program: Program, model: nn.Module, *, padded: bool = False) -> float:
-    """Largest relative error at the example's length and at another, with padding that leaves every query a key."""
+    """Largest relative error at the example's length and at another, with padding that leaves every query a
+    key.
+    """
     worst = 0.0
     for s in (24, 41):
         x, mask = torch.randn(3, s, WIDTH), torch.ones(3, s, dtype=torch.long)
@@ -106,7 +121,13 @@ def test_masks_are_told_in_closed_form(window: int, text: str) -> None:
     found = normalised(program)
     (site,) = attentions(found)
     mask = mask_of(found, site.node)
-    assert mask is not None and mask_words(mask.form).startswith(text) and not mask.static and not mask.guards and not is_causal(mask)
+    assert (
+        mask is not None
+        and mask_words(mask.form).startswith(text)
+        and not mask.static
+        and not mask.guards
+        and not is_causal(mask)
+    )
     assert mask_of(found, site.node) is mask, "found once"
     closed = told(found)
     (site,) = attentions(closed)
@@ -125,7 +146,9 @@ def test_a_causal_mask_is_said_to_sdpa() -> None:
     edited.module.recompile()
     (site,) = attentions(edited)
     assert site.causal and site.mask is None
-    assert not any("where" in str(n.target) for n in edited.graph.nodes), "the dense mask is not made any more"
+    assert not any("where" in str(n.target) for n in edited.graph.nodes), (
+        "the dense mask is not made any more"
+    )
     assert differs(edited, model) < 1e-6
 
 
@@ -150,7 +173,9 @@ def test_visible_keys_count_whole_tiles() -> None:
 
 
 def test_flex_takes_static_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effcompile.ops.flex_attention._compiled", lambda: torch.nn.attention.flex_attention.flex_attention)
+    monkeypatch.setattr(
+        "effcompile.ops.flex_attention._compiled", lambda: torch.nn.attention.flex_attention.flex_attention
+    )
     program, model = captured(Attends(window=7, cap=3.0))
     closed = told(normalised(program))
     set_flex(closed, ours(closed))
@@ -194,12 +219,16 @@ class Stack(nn.Module):
         return x
 
 
-def test_a_mask_is_recovered_once_and_the_graph_matched_once_however_often_it_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_is_recovered_once_and_the_graph_matched_once_however_often_it_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counts: Counter[str] = Counter()
 
     def counted(module: ModuleType, name: str) -> None:
         original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, **named: (counts.update([name]), original(*args, **named))[1])
+        monkeypatch.setattr(
+            module, name, lambda *args, **named: (counts.update([name]), original(*args, **named))[1]
+        )
 
     counted(known, "recover_mask")
     counted(normalise, "match")

@@ -1,4 +1,6 @@
-"""Masks whose closed form holds under a condition: the condition is looked at in every call, and the dense mask read where it fails."""
+"""Masks whose closed form holds under a condition: the condition is looked at in every call, and the dense
+mask read where it fails.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_the_condition_chooses() -> None:
     written = torch.randn(2, 1, 9, 9) > 0
     dense = scaled_dot_product_attention(q, k, v, written, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(guarded(q, k, v, torch.tensor(False), written, scale=0.3, hi=0), dense)
-    torch.testing.assert_close(guarded(q, k, v, torch.tensor(True), written, scale=0.3, hi=0), attention(q, k, v, scale=0.3, hi=0)[0])
+    torch.testing.assert_close(
+        guarded(q, k, v, torch.tensor(True), written, scale=0.3, hi=0), attention(q, k, v, scale=0.3, hi=0)[0]
+    )
 
 
 @pytest.mark.parametrize("kind", ["numbers", "bool"])
@@ -41,8 +45,12 @@ def test_softcap_and_sinks_are_those_of_both_ways(kind: str) -> None:
     q, k, v = heads()
     written = torch.randn(2, 1, 9, 9) if kind == "numbers" else torch.eye(9, dtype=torch.bool)[None, None]
     sink, form = torch.randn(4), {"scale": 0.3, "softcap": 2.0}
-    wanted = attention(q, k, v, sink=sink, **({"bias": written} if kind == "numbers" else {"mask": written}), **form)[0]
-    torch.testing.assert_close(guarded(q, k, v, torch.tensor(False), written, None, sink, hi=0, **form), wanted)
+    wanted = attention(
+        q, k, v, sink=sink, **({"bias": written} if kind == "numbers" else {"mask": written}), **form
+    )[0]
+    torch.testing.assert_close(
+        guarded(q, k, v, torch.tensor(False), written, None, sink, hi=0, **form), wanted
+    )
 
 
 @pytest.mark.parametrize("uniform", [False, True])
@@ -51,12 +59,16 @@ def test_a_bias_beside_a_bool_mask_stays(uniform: bool) -> None:
     written, bias = torch.rand(2, 1, 9, 9) > 0.6, torch.randn(1, 4, 9, 9)
     written[0, 0, 3] = False
     wanted = attention(q, k, v, bias, None, written, scale=0.3, uniform_empty=uniform)[0]
-    torch.testing.assert_close(guarded(q, k, v, torch.tensor(False), written, bias, scale=0.3, hi=0, uniform_empty=uniform), wanted)
+    torch.testing.assert_close(
+        guarded(q, k, v, torch.tensor(False), written, bias, scale=0.3, hi=0, uniform_empty=uniform), wanted
+    )
 
 
 def test_the_operator_is_sound() -> None:
     q, k, v = heads()
-    torch.library.opcheck(guarded.default, (q, k, v, torch.tensor(True), torch.zeros(9, 9)[None, None]), {"scale": 0.3, "hi": 0})
+    torch.library.opcheck(
+        guarded.default, (q, k, v, torch.tensor(True), torch.zeros(9, 9)[None, None]), {"scale": 0.3, "hi": 0}
+    )
     with pytest.raises(UsageError, match=r"holds as a bool of no axes; given torch.int64 of shape \(1,\)"):
         guarded(q, k, v, torch.tensor([1]), torch.zeros(1, 1, 9, 9), scale=0.3)
 
@@ -64,8 +76,8 @@ def test_the_operator_is_sound() -> None:
 class Attends(nn.Module):
     """Causal and padded eager attention.
 
-    `how`: "weak" hides with −1e9, "product" by (1 − mask) · lowest, "buffer" cuts a triangle to length; so does "capped", after a softcap
-    and a bias.
+    `how`: "weak" hides with −1e9, "product" by (1 − mask) · lowest, "buffer" cuts a triangle to length; so
+    does "capped", after a softcap and a bias.
     """
 
     def __init__(self, how: str) -> None:
@@ -106,14 +118,26 @@ def in_halves() -> dict[str, Tensor]:
 #: How the model hides, the guard, inputs at which it holds, and inputs at which it does not.
 CASES: list[tuple[str, str, dict[str, Tensor], dict[str, Tensor]]] = [
     ("weak", "every query sees a key", inputs(), inputs(padded=5)),
-    ("product", "attention_mask holds only 0 and 1", {**inputs(), "attention_mask": torch.ones(2, LENGTH)}, in_halves()),
+    (
+        "product",
+        "attention_mask holds only 0 and 1",
+        {**inputs(), "attention_mask": torch.ones(2, LENGTH)},
+        in_halves(),
+    ),
     ("buffer", "≤ ", inputs(), inputs(s=60)),
     ("capped", "≤ ", inputs(), inputs(s=60)),
 ]
-cases = pytest.mark.parametrize(("how", "guard", "holding", "failing"), CASES, ids=[case[0] for case in CASES])
+cases = pytest.mark.parametrize(
+    ("how", "guard", "holding", "failing"), CASES, ids=[case[0] for case in CASES]
+)
 
 
-def optimized(how: str, monkeypatch: pytest.MonkeyPatch, backend: Any = TorchEager, given: dict[str, Tensor] | None = None) -> Any:
+def optimized(
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Any = TorchEager,
+    given: dict[str, Tensor] | None = None,
+) -> Any:
     """The model with its attention in closed form, which is made to seem free."""
 
     def measure(_: Any, call: KernelCall) -> float | None:
@@ -134,7 +158,12 @@ def agrees(run: Any, model: nn.Module, given: dict[str, Tensor]) -> None:
 
 @cases
 def test_what_is_not_as_guarded_is_as_written(
-    how: str, guard: str, holding: dict[str, Tensor], failing: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    how: str,
+    guard: str,
+    holding: dict[str, Tensor],
+    failing: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     model, executable = optimized(how, monkeypatch, given=holding)
     (decision,) = (d for d in executable.plan.decisions if d.kind == "attention")
@@ -146,7 +175,9 @@ def test_what_is_not_as_guarded_is_as_written(
     )
     dense: list[Any] = []
     original = module._dense
-    monkeypatch.setattr(module, "_dense", lambda *args, **form: (dense.append(args), original(*args, **form))[1])
+    monkeypatch.setattr(
+        module, "_dense", lambda *args, **form: (dense.append(args), original(*args, **form))[1]
+    )
     agrees(executable, model, holding)
     assert not dense, "the closed form was used"
     agrees(executable, model, failing)
@@ -158,9 +189,15 @@ def test_what_is_not_as_guarded_is_as_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "guard", "holding", "failing"), [case for case in CASES if case[0] == "product"])
+@pytest.mark.parametrize(
+    ("how", "guard", "holding", "failing"), [case for case in CASES if case[0] == "product"]
+)
 def test_compiled_too(
-    how: str, guard: str, holding: dict[str, Tensor], failing: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    how: str,
+    guard: str,
+    holding: dict[str, Tensor],
+    failing: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, executable = optimized(how, monkeypatch, TorchInductor, holding)
     (decision,) = (d for d in executable.plan.decisions if d.kind == "attention")

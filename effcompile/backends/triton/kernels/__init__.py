@@ -1,1 +1,4 @@
-"""The kernels themselves: @triton.jit functions, launched by the modules beside this package. Importing them imports triton."""
+"""The kernels themselves: @triton.jit functions, launched by the modules beside this package.
+
+Importing them imports triton.
+"""

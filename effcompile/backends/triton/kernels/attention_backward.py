@@ -1,7 +1,7 @@
 """The gradients of attention in tiles. The legend stands in attention_forward.py.
 
-The probabilities are made again from lse, in two kernels: one walks a row of tiles for dQ, one a column for dK and dV, over all query
-heads that share the key head. Neither is atomic.
+The probabilities are made again from lse, in two kernels: one walks a row of tiles for dQ, one a column for
+dK and dV, over all query heads that share the key head. Neither is atomic.
 """
 
 import triton
@@ -19,19 +19,36 @@ from effcompile.backends.triton.kernels.attention_parts import (
 
 
 @triton.jit
-def attention_delta(out, grad, lse, delta, bottom, grad_strides, heads, q_len, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-                    BLOCK_M: tl.constexpr):  # fmt: skip
-    """delta = Σ_d out · grad in fp32, the softmax's own term of the backward, and bottom; grid as in the forward."""
+def attention_delta(
+    out,
+    grad,
+    lse,
+    delta,
+    bottom,
+    grad_strides,
+    heads,
+    q_len,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """delta = Σ_d out · grad in fp32, the softmax's own term of the backward, and bottom; grid as in the
+    forward.
+    """
     start_m, h, b = program_tile(tl.program_id(0), q_len, heads, BLOCK_M, True)
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     plane = b64 * heads + h64
-    o_tile = load_rows(out + plane * q_len * DV, start_m, DV, q_len, DV, BLOCK_M, BLOCK_DV, True).to(tl.float32)
+    o_tile = load_rows(out + plane * q_len * DV, start_m, DV, q_len, DV, BLOCK_M, BLOCK_DV, True).to(
+        tl.float32
+    )
     g_base = grad + b64 * grad_strides[0] + h64 * grad_strides[1]
     g_tile = load_rows(g_base, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, True).to(tl.float32)
     i = start_m + tl.arange(0, BLOCK_M)
     tl.store(delta + plane * q_len + i, tl.sum(o_tile * g_tile, 1), mask=i < q_len)
     base2 = tl.load(lse + plane * q_len + i, mask=i < q_len, other=0.0) * LOG2E
-    tl.store(bottom + plane * q_len + i, tl.where(base2 == float("-inf"), float("inf"), base2), mask=i < q_len)
+    tl.store(
+        bottom + plane * q_len + i, tl.where(base2 == float("-inf"), float("inf"), base2), mask=i < q_len
+    )
 
 
 @triton.jit
@@ -48,9 +65,25 @@ def _softmax_rows(bottom, delta, plane, start_m, q_len, BLOCK_M: tl.constexpr, M
 
 
 @triton.jit
-def _add_bias_gradient(dbias, dbias_strides, slopes, seen, b, h, start_m, start_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                       MASKED: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr, ATOMIC: tl.constexpr):  # fmt: skip
-    """A tile's part of the bias's gradient: stored, or added where several tiles share an element (ATOMIC)."""
+def _add_bias_gradient(
+    dbias,
+    dbias_strides,
+    slopes,
+    seen,
+    b,
+    h,
+    start_m,
+    start_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
+    """A tile's part of the bias's gradient: stored, or added where several tiles share an element
+    (ATOMIC).
+    """
     ii, jj = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     inside = ii + jj >= 0
     if MASKED:
@@ -67,7 +100,16 @@ def _add_bias_gradient(dbias, dbias_strides, slopes, seen, b, h, start_m, start_
             tl.max(inside.to(tl.int32), 1, keep_dims=True) > 0,
             tl.zeros([1, 1], tl.int32),
         )
-    pointers = tile_pointers(dbias, dbias_strides, b.to(tl.int64), h.to(tl.int64), start_m.to(tl.int64), start_n.to(tl.int64), ii, jj)
+    pointers = tile_pointers(
+        dbias,
+        dbias_strides,
+        b.to(tl.int64),
+        h.to(tl.int64),
+        start_m.to(tl.int64),
+        start_n.to(tl.int64),
+        ii,
+        jj,
+    )
     if ATOMIC:
         tl.atomic_add(pointers, slopes, mask=inside, sem="relaxed")
     else:
@@ -75,17 +117,62 @@ def _add_bias_gradient(dbias, dbias_strides, slopes, seen, b, h, start_m, start_
 
 
 @triton.jit
-def attention_dq(q, k, v, grad, bottom, delta, dq, dbias, bias, mask, q_ids, k_ids, valid, partial_count, partial_index, full_count,
-                 full_index, q_strides, k_strides, v_strides, grad_strides, bias_strides, dbias_strides, mask_strides, row_strides,
-                 list_strides, scale, softcap, lo, hi, chunk, heads, group, q_len, k_len,
-                 D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, PRECISION: tl.constexpr,
-                 SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr, ATOMIC: tl.constexpr):  # fmt: skip
+def attention_dq(
+    q,
+    k,
+    v,
+    grad,
+    bottom,
+    delta,
+    dq,
+    dbias,
+    bias,
+    mask,
+    q_ids,
+    k_ids,
+    valid,
+    partial_count,
+    partial_index,
+    full_count,
+    full_index,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
+    bias_strides,
+    dbias_strides,
+    mask_strides,
+    row_strides,
+    list_strides,
+    scale,
+    softcap,
+    lo,
+    hi,
+    chunk,
+    heads,
+    group,
+    q_len,
+    k_len,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LIST_M: tl.constexpr,
+    LIST_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
     """dq, contiguous, and dbias if wanted (zeros before); grid as in the forward."""
     start_m, h, b = program_tile(tl.program_id(0), q_len, heads, BLOCK_M, True)
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), (h // group).to(tl.int64)
     plane = b64 * heads + h64
-    q_tile = load_rows(q + b64 * q_strides[0] + h64 * q_strides[1], start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, True)
+    q_tile = load_rows(
+        q + b64 * q_strides[0] + h64 * q_strides[1], start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, True
+    )
     g_base = grad + b64 * grad_strides[0] + h64 * grad_strides[1]
     g_tile = load_rows(g_base, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, True)
     lowest, own = _softmax_rows(bottom, delta, plane, start_m, q_len, BLOCK_M, True)
@@ -105,14 +192,52 @@ def attention_dq(q, k, v, grad, bottom, delta, dq, dbias, bias, mask, q_ids, k_i
             start_n = visit(partial_index if MASKED else full_index, row, t, columns, LIST_N, BLOCK_N)
             k_tile = load_rows(k, start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, MASKED)
             v_tile = load_rows(v, start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, MASKED)
-            logits, capped, seen = scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_strides, b, h, start_m,
-                                          start_n, scale, softcap, lo, hi, chunk, q_len, k_len, BLOCK_M, BLOCK_N, MASKED, False,
-                                          PRECISION)  # fmt: skip
+            logits, capped, seen = scores(
+                q_tile,
+                k_tile,
+                bias,
+                mask,
+                q_ids,
+                k_ids,
+                valid,
+                bias_strides,
+                mask_strides,
+                b,
+                h,
+                start_m,
+                start_n,
+                scale,
+                softcap,
+                lo,
+                hi,
+                chunk,
+                q_len,
+                k_len,
+                BLOCK_M,
+                BLOCK_N,
+                MASKED,
+                False,
+                PRECISION,
+            )
             weights = tl.math.exp2(logits - lowest[:, None])
             slopes = weights * (tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION) - own[:, None])
             if dbias is not None:
-                _add_bias_gradient(dbias, dbias_strides, slopes, seen, b, h, start_m, start_n, BLOCK_M, BLOCK_N, MASKED, SUM_ROWS,
-                                   SUM_COLUMNS, ATOMIC)  # fmt: skip
+                _add_bias_gradient(
+                    dbias,
+                    dbias_strides,
+                    slopes,
+                    seen,
+                    b,
+                    h,
+                    start_m,
+                    start_n,
+                    BLOCK_M,
+                    BLOCK_N,
+                    MASKED,
+                    SUM_ROWS,
+                    SUM_COLUMNS,
+                    ATOMIC,
+                )
             if softcap is not None:
                 slopes = slopes * (1.0 - capped * capped)
             acc = tl.dot(slopes.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
@@ -120,16 +245,63 @@ def attention_dq(q, k, v, grad, bottom, delta, dq, dbias, bias, mask, q_ids, k_i
 
 
 @triton.jit
-def attention_dkdv(q, k, v, grad, bottom, delta, dk, dv, bias, mask, q_ids, k_ids, valid, partial_count, partial_index, full_count,
-                   full_index, q_strides, k_strides, v_strides, grad_strides, bias_strides, mask_strides, row_strides, list_strides,
-                   scale, softcap, lo, hi, chunk, heads, group, q_len, k_len,
-                   D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dk and dv, contiguous, over the transposed lists; grid (⌈Sk / BLOCK_N⌉ · Hkv · B,). `heads`: those of q."""
+def attention_dkdv(
+    q,
+    k,
+    v,
+    grad,
+    bottom,
+    delta,
+    dk,
+    dv,
+    bias,
+    mask,
+    q_ids,
+    k_ids,
+    valid,
+    partial_count,
+    partial_index,
+    full_count,
+    full_index,
+    q_strides,
+    k_strides,
+    v_strides,
+    grad_strides,
+    bias_strides,
+    mask_strides,
+    row_strides,
+    list_strides,
+    scale,
+    softcap,
+    lo,
+    hi,
+    chunk,
+    heads,
+    group,
+    q_len,
+    k_len,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LIST_M: tl.constexpr,
+    LIST_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv, contiguous, over the transposed lists; grid (⌈Sk / BLOCK_N⌉ · Hkv · B,).
+
+    `heads`: those of q.
+    """
     start_n, g, b = program_tile(tl.program_id(0), k_len, heads // group, BLOCK_N, False)
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
-    k_tile = load_rows(k + b64 * k_strides[0] + g64 * k_strides[1], start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, True)
-    v_tile = load_rows(v + b64 * v_strides[0] + g64 * v_strides[1], start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, True)
+    k_tile = load_rows(
+        k + b64 * k_strides[0] + g64 * k_strides[1], start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, True
+    )
+    v_tile = load_rows(
+        v + b64 * v_strides[0] + g64 * v_strides[1], start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, True
+    )
     if q_ids is not None:
         q_ids += b64 * row_strides[0]
         k_ids += b64 * row_strides[1]
@@ -151,12 +323,38 @@ def attention_dkdv(q, k, v, grad, bottom, delta, dk, dv, bias, mask, q_ids, k_id
                 q_tile = load_rows(q_base, start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, MASKED)
                 g_tile = load_rows(g_base, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, MASKED)
                 lowest, own = _softmax_rows(bottom, delta, plane, start_m, q_len, BLOCK_M, MASKED)
-                logits, capped, _ = scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_strides, b, h64, start_m,
-                                           start_n, scale, softcap, lo, hi, chunk, q_len, k_len, BLOCK_M, BLOCK_N, MASKED, True,
-                                           PRECISION)  # fmt: skip
+                logits, capped, _ = scores(
+                    q_tile,
+                    k_tile,
+                    bias,
+                    mask,
+                    q_ids,
+                    k_ids,
+                    valid,
+                    bias_strides,
+                    mask_strides,
+                    b,
+                    h64,
+                    start_m,
+                    start_n,
+                    scale,
+                    softcap,
+                    lo,
+                    hi,
+                    chunk,
+                    q_len,
+                    k_len,
+                    BLOCK_M,
+                    BLOCK_N,
+                    MASKED,
+                    True,
+                    PRECISION,
+                )
                 weights = tl.math.exp2(logits - lowest[None, :])
                 dv_acc = tl.dot(weights.to(g_tile.dtype), g_tile, dv_acc, input_precision=PRECISION)
-                slopes = weights * (tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION) - own[None, :])
+                slopes = weights * (
+                    tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION) - own[None, :]
+                )
                 if softcap is not None:
                     slopes = slopes * (1.0 - capped * capped)
                 dk_acc = tl.dot(slopes.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)

@@ -1,9 +1,11 @@
-"""What the attention kernels share: tiles loaded by rows, visibility, and logits in base 2. Device functions, no launches.
+"""What the attention kernels share: tiles loaded by rows, visibility, and logits in base 2.
 
-Legend: i, j are absolute query and key positions, ii, jj the same within a tile; either is a column and the other a row, so that every
-function serves both orientations of the score tile. Logits are kept in base 2 (times log2 e), since the hardware's
-exponential is 2**x (FlashAttention, Dao, arXiv 2307.08691, section 3.1). Whole tiles start at 64-bit offsets; within a
-tile 32 bits do, which the launcher checks.
+Device functions, no launches.
+
+Legend: i, j are absolute query and key positions, ii, jj the same within a tile; either is a column and the
+other a row, so that every function serves both orientations of the score tile. Logits are kept in base 2
+(times log2 e), since the hardware's exponential is 2**x (FlashAttention, Dao, arXiv 2307.08691, section 3.1).
+Whole tiles start at 64-bit offsets; within a tile 32 bits do, which the launcher checks.
 """
 
 import triton
@@ -14,8 +16,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_rows(base, start, stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Rows start .. start + ROWS of a matrix [length, WIDTH] as [ROWS, BLOCK]; zeros beyond the edges. Last stride 1."""
+def load_rows(
+    base,
+    start,
+    stride,
+    length,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows start .. start + ROWS of a matrix [length, WIDTH] as [ROWS, BLOCK]; zeros beyond the edges.
+
+    Last stride 1.
+    """
     at, d = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     pointers = base + start.to(tl.int64) * stride + at * stride + d
     if MASKED:
@@ -30,7 +44,9 @@ def load_rows(base, start, stride, length, WIDTH: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def store_rows(base, value, start, stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(
+    base, value, start, stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The inverse of `load_rows`, in the matrix's type."""
     at, d = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     pointers = base + start.to(tl.int64) * stride + at * stride + d
@@ -39,14 +55,18 @@ def store_rows(base, value, start, stride, length, WIDTH: tl.constexpr, ROWS: tl
 
 @triton.jit
 def tile_pointers(base, strides, b, h, start_i, start_j, ii, jj):
-    """Where a tile of a [B, H, Sq, Sk] tensor lies; stride 0 where it broadcasts. b, h, start_i, start_j are int64."""
+    """Where a tile of a [B, H, Sq, Sk] tensor lies; stride 0 where it broadcasts. b, h, start_i, start_j are
+    int64.
+    """
     corner = base + b * strides[0] + h * strides[1] + start_i * strides[2] + start_j * strides[3]
     return corner + ii * strides[2] + jj * strides[3]
 
 
 @triton.jit
 def visible_in_tile(i, j, mask_pointers, q_ids, k_ids, valid, q_len, k_len, lo, hi, chunk):
-    """Which elements may be seen, [.., ..] bool: inside the matrix, band ∧ chunk ∧ documents ∧ padding ∧ mask. A None is no condition."""
+    """Which elements may be seen, [.., ..] bool: inside the matrix, band ∧ chunk ∧ documents ∧ padding ∧
+    mask. A None is no condition.
+    """
     seen = (i < q_len) & (j < k_len)
     if lo is not None:
         seen = seen & (j - i >= lo)
@@ -55,7 +75,9 @@ def visible_in_tile(i, j, mask_pointers, q_ids, k_ids, valid, q_len, k_len, lo, 
     if chunk is not None:
         seen = seen & (i // chunk == j // chunk)
     if q_ids is not None:
-        seen = seen & (tl.load(q_ids + i, mask=i < q_len, other=0) == tl.load(k_ids + j, mask=j < k_len, other=0))
+        seen = seen & (
+            tl.load(q_ids + i, mask=i < q_len, other=0) == tl.load(k_ids + j, mask=j < k_len, other=0)
+        )
     if valid is not None:
         seen = seen & (tl.load(valid + j, mask=j < k_len, other=0) != 0)
     if mask_pointers is not None:
@@ -65,19 +87,25 @@ def visible_in_tile(i, j, mask_pointers, q_ids, k_ids, valid, q_len, k_len, lo, 
 
 @triton.jit
 def tanh(x, PRECISE: tl.constexpr):
-    """tanh by 2**x: libdevice has no interpreter. PRECISE: a series near 0, where the quotient cancels (relative error ≤ 2e-7)."""
+    """tanh by 2**x: libdevice has no interpreter.
+
+    PRECISE: a series near 0, where the quotient cancels (relative error ≤ 2e-7).
+    """
     e = tl.math.exp2(x * (2.0 * LOG2E))
     far = 1.0 - 2.0 / (e + 1.0)
     if PRECISE:
         y = x * x
-        series = -0.3333333333 + y * (0.1333333333 + y * (-0.0539682540 + y * (0.0218694885 - y * 0.0088632355)))
+        series = -0.3333333333 + y * (
+            0.1333333333 + y * (-0.0539682540 + y * (0.0218694885 - y * 0.0088632355))
+        )
         far = tl.where(y < 0.0625, x + x * y * series, far)
     return far
 
 
 @triton.jit
 def logits_of(products, bias_pointers, seen, scale, softcap, MASKED: tl.constexpr, PRECISE: tl.constexpr):
-    """(base-2 logits, tanh of the softcap) of q·k: softcap · tanh(q·k · scale / softcap) + bias, -inf where not seen.
+    """(base-2 logits, tanh of the softcap) of q·k: softcap · tanh(q·k · scale / softcap) + bias, -inf where
+    not seen.
 
     Without a scale the products as they are, for who scales them himself.
     """
@@ -102,7 +130,9 @@ def logits_of(products, bias_pointers, seen, scale, softcap, MASKED: tl.constexp
 
 @triton.jit
 def visit(index, row, t, columns, LIST: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the t-th tile of BLOCK starts in a row of a list whose tiles are LIST long; columns is the list's width."""
+    """Where the t-th tile of BLOCK starts in a row of a list whose tiles are LIST long; columns is the list's
+    width.
+    """
     parts: tl.constexpr = LIST // BLOCK
     return tl.load(index + row.to(tl.int64) * columns + t // parts) * LIST + (t % parts) * BLOCK
 
@@ -119,9 +149,33 @@ def program_tile(pid, length, heads, BLOCK: tl.constexpr, DOWN: tl.constexpr):
 
 
 @triton.jit
-def scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_strides, b, h, start_m, start_n,
-           scale, softcap, lo, hi, chunk, q_len, k_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-           MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def scores(
+    q_tile,
+    k_tile,
+    bias,
+    mask,
+    q_ids,
+    k_ids,
+    valid,
+    bias_strides,
+    mask_strides,
+    b,
+    h,
+    start_m,
+    start_n,
+    scale,
+    softcap,
+    lo,
+    hi,
+    chunk,
+    q_len,
+    k_len,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """(base-2 logits, tanh, seen) of one tile, [M, N], or [N, M] if TRANSPOSED."""
     if TRANSPOSED:
         ii, jj = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
@@ -138,6 +192,8 @@ def scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_s
         mask_pointers = None
         if mask is not None:
             mask_pointers = tile_pointers(mask, mask_strides, b64, h64, m64, n64, ii, jj)
-        seen = visible_in_tile(start_m + ii, start_n + jj, mask_pointers, q_ids, k_ids, valid, q_len, k_len, lo, hi, chunk)
+        seen = visible_in_tile(
+            start_m + ii, start_n + jj, mask_pointers, q_ids, k_ids, valid, q_len, k_len, lo, hi, chunk
+        )
     logits, capped = logits_of(products, bias_pointers, seen, scale, softcap, MASKED, PRECISION is not None)
     return logits, capped, seen

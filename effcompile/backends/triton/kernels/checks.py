@@ -117,10 +117,18 @@ def _arithmetic() -> Iterator[str]:
 def _casts() -> Iterator[str]:
     generator = torch.Generator().manual_seed(0)
     values = torch.cat(
-        [torch.randn(96, generator=generator) * 10.0 ** torch.arange(-4, 2).repeat(16), torch.tensor([1.97, 0.4999, 0.0, -0.0])]
+        [
+            torch.randn(96, generator=generator) * 10.0 ** torch.arange(-4, 2).repeat(16),
+            torch.tensor([1.97, 0.4999, 0.0, -0.0]),
+        ]
     )
-    for source, narrow in ((torch.float32, torch.bfloat16), (torch.float32, torch.float8_e4m3fn), (torch.float32, torch.float8_e5m2),
-                           (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)):  # fmt: skip
+    for source, narrow in (
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.float32, torch.float8_e5m2),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ):
         given = values.to(source)
         for one, other in ((given, narrow), (given.to(narrow), torch.float32)):
             out = torch.empty(len(one), dtype=other)

@@ -1,4 +1,7 @@
-"""Group-wise 8-bit codes, and products with quantised weights with an epilogue. Definitions and legend: effcompile.ops.group_quant."""
+"""Group-wise 8-bit codes, and products with quantised weights with an epilogue.
+
+Definitions and legend: effcompile.ops.group_quant.
+"""
 
 import triton
 import triton.language as tl
@@ -11,7 +14,17 @@ BAND = tl.constexpr(8)
 
 
 @triton.jit
-def quantize_kernel(x, codes, scales, groups, largest, INTEGER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def quantize_kernel(
+    x,
+    codes,
+    scales,
+    groups,
+    largest,
+    INTEGER: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """ROWS groups of GROUP elements (BLOCK: the next power of two) per program; contiguous."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
@@ -27,7 +40,9 @@ def quantize_kernel(x, codes, scales, groups, largest, INTEGER: tl.constexpr, GR
 
 
 @triton.jit
-def dequantize_kernel(codes, scales, out, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def dequantize_kernel(
+    codes, scales, out, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     """The inverse, with the same grid."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
@@ -47,10 +62,29 @@ def _activated(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def quantized_product(x, codes, scales, x_scales, bias, residual, y, rows, n, k, x_stride,
-                      GROUP: tl.constexpr, PACKED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """y [rows, n] = activation(x Wᵀ + bias) + residual. BLOCK_K divides GROUP; an x of codes (x_scales given) has one group.
+def quantized_product(
+    x,
+    codes,
+    scales,
+    x_scales,
+    bias,
+    residual,
+    y,
+    rows,
+    n,
+    k,
+    x_stride,
+    GROUP: tl.constexpr,
+    PACKED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y [rows, n] = activation(x Wᵀ + bias) + residual.
+
+    BLOCK_K divides GROUP; an x of codes (x_scales given) has one group.
 
     Grid (⌈rows / BLOCK_M⌉ · ⌈n / BLOCK_N⌉,).
     """
@@ -61,20 +95,30 @@ def quantized_product(x, codes, scales, x_scales, bias, residual, y, rows, n, k,
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32)
     for start_k in range(0, k, BLOCK_K):
         at = start_k + tl.arange(0, BLOCK_K)
-        x_tile = tl.load(x + i64[:, None] * x_stride + at[None, :], mask=(i < rows)[:, None] & (at < k)[None, :], other=0.0)
+        x_tile = tl.load(
+            x + i64[:, None] * x_stride + at[None, :], mask=(i < rows)[:, None] & (at < k)[None, :], other=0.0
+        )
         if PACKED:
             half = start_k // 2 + tl.arange(0, BLOCK_K // 2)
-            pair = tl.load(codes + j64[:, None] * (k // 2) + half[None, :], mask=(j < n)[:, None] & (half < k // 2)[None, :], other=0x88)
+            pair = tl.load(
+                codes + j64[:, None] * (k // 2) + half[None, :],
+                mask=(j < n)[:, None] & (half < k // 2)[None, :],
+                other=0x88,
+            )
             w_tile = tl.reshape(tl.join(pair & 15, pair >> 4), [BLOCK_N, BLOCK_K]).to(tl.int8) - 8
         else:
-            w_tile = tl.load(codes + j64[:, None] * k + at[None, :], mask=(j < n)[:, None] & (at < k)[None, :], other=0.0)
+            w_tile = tl.load(
+                codes + j64[:, None] * k + at[None, :], mask=(j < n)[:, None] & (at < k)[None, :], other=0.0
+            )
         if x_scales is None:
             scale = tl.load(scales + j64 * (k // GROUP) + start_k // GROUP, mask=j < n, other=0.0)
             part = tl.dot(x_tile, tl.trans(w_tile.to(x_tile.dtype)), input_precision=PRECISION)
             acc += part * scale[None, :]
         elif x.dtype.element_ty == tl.int8:
             acc = tl.dot(x_tile, tl.trans(w_tile), acc, out_dtype=tl.int32)
-        else:  # Hopper's tensor cores add float8 in some 14 bits (arXiv 2412.19437, 3.3.2): each step's sum is taken out, and added in fp32
+        else:
+            # Hopper's tensor cores add float8 in some 14 bits (arXiv 2412.19437, 3.3.2): each step's sum is
+            # taken out, and added in fp32
             acc = tl.dot(x_tile, tl.trans(w_tile), acc, max_num_imprecise_acc=BLOCK_K)
     z = acc.to(tl.float32)
     if x_scales is not None:

@@ -1,4 +1,6 @@
-"""Adam and Lion on states of 8 bits: p, gradient and codes are read once and written once. Definitions: effcompile.ops.states8.
+"""Adam and Lion on states of 8 bits: p, gradient and codes are read once and written once.
+
+Definitions: effcompile.ops.states8.
 
 A program takes ROWS blocks of BLOCK elements; `used` [ROWS, 1] says which of them there are.
 """
@@ -37,8 +39,27 @@ def _write(state, codes, scales, table, block, element, used):
 
 
 @triton.jit
-def adam8_kernel(p, grad, first, first_scale, second, second_scale, signed, unsigned, blocks, lr, rest1, rest2, decay, eps,
-                 correct1, correct2, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def adam8_kernel(
+    p,
+    grad,
+    first,
+    first_scale,
+    second,
+    second_scale,
+    signed,
+    unsigned,
+    blocks,
+    lr,
+    rest1,
+    rest2,
+    decay,
+    eps,
+    correct1,
+    correct2,
+    DECOUPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """rest = 1 − β, correct1 = 1 − β₁ᵗ, correct2 = √(1 − β₂ᵗ)."""
     block, element, used = _places(blocks, BLOCK, ROWS)
     value = tl.load(p + element, mask=used, other=0.0).to(tl.float32)
@@ -58,13 +79,28 @@ def adam8_kernel(p, grad, first, first_scale, second, second_scale, signed, unsi
 
 
 @triton.jit
-def lion8_kernel(p, grad, first, first_scale, signed, blocks, lr, rest1, rest2, decay, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def lion8_kernel(
+    p,
+    grad,
+    first,
+    first_scale,
+    signed,
+    blocks,
+    lr,
+    rest1,
+    rest2,
+    decay,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """The same for Lion."""
     block, element, used = _places(blocks, BLOCK, ROWS)
     value = tl.load(p + element, mask=used, other=0.0).to(tl.float32)
     slope = tl.load(grad + element, mask=used, other=0.0).to(tl.float32)
     m = _read(first, first_scale, signed, block, element, used)
     turn = m + rest1 * (slope - m)
-    value = value - lr * decay * value - lr * (tl.where(turn > 0.0, 1.0, 0.0) - tl.where(turn < 0.0, 1.0, 0.0))
+    value = (
+        value - lr * decay * value - lr * (tl.where(turn > 0.0, 1.0, 0.0) - tl.where(turn < 0.0, 1.0, 0.0))
+    )
     _write(m + rest2 * (slope - m), first, first_scale, signed, block, element, used)
     tl.store(p + element, value.to(p.dtype.element_ty), mask=used)

@@ -1,4 +1,6 @@
-"""Masks as graphs write them: numbers added to the scores that are 0 where a bool tells so, and finfo.min elsewhere."""
+"""Masks as graphs write them: numbers added to the scores that are 0 where a bool tells so, and finfo.min
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from effcompile.sites.attention.find.fx_queries import FILLS, WHERES, ZEROS, argument, aten, moves_nothing, number, source_of
+from effcompile.sites.attention.find.fx_queries import (
+    FILLS,
+    WHERES,
+    ZEROS,
+    argument,
+    aten,
+    moves_nothing,
+    number,
+    source_of,
+)
 from effcompile.sites.attention.find.normal_form import same_shape, tensor_of
 
 HIDING = -1e4  # a fill above this is no mask: exp(fill − maximum) is not 0
@@ -24,7 +35,10 @@ class AddedMask:
 
 
 def added_mask(node: fx.Node) -> AddedMask | None:
-    """A value as such a mask; None if it is none. `fill` is so low that any score added to it is lost in rounding."""
+    """A value as such a mask; None if it is none.
+
+    `fill` is so low that any score added to it is lost in rounding.
+    """
     while moves_nothing(node) and (source := source_of(node)) is not None:
         node = source
     if node.target is aten.add.Tensor and argument(node, 2, "alpha", 1) == 1:

@@ -1,4 +1,6 @@
-"""Operands of an attention as [B, H, rows, columns], whatever axes the model's own products have; grouped heads ungrouped."""
+"""Operands of an attention as [B, H, rows, columns], whatever axes the model's own products have; grouped
+heads ungrouped.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,22 @@ from effcompile.sites.attention.find.fx_queries import (
     source_of,
     swaps_last_two,
 )
-from effcompile.sites.attention.find.normal_form import AxisStep, NotThisFormError, Operand, SizeOf, same, same_shape, tensor_of
+from effcompile.sites.attention.find.normal_form import (
+    AxisStep,
+    NotThisFormError,
+    Operand,
+    SizeOf,
+    same,
+    same_shape,
+    tensor_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The leading axes of the scores somewhere on their way: their sizes, and as what a graph can give them."""
+    """The leading axes of the scores somewhere on their way: their sizes, and as what a graph can
+    give them.
+    """
 
     sizes: tuple[Any, ...]
     given: tuple[Any, ...]
@@ -45,9 +57,13 @@ class Frame:
         given = [*written[: len(new.sizes)]]
         if given[0] == -1:  # windows: view(−1, windows, heads, rows, columns)
             lead, rest = tensor_of(left).shape[:-2], math.prod(new.sizes[1:])
-            known = len(lead) == 2 and isinstance(rest, int) and isinstance(lead[1], int) and rest % lead[1] == 0
+            known = (
+                len(lead) == 2 and isinstance(rest, int) and isinstance(lead[1], int) and rest % lead[1] == 0
+            )
             given[0] = SizeOf(left, 0, rest // lead[1]) if known else new.sizes[0]
-        return Frame(sizes=new.sizes, given=tuple(s if w == -1 else w for s, w in zip(new.sizes, given, strict=True)))
+        return Frame(
+            sizes=new.sizes, given=tuple(s if w == -1 else w for s, w in zip(new.sizes, given, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +89,9 @@ class Heads:
         return math.prod(self.lead[: self.cut]), math.prod(self.lead[self.cut :])
 
     def split(self, value: Operand, frame: Frame) -> Operand:
-        """A value that broadcasts to [*frame, rows, columns] as one that broadcasts to [B, H, rows, columns]."""
+        """A value that broadcasts to [*frame, rows, columns] as one that broadcasts to [B, H,
+        rows, columns].
+        """
         while len(value.shape) < len(frame.sizes) + 2:
             value = value.then(aten.unsqueeze.default, 0)
         if len(frame.sizes) == 0:
@@ -82,7 +100,11 @@ class Heads:
             if same(value.shape[0], 1):
                 return value.then(aten.unsqueeze.default, 0)
             heads = self.batch_and_heads[1]
-            return value.then(aten.unsqueeze.default, 1) if same(heads, 1) else value.then(aten.unflatten.int, 0, [-1, heads])
+            return (
+                value.then(aten.unsqueeze.default, 1)
+                if same(heads, 1)
+                else value.then(aten.unflatten.int, 0, [-1, heads])
+            )
         cut = self._cut_of(frame)
         return _merged(_merged(value, frame, cut, len(frame.sizes)), frame, 0, cut)
 
@@ -133,7 +155,13 @@ def _parted(frame: Frame, start: int, stop: int, axis: int) -> tuple[AxisStep, .
 
 
 def operand(
-    node: fx.Node, heads: Heads, frame: Frame, *, swapped: bool = False, scalable: bool = False, group: bool = True
+    node: fx.Node,
+    heads: Heads,
+    frame: Frame,
+    *,
+    swapped: bool = False,
+    scalable: bool = False,
+    group: bool = True,
 ) -> tuple[Operand, float]:
     """The operand of a product as [B|1, H|K, rows, columns], and the number that was multiplied into it.
 
@@ -164,9 +192,16 @@ def operand(
             break
     if swapped:
         value = value.then(aten.transpose.int, -2, -1)
-    if group and len(frame.sizes) == 3 and heads.cut == 1 and len(value.shape) == 5 and same(value.shape[2], 1):
+    if (
+        group
+        and len(frame.sizes) == 3
+        and heads.cut == 1
+        and len(value.shape) == 5
+        and same(value.shape[2], 1)
+    ):
         return value.then(aten.squeeze.dim, 2), factor  # [B, K, 1, rows, columns], read by groups of queries
-    merged = len(frame.sizes) == 1 and len(value.shape) == 4  # the views that merged batch and heads are undone already
+    # the views that merged batch and heads are undone already
+    merged = len(frame.sizes) == 1 and len(value.shape) == 4
     return value if merged else heads.split(value, frame), factor
 
 
@@ -185,7 +220,9 @@ def _beyond(node: fx.Node, source: fx.Node, heads: Heads, swapped: bool) -> fx.N
 
 def _reshaped(node: fx.Node) -> Iterator[fx.Node]:
     """The values before reshapes and copies: the same elements in the same order."""
-    while (node.target in RESHAPES | COPIES or moves_nothing(node)) and (source := source_of(node)) is not None:
+    while (node.target in RESHAPES | COPIES or moves_nothing(node)) and (
+        source := source_of(node)
+    ) is not None:
         node = source
         yield node
 
@@ -195,7 +232,11 @@ def heads_of(node: fx.Node) -> int | None:
     rows = tensor_of(node).shape[-2:]
     for other in (*_before(node), *(user for user in node.users if user.target in RESHAPES)):
         val = other.meta.get("val")
-        kept = isinstance(val, Tensor) and val.ndim == 4 and (same_shape(val.shape[-2:], rows) or same_shape(val.shape[:-3:-1], rows))
+        kept = (
+            isinstance(val, Tensor)
+            and val.ndim == 4
+            and (same_shape(val.shape[-2:], rows) or same_shape(val.shape[:-3:-1], rows))
+        )
         if kept and isinstance(val, Tensor) and isinstance(val.shape[1], int):
             return int(val.shape[1])
     return None
@@ -204,7 +245,12 @@ def heads_of(node: fx.Node) -> int | None:
 def _before(node: fx.Node) -> Iterator[fx.Node]:
     """The values before views, transposes and scalings."""
     while (source := source_of(node)) is not None:
-        if not (node.target in RESHAPES | COPIES | CASTS or moves_nothing(node) or swaps_last_two(node) or _times(node) is not None):
+        if not (
+            node.target in RESHAPES | COPIES | CASTS
+            or moves_nothing(node)
+            or swaps_last_two(node)
+            or _times(node) is not None
+        ):
             return
         node = source
         yield node
@@ -212,12 +258,17 @@ def _before(node: fx.Node) -> Iterator[fx.Node]:
 
 def _widens(source: fx.Node, node: fx.Node) -> bool:
     before, after = tensor_of(source).dtype, tensor_of(node).dtype
-    return before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after
+    return (
+        before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after
+    )
 
 
 def _times(node: fx.Node) -> float | None:
     """c of value · c or value / (1/c)."""
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar) and "rounding_mode" not in node.kwargs:
+    if (
+        node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+        and "rounding_mode" not in node.kwargs
+    ):
         by = number(node.args[1])
         if by is not None and not (by == 0 and node.target in (aten.div.Tensor, aten.div.Scalar)):
             return 1.0 / by if node.target in (aten.div.Tensor, aten.div.Scalar) else by
@@ -234,7 +285,11 @@ def _ungrouped(node: fx.Node, heads: object) -> Operand | None:
         return Operand.of(source) if argument(node, 2, "dim") in (1, -3) else None
     if node.target is aten.expand.default:
         before = tensor_of(source).shape
-        return Operand.of(source) if len(before) == 4 and same_shape((before[0], *before[2:]), (val.shape[0], *val.shape[2:])) else None
+        return (
+            Operand.of(source)
+            if len(before) == 4 and same_shape((before[0], *before[2:]), (val.shape[0], *val.shape[2:]))
+            else None
+        )
     if node.target not in RESHAPES:
         return None
     while source.target in COPIES and (before_copy := source_of(source)) is not None:
@@ -243,7 +298,11 @@ def _ungrouped(node: fx.Node, heads: object) -> Operand | None:
     if source.target is not aten.expand.default or single is None or len(repeated) != 5:
         return None
     kept = (repeated[0], repeated[1], 1, repeated[3], repeated[4])
-    if not same_shape(tensor_of(single).shape, kept) or not same_shape(repeated[3:], val.shape[2:]) or not same(repeated[0], val.shape[0]):
+    if (
+        not same_shape(tensor_of(single).shape, kept)
+        or not same_shape(repeated[3:], val.shape[2:])
+        or not same(repeated[0], val.shape[0])
+    ):
         return None
     grouped = source_of(single)
     if single.target is aten.unsqueeze.default and grouped is not None and single.args[1] in (2, -3):
@@ -263,4 +322,6 @@ def with_batch(value: Operand, like: Operand) -> Operand:
     """The operand with its batch axis spread to that of another."""
     if same(value.shape[0], like.shape[0]):
         return value
-    return value.then(aten.expand.default, [SizeOf(like.node, 0) if not like.steps else like.shape[0], -1, -1, -1])
+    return value.then(
+        aten.expand.default, [SizeOf(like.node, 0) if not like.steps else like.shape[0], -1, -1, -1]
+    )

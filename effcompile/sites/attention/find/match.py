@@ -1,6 +1,8 @@
-"""Finds attention in an aten graph: a walk up and down from each softmax, and every `scaled_dot_product_attention`.
+"""Finds attention in an aten graph: a walk up and down from each softmax, and every
+`scaled_dot_product_attention`.
 
-Works on torch.export's graphs without decompositions, functional (Program) or not (the forward of a training step).
+Works on torch.export's graphs without decompositions, functional (Program) or not (the forward of a training
+step).
 """
 
 from __future__ import annotations
@@ -46,12 +48,15 @@ SDPA = aten.scaled_dot_product_attention.default
 
 
 def match(graph: fx.Graph) -> list[AttentionMatch | Unmatched]:
-    """Every attention of a graph in its normal form, and every other softmax with the reason why it is none, in graph order.
+    """Every attention of a graph in its normal form, and every other softmax with the reason why it is none,
+    in graph order.
 
     Nodes need `meta["val"]`. The graph is not changed.
     """
     finder = _Finder(graph)
-    return [finder.at(node) for node in graph.nodes if node in finder.alive and node.target in SOFTMAXES | {SDPA}]
+    return [
+        finder.at(node) for node in graph.nodes if node in finder.alive and node.target in SOFTMAXES | {SDPA}
+    ]
 
 
 def match_sdpa(node: fx.Node, kind: str = "bias") -> AttentionMatch:
@@ -75,10 +80,15 @@ def match_sdpa(node: fx.Node, kind: str = "bias") -> AttentionMatch:
     if isinstance(mask, fx.Node):
         shaped = heads.split(Operand.of(mask), frame)
         hides = tensor_of(mask).dtype == torch.bool
-        edits = (Fill(value=shaped, hidden=False, fill=-torch.inf, kind=kind) if hides else Term(value=shaped, kind=kind),)
+        edits = (
+            Fill(value=shaped, hidden=False, fill=-torch.inf, kind=kind)
+            if hides
+            else Term(value=shaped, kind=kind),
+        )
     return AttentionMatch(
-        site=module_path(node), anchor=node, q=q, k=k, v=v, scale=float(scale), output=node, inner=(node,), edits=edits,
-        causal=bool(named["is_causal"]), dropout=float(named["dropout_p"]), empty="zero", restore=_back(heads, node, q, None),
+        site=module_path(node), anchor=node, q=q, k=k, v=v, scale=float(scale), output=node, inner=(node,),
+        edits=edits, causal=bool(named["is_causal"]), dropout=float(named["dropout_p"]), empty="zero",
+        restore=_back(heads, node, q, None),
     )  # fmt: skip
 
 
@@ -89,7 +99,9 @@ class _Finder:
         self.alive = graphs.live_nodes(graph)
         self.learned = Learned(graph, graphs.activations(graph))
         self.position = {node: index for index, node in enumerate(graph.nodes)}
-        self.writes = [node for node in graph.nodes if node.op == "call_function" and any(graphs.mutated(node))]
+        self.writes = [
+            node for node in graph.nodes if node.op == "call_function" and any(graphs.mutated(node))
+        ]
 
     def at(self, node: fx.Node) -> AttentionMatch | Unmatched:
         try:
@@ -112,7 +124,9 @@ class _Finder:
         if trail is None:
             stop = stop_of(scores_node)
             what = stop.target.__name__ if callable(stop.target) else f"{stop.op} {stop.target}"
-            raise NotThisFormError("it is no attention: its scores come from {}, not from a product of queries and keys", what)
+            raise NotThisFormError(
+                "it is no attention: its scores come from {}, not from a product of queries and keys", what
+            )
         scores = ScoreWalk.along(trail, self.learned)
         down = _Weights.below(anchor, scores, self.readers)
         inner = (*trail, *scores.aside, anchor, *down.chain)
@@ -130,11 +144,17 @@ class _Finder:
                 raise NotThisFormError("its scores ({}) are read by {} too", node.name, other.name)
 
     def _unwritten(self, found: AttentionMatch, first: fx.Node) -> None:
-        """The new node reads its operands where the last product stood: nobody may write to them in between."""
+        """The new node reads its operands where the last product stood: nobody may write to them
+        in between.
+        """
         read = {graphs.root_of(value.node) for value in operands_of(found)}
         for node in self.writes:
             between = self.position[first] < self.position[node] < self.position[found.output]
-            if between and node not in found.inner and any(graphs.root_of(target) in read for target in graphs.mutated(node)):
+            if (
+                between
+                and node not in found.inner
+                and any(graphs.root_of(target) in read for target in graphs.mutated(node))
+            ):
                 raise NotThisFormError("{} writes to its operands between the products", node.name)
 
 
@@ -145,7 +165,9 @@ class _Weights:
         self.chain, self.output, self.shared, self.dropout = chain, output, shared, dropout
 
     @classmethod
-    def below(cls, anchor: fx.Node, scores: ScoreWalk, readers: Callable[[fx.Node], list[fx.Node]]) -> _Weights:
+    def below(
+        cls, anchor: fx.Node, scores: ScoreWalk, readers: Callable[[fx.Node], list[fx.Node]]
+    ) -> _Weights:
         """Walk down.
 
         Raises:
@@ -170,7 +192,9 @@ class _Weights:
             if user.target is aten.slice.Tensor and not cut:
                 _check_slice(user, scores)
                 cut = True
-            elif user.target in RESHAPES and not same_shape(tensor_of(user).shape[-2:], tensor_of(node).shape[-2:]):
+            elif user.target in RESHAPES and not same_shape(
+                tensor_of(user).shape[-2:], tensor_of(node).shape[-2:]
+            ):
                 raise NotThisFormError("{} re-arranges the weights' rows or columns", user.name)
             chain.append(user)
 
@@ -190,19 +214,31 @@ def _check_slice(node: fx.Node, scores: ScoreWalk) -> None:
     """The slice that drops the sink's column drops just that."""
     before, after = tensor_of(source_of(node) or node), tensor_of(node)
     start = argument(node, 2, "start") or 0
-    whole = argument(node, 1, "dim", 0) in (-1, before.ndim - 1) and same(after.shape[-1] + 1, before.shape[-1])
+    whole = argument(node, 1, "dim", 0) in (-1, before.ndim - 1) and same(
+        after.shape[-1] + 1, before.shape[-1]
+    )
     if not whole or number(start) != (1.0 if scores.sink_first else 0.0):
         raise NotThisFormError("{} takes another part of the weights than those of the keys", node.name)
 
 
-def _assemble(anchor: fx.Node, scores: ScoreWalk, down: _Weights, inner: tuple[fx.Node, ...]) -> AttentionMatch:
+def _assemble(
+    anchor: fx.Node, scores: ScoreWalk, down: _Weights, inner: tuple[fx.Node, ...]
+) -> AttentionMatch:
     first, last = scores.product, MatchedProduct.of(down.output)
     heads, frame = scores.heads, Frame(sizes=first.lead, given=first.lead)
     if last.left_axes is not None:
         raise NotThisFormError("{} reads the weights with their axes in another order", down.output.name)
     later = Frame(sizes=last.lead, given=last.lead)
 
-    def side(node: fx.Node, axes: tuple[int, ...] | None, where: Frame, *, swapped: bool, scalable: bool, group: bool = True) -> Any:
+    def side(
+        node: fx.Node,
+        axes: tuple[int, ...] | None,
+        where: Frame,
+        *,
+        swapped: bool,
+        scalable: bool,
+        group: bool = True,
+    ) -> Any:
         if axes is None:
             return operand(node, heads, where, swapped=swapped, scalable=scalable, group=group)
         value = ordered(Operand.of(node), axes)
@@ -219,19 +255,28 @@ def _assemble(anchor: fx.Node, scores: ScoreWalk, down: _Weights, inner: tuple[f
         q = q.then(target, factor)
     q, k, v = _agreeing(q, k, v, [whole_k, whole_v])
     return AttentionMatch(
-        site=module_path(down.output), anchor=anchor, q=q, k=k, v=v, scale=scores.whole_scale * q_scale * k_scale,
-        softcap=scores.softcap, edits=tuple(scores.edits), sink=scores.sink, dropout=down.dropout, weights=down.shared,
-        output=down.output, inner=(*dict.fromkeys(inner), down.output), restore=_back(heads, down.output, v, last),
+        site=module_path(down.output), anchor=anchor, q=q, k=k, v=v,
+        scale=scores.whole_scale * q_scale * k_scale, softcap=scores.softcap, edits=tuple(scores.edits),
+        sink=scores.sink, dropout=down.dropout, weights=down.shared, output=down.output,
+        inner=(*dict.fromkeys(inner), down.output), restore=_back(heads, down.output, v, last),
     )  # fmt: skip
 
 
 def _agreeing(q: Operand, k: Operand, v: Operand, whole: list[Operand]) -> list[Operand]:
-    """q, k and v of one dtype and batch, k and v with equally many heads; `whole`: k and v as they are repeated in the graph."""
+    """q, k and v of one dtype and batch, k and v with equally many heads; `whole`: k and v as they are
+    repeated in the graph.
+    """
     if not same(k.shape[1], v.shape[1]):
         k, v = whole
     heads = q.shape[1]
-    if not same(k.shape[1], v.shape[1]) or not (isinstance(heads, int) and isinstance(k.shape[1], int)) or heads % k.shape[1]:
-        raise NotThisFormError("it has {} heads of queries, {} of keys and {} of values", heads, k.shape[1], v.shape[1])
+    if (
+        not same(k.shape[1], v.shape[1])
+        or not (isinstance(heads, int) and isinstance(k.shape[1], int))
+        or heads % k.shape[1]
+    ):
+        raise NotThisFormError(
+            "it has {} heads of queries, {} of keys and {} of values", heads, k.shape[1], v.shape[1]
+        )
     q, k, v = one_dtype([q, k, v])
     if not q.val.is_floating_point():
         raise NotThisFormError("its operands are {}", q.val.dtype)
@@ -242,7 +287,10 @@ def _back(heads: Heads, output: fx.Node, v: Operand, product: MatchedProduct | N
     """From [B, H, S, V] to the output as the graph has it."""
     val = tensor_of(output)
     if product is not None and product.out_axes is not None:
-        steps = (*heads.restore_lead(Frame(sizes=product.lead, given=product.lead)), *permuted(product.out_axes))
+        steps = (
+            *heads.restore_lead(Frame(sizes=product.lead, given=product.lead)),
+            *permuted(product.out_axes),
+        )
     else:
         steps = heads.restore(output)
     return steps if v.val.dtype == val.dtype else (*steps, AxisStep(aten.to.dtype, (val.dtype,)))

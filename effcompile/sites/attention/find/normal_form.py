@@ -1,6 +1,8 @@
-"""The normal form of an attention: softmax(softcap(q·kᵀ·scale) + terms)·v, its operands as views of values in the graph.
+"""The normal form of an attention: softmax(softcap(q·kᵀ·scale) + terms)·v, its operands as views of values in
+the graph.
 
-Axes: B batch, H query heads, K key/value heads (H a multiple of K), S queries, T keys, D and V head sizes of q·k and of v.
+Axes: B batch, H query heads, K key/value heads (H a multiple of K), S queries, T keys, D and V head sizes of
+q·k and of v.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Target = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class SizeOf:
-    """The size of an axis of a value, divided by a number: a number where it is known, a `sym_size` node where it is dynamic."""
+    """The size of an axis of a value, divided by a number: a number where it is known, a `sym_size` node
+    where it is dynamic.
+    """
 
     node: fx.Node
     axis: int
@@ -77,7 +81,8 @@ class Term:
 
     Attributes:
         value: [B|1, H|1, S|1, T|1].
-        kind: "mask" if it reaches no parameter and no activation, so that it can be evaluated without the model; else "bias".
+        kind: "mask" if it reaches no parameter and no activation, so that it can be evaluated without the
+            model; else "bias".
     """
 
     value: Operand
@@ -94,8 +99,8 @@ class Fill:
         hidden: True: True is hidden (`masked_fill`); False: True is visible (`where`, SDPA's bool mask).
         fill: −1e4 or less, or −inf.
         kind: as in Term.
-        added: `fill` was added to the scores, and is so large that nothing of them is left. Where a row sees nothing, its scores
-            then have a gradient; overwritten ones have none.
+        added: `fill` was added to the scores, and is so large that nothing of them is left. Where a row sees
+            nothing, its scores then have a gradient; overwritten ones have none.
     """
 
     value: Operand
@@ -117,7 +122,8 @@ class AttentionMatch:
         edits: what is added to the scores and filled into them, in order.
         sink: [H], or [B|1, H|1, S|1]: one more logit per row, with no value. None: there is none.
         causal: query i sees keys j ≤ i, whatever S and T are (SDPA's `is_causal`).
-        empty: what a row gets that sees nothing: "uniform" (the mean of v: finite fills) or "zero" (SDPA); −inf gives NaN in eager.
+        empty: what a row gets that sees nothing: "uniform" (the mean of v: finite fills) or "zero" (SDPA);
+            −inf gives NaN in eager.
         dropout: rate on the weights; 0 outside training.
         output: the product with v. `restore`: steps from [B, H, S, V] back to its shape and dtype.
         weights: the weights' node, if anyone else reads them.

@@ -19,7 +19,8 @@ class MatchedProduct:
     """left · right, both with matrices in their last two axes; `right` is [rows of the contraction, columns].
 
     Attributes:
-        left, right: values of the graph. `left_axes`, `right_axes`: the order in which their axes are to be read, None: as they are.
+        left, right: values of the graph. `left_axes`, `right_axes`: the order in which their axes are to be
+            read, None: as they are.
         right_rows: True: `right` so read is [columns, contraction].
         out_axes: the order of the product's axes in the graph, None: [*lead, rows, columns].
         lead: leading axes of the product.
@@ -42,7 +43,8 @@ class MatchedProduct:
         """Read a product.
 
         Raises:
-            NotThisFormError: an einsum that is no product of matrices, or operands without leading axes for their matrices.
+            NotThisFormError: an einsum that is no product of matrices, or operands without leading axes for
+                their matrices.
         """
         if node.target is aten.einsum.default:
             return _einsum(node)
@@ -73,13 +75,22 @@ def _einsum(node: fx.Node) -> MatchedProduct:
     equation, values = str(node.args[0]).replace(" ", ""), node.args[1]
     inputs, _, out = equation.partition("->")
     parts = inputs.split(",")
-    if len(parts) != 2 or not out or "." in equation or any(len(set(part)) != len(part) for part in (*parts, out)):
+    if (
+        len(parts) != 2
+        or not out
+        or "." in equation
+        or any(len(set(part)) != len(part) for part in (*parts, out))
+    ):
         raise NotThisFormError("{} is the einsum {}", node.name, equation)
     left, right = parts
     batch = [axis for axis in out if axis in left and axis in right]
     rows, columns = ([axis for axis in out if axis in part and axis not in batch] for part in parts)
     inner = [axis for axis in left if axis in right and axis not in out]
-    if not len(rows) == len(columns) == len(inner) == 1 or len(left) != len(batch) + 2 or len(right) != len(batch) + 2:
+    if (
+        not len(rows) == len(columns) == len(inner) == 1
+        or len(left) != len(batch) + 2
+        or len(right) != len(batch) + 2
+    ):
         raise NotThisFormError("{} is the einsum {}, which is no product of matrices", node.name, equation)
     assert isinstance(values, (list, tuple))
     shape = tensor_of(node).shape

@@ -1,4 +1,6 @@
-"""From q·kᵀ to the softmax: the walk up to the product, and the way back down as scale, softcap, terms, fills and sink."""
+"""From q·kᵀ to the softmax: the walk up to the product, and the way back down as scale, softcap, terms, fills
+and sink.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ from effcompile.sites.attention.find.fx_queries import (
     source_of,
 )
 from effcompile.sites.attention.find.head_layout import Frame, Heads, heads_of
-from effcompile.sites.attention.find.normal_form import Fill, NotThisFormError, Operand, Term, same, same_shape, tensor_of
+from effcompile.sites.attention.find.normal_form import (
+    Fill,
+    NotThisFormError,
+    Operand,
+    Term,
+    same,
+    same_shape,
+    tensor_of,
+)
 from effcompile.sites.attention.find.products import MatchedProduct, is_product
 
 _ADD = overloads("add.Tensor", "add_.Tensor", "add.Scalar", "add_.Scalar")
@@ -40,9 +50,16 @@ _ONE_OPERAND = CASTS | COPIES | RESHAPES | FILLS | _TANH | _DIV | _FLOOR | {aten
 
 
 def trail_to(node: fx.Node) -> list[fx.Node] | None:
-    """The nodes from a product (first) to `node` (last), through operators that the normal form knows; None if there is no such way."""
+    """The nodes from a product (first) to `node` (last), through operators that the normal form knows; None
+    if there is no such way.
+    """
     val = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(val, Tensor) or not val.is_floating_point() or val.ndim < 2:
+    if (
+        node.op != "call_function"
+        or not isinstance(val, Tensor)
+        or not val.is_floating_point()
+        or val.ndim < 2
+    ):
         return None
     if is_product(node):
         return [node]
@@ -68,14 +85,19 @@ def _candidates(node: fx.Node) -> Iterator[fx.Node]:
 
 def stop_of(node: fx.Node) -> fx.Node:
     """Where the walk up from a softmax ends that finds no product: for the reason."""
-    while (source := source_of(node) if node.target is operator.getitem else next(_candidates(node), None)) is not None:
+    while (
+        source := source_of(node) if node.target is operator.getitem else next(_candidates(node), None)
+    ) is not None:
         node = source
     return node
 
 
 @dataclass(slots=True, kw_only=True)
 class ScoreWalk:
-    """The state on the way down. `after`: factor since the tanh, None before one; `aside`: nodes beside the way that only it reads."""
+    """The state on the way down.
+
+    `after`: factor since the tanh, None before one; `aside`: nodes beside the way that only it reads.
+    """
 
     product: MatchedProduct
     heads: Heads
@@ -98,8 +120,17 @@ class ScoreWalk:
         """
         product = MatchedProduct.of(trail[0])
         if product.out_axes is not None:
-            raise NotThisFormError("{} is no product of queries with keys: its result has other axes than its operands", trail[0].name)
-        state = cls(product=product, heads=_heads(product, trail), frame=Frame.of(trail[0]), learned=learned, scale=product.alpha)
+            raise NotThisFormError(
+                "{} is no product of queries with keys: its result has other axes than its operands",
+                trail[0].name,
+            )
+        state = cls(
+            product=product,
+            heads=_heads(product, trail),
+            frame=Frame.of(trail[0]),
+            learned=learned,
+            scale=product.alpha,
+        )
         if product.added is not None:
             state.edits += state.added(product.added, product.beta)
         for before, node in itertools.pairwise(trail):
@@ -122,13 +153,27 @@ class ScoreWalk:
         raise AssertionError(f"{node.target} is on the way and has no rule")
 
     def added(self, value: object, factor: float) -> list[Term | Fill]:
-        """What is added: as a fill where it is one, `where(seen, 0, finfo.min)` as HF writes masks; else as it is."""
+        """What is added: as a fill where it is one, `where(seen, 0, finfo.min)` as HF writes masks; else as
+        it is.
+        """
         assert isinstance(value, fx.Node)
         if factor > 0 and (mask := added_mask(value)) is not None:
             shaped = self.heads.split(Operand.of(mask.seen), self.frame)
-            fill = Fill(value=shaped, hidden=mask.hidden, fill=mask.fill * factor, kind=self.learned.kind(mask.seen), added=True)
+            fill = Fill(
+                value=shaped,
+                hidden=mask.hidden,
+                fill=mask.fill * factor,
+                kind=self.learned.kind(mask.seen),
+                added=True,
+            )
             return [*(self.added(rest, factor) if (rest := mask.rest) is not None else []), fill]
-        return [Term(value=self.heads.split(Operand.of(value), self.frame), factor=factor, kind=self.learned.kind(value))]
+        return [
+            Term(
+                value=self.heads.split(Operand.of(value), self.frame),
+                factor=factor,
+                kind=self.learned.kind(value),
+            )
+        ]
 
     # one rule per operator; `node` reads the scores `before`
 
@@ -190,8 +235,14 @@ class ScoreWalk:
         parts = list(node.args[0])  # type: ignore[arg-type]
         axis = argument(node, 1, "dim", 0)
         sink = parts[1] if parts[0] is before else parts[0]
-        if len(parts) != 2 or axis % tensor_of(node).ndim != tensor_of(node).ndim - 1 or not same(tensor_of(sink).shape[-1], 1):
-            raise NotThisFormError("{} puts something beside the scores that is not one sink per row", node.name)
+        if (
+            len(parts) != 2
+            or axis % tensor_of(node).ndim != tensor_of(node).ndim - 1
+            or not same(tensor_of(sink).shape[-1], 1)
+        ):
+            raise NotThisFormError(
+                "{} puts something beside the scores that is not one sink per row", node.name
+            )
         self._before_sink(node)
         self.sink_first = parts[0] is not before
         self.sink = self._per_head(sink)
@@ -201,7 +252,9 @@ class ScoreWalk:
         fill = number(value)
         if fill is None or fill > HIDING or (self.after is not None and self.after <= 0):
             raise NotThisFormError(
-                "{} fills the scores with {}, which hides nothing", node.name, "a value" if fill is None else f"{fill:g}"
+                "{} fills the scores with {}, which hides nothing",
+                node.name,
+                "a value" if fill is None else f"{fill:g}",
             )
         self._same_size(before, node)
         if not isinstance(mask, fx.Node):
@@ -222,10 +275,17 @@ class ScoreWalk:
     def _by_row(self, before: fx.Node, node: fx.Node, other: Any) -> None:
         """Scores times a tensor that is one per row: as well q times it."""
         constant = not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor)
-        if constant or self.edits or self.after is not None or (node.target in _DIV and node.args[0] is not before):
+        if (
+            constant
+            or self.edits
+            or self.after is not None
+            or (node.target in _DIV and node.args[0] is not before)
+        ):
             raise NotThisFormError("{} multiplies more than the scores by a tensor", node.name)
         self._same_size(before, node)
-        factor = self.heads.split(Operand.of(other), self.frame) if tensor_of(other).ndim else Operand.of(other)
+        factor = (
+            self.heads.split(Operand.of(other), self.frame) if tensor_of(other).ndim else Operand.of(other)
+        )
         if tensor_of(other).ndim and not same(factor.shape[-1], 1):
             raise NotThisFormError("{} weighs keys one by one", node.name)
         self.row_factors.append((aten.div.Tensor if node.target in _DIV else aten.mul.Tensor, factor))
@@ -241,16 +301,24 @@ class ScoreWalk:
             raise NotThisFormError("{} changes the scores with their sink", node.name)
 
     def _is_maximum(self, other: object, scores: fx.Node) -> bool:
-        """max(scores, −1, keepdim=True), which no softmax feels; its nodes are noted as read by nobody else."""
+        """max(scores, −1, keepdim=True), which no softmax feels; its nodes are noted as read by
+        nobody else.
+        """
         if not isinstance(other, fx.Node):
             return False
         chain = [other]
-        while (chain[-1].target in COPIES | CASTS | {aten.detach.default, operator.getitem}) and (source := source_of(chain[-1])):
+        while (chain[-1].target in COPIES | CASTS | {aten.detach.default, operator.getitem}) and (
+            source := source_of(chain[-1])
+        ):
             chain.append(source)
         last = chain[-1]
         over = argument(last, 1, "dim")
         axis = over[0] if isinstance(over, (list, tuple)) and len(over) == 1 else over
-        found = last.target in (aten.max.dim, aten.amax.default) and source_of(last) is scores and bool(argument(last, 2, "keepdim", False))
+        found = (
+            last.target in (aten.max.dim, aten.amax.default)
+            and source_of(last) is scores
+            and bool(argument(last, 2, "keepdim", False))
+        )
         if found and axis in (-1, tensor_of(scores).ndim - 1):
             self.aside += chain
             return True
@@ -260,17 +328,25 @@ class ScoreWalk:
         """The sinks as [H] where they are one number per head, else [B|1, H|1, S|1]."""
         heads = self.heads.batch_and_heads[1]
         chain = [sink]
-        while chain[-1].target in RESHAPES | COPIES | CASTS | {aten.expand.default} and (source := source_of(chain[-1])) is not None:
+        while (
+            chain[-1].target in RESHAPES | COPIES | CASTS | {aten.expand.default}
+            and (source := source_of(chain[-1])) is not None
+        ):
             chain.append(source)
         for value in reversed(chain):
-            if same_shape(tensor_of(value).shape, (heads,)) and self._spread_over_heads(chain[: chain.index(value)], heads):
+            if same_shape(tensor_of(value).shape, (heads,)) and self._spread_over_heads(
+                chain[: chain.index(value)], heads
+            ):
                 return Operand.of(value)
         return self.heads.split(Operand.of(sink), self.frame).then(aten.squeeze.dim, -1)
 
     def _spread_over_heads(self, chain: list[fx.Node], heads: object) -> bool:
         """Whether these views of [H] put it on the axis of the heads, and on no other."""
         shapes = [tensor_of(n).shape for n in chain if n.target in RESHAPES]
-        return all(len(shape) == 4 and same(shape[1], heads) and same(shape[2], 1) for shape in shapes) and len(self.heads.lead) == 2
+        return (
+            all(len(shape) == 4 and same(shape[1], heads) and same(shape[2], 1) for shape in shapes)
+            and len(self.heads.lead) == 2
+        )
 
 
 def _times(edit: Term | Fill, by: float) -> Term | Fill:
@@ -287,7 +363,11 @@ def _heads(product: MatchedProduct, trail: list[fx.Node]) -> Heads:
     lead = product.lead
     if len(lead) == 1:
         four = (tensor_of(node).shape for node in trail if tensor_of(node).ndim == 4)
-        sides = (node for node in (product.left, product.right, product.added) if isinstance(node, fx.Node) and tensor_of(node).ndim == 3)
+        sides = (
+            node
+            for node in (product.left, product.right, product.added)
+            if isinstance(node, fx.Node) and tensor_of(node).ndim == 3
+        )
         hints = (*(shape[1] for shape in four), *(heads_of(node) for node in sides))
         heads = next((h for h in hints if isinstance(h, int)), 1)
         return Heads(lead=lead, heads=heads)

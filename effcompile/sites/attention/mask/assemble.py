@@ -16,7 +16,15 @@ from effcompile.sites.attention.mask.fit_bands import Sample, UnfittedError, fit
 from effcompile.sites.attention.mask.graph_mask import GraphMask, MaskGuard
 from effcompile.sites.attention.mask.mask_guards import fills_only, no_longer_than, only_zero_one
 from effcompile.sites.attention.mask.mask_terms import MaskLeaf, MaskTerms, is_flag
-from effcompile.sites.attention.mask.node_expressions import KEY, QUERY, Expression, along, tested, varies, whole
+from effcompile.sites.attention.mask.node_expressions import (
+    KEY,
+    QUERY,
+    Expression,
+    along,
+    tested,
+    varies,
+    whole,
+)
 
 aten = torch.ops.aten
 #: No mask longer than this is computed to fit a closed form to it.
@@ -75,11 +83,19 @@ class _Parts:
     k_ids: Expression | None = None
 
     def identified(self, left: fx.Node, right: fx.Node) -> bool:
-        """Documents: one side varies with the query, the other with the key. Only one pair of ids has a place."""
+        """Documents: one side varies with the query, the other with the key.
+
+        Only one pair of ids has a place.
+        """
         for q, k in ((left, right), (right, left)):
-            by_query, by_key = (varies(self.shapes[n]) - {_BATCH} == {axis} for n, axis in ((q, QUERY), (k, KEY)))
+            by_query, by_key = (
+                varies(self.shapes[n]) - {_BATCH} == {axis} for n, axis in ((q, QUERY), (k, KEY))
+            )
             if self.q_ids is None and by_query and by_key:
-                self.q_ids, self.k_ids = self._along(Expression(node=q), QUERY), self._along(Expression(node=k), KEY)
+                self.q_ids, self.k_ids = (
+                    self._along(Expression(node=q), QUERY),
+                    self._along(Expression(node=k), KEY),
+                )
                 return True
         return False
 
@@ -94,7 +110,10 @@ class _Parts:
             self._place_densely(leaf)
 
     def place_hidden_queries(self) -> None:
-        """valid[i] ∧ valid[j] as documents: hidden keys have id 1, hidden queries 2, all others 0. Else dense."""
+        """valid[i] ∧ valid[j] as documents: hidden keys have id 1, hidden queries 2, all others 0.
+
+        Else dense.
+        """
         if len(self.queries) == 1 and len(self.valid) == 1 and self.q_ids is None:
             self.k_ids = _hidden(self.valid.pop(), 1)
             self.q_ids = _hidden(self._along(tested(self.queries.pop()), QUERY), 2)
@@ -110,11 +129,15 @@ class _Parts:
         return along(expression, axis, len(self.shapes[expression.node][0]))
 
     def _fitted(self, leaf: MaskLeaf) -> bool:
-        """Evaluate what depends on sizes alone, beyond the largest number in its computation; a guard keeps to what was seen.
+        """Evaluate what depends on sizes alone, beyond the largest number in its computation; a guard keeps
+        to what was seen.
 
         False where no closed form holds at these sizes.
         """
-        largest = max((abs(a) for n in ancestors(leaf.node) for a in n.args if isinstance(a, int) and abs(a) < 1 << 31), default=0)
+        largest = max(
+            (abs(a) for n in ancestors(leaf.node) for a in n.args if isinstance(a, int) and abs(a) < 1 << 31),
+            default=0,
+        )
         samples: list[Sample] = []
         seen: dict[str, int] = {}
         for variant in sized_variants(self.program, min(largest + largest // 2 + 2, _LONGEST)):
@@ -140,8 +163,12 @@ def _shapes(program: Program, terms: MaskTerms) -> Shapes:
     """The shape of every node in the terms, at each size."""
     sized = sized_variants(program)
     if len(sized) == 1 and any(isinstance(dim, str) for spec in program.inputs for dim in spec.shape):
-        raise UnfittedError("no second size could be made of the example: a broadcast axis looks like one of length 1")
-    nodes = [leaf.node for leaf in terms.leaves] + [n for left, right, leaf in terms.pairs for n in (left, right, leaf.node)]
+        raise UnfittedError(
+            "no second size could be made of the example: a broadcast axis looks like one of length 1"
+        )
+    nodes = [leaf.node for leaf in terms.leaves] + [
+        n for left, right, leaf in terms.pairs for n in (left, right, leaf.node)
+    ]
     found: dict[fx.Node, list[Sequence[int]]] = {node: [] for node in nodes}
     for variant in sized if nodes else ():
         values = evaluate(program, nodes, variant.values)

@@ -42,7 +42,9 @@ def fitted(samples: Sequence[Sample]) -> tuple[Edge | None, Edge | None, int]:
 
 
 def _edge(limits: Sequence[tuple[int, int, int | None, int]], *, lower: bool) -> Edge | None:
-    """One rule for all (Sq, Sk, limit, the limit that hides nothing); a sample without limit may be one that it does not reach."""
+    """One rule for all (Sq, Sk, limit, the limit that hides nothing); a sample without limit may be one that
+    it does not reach.
+    """
     known = [(q, k, limit) for q, k, limit, _ in limits if limit is not None]
     if not known:
         return None
@@ -50,7 +52,11 @@ def _edge(limits: Sequence[tuple[int, int, int | None, int]], *, lower: bool) ->
         offsets = {limit - (k - q if aligned else 0) for q, k, limit in known}
         edge = Edge(offset=min(offsets), aligned=aligned)
         unlimited = [(edge.at(q, k), loosest) for q, k, limit, loosest in limits if limit is None]
-        if len(offsets) == 1 and all(here <= loosest if lower else here >= loosest for here, loosest in unlimited):
+        if len(offsets) == 1 and all(
+            here <= loosest if lower else here >= loosest for here, loosest in unlimited
+        ):
             return edge
     said = ", ".join(["{} at {} × {}"] * len(known))
-    raise UnfittedError("its band follows no rule: " + said, *(part for q, k, limit in known for part in (limit, q, k)))
+    raise UnfittedError(
+        "its band follows no rule: " + said, *(part for q, k, limit in known for part in (limit, q, k))
+    )

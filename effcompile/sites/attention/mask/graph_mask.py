@@ -1,4 +1,6 @@
-"""What is known of a mask in a graph: its closed forms, where padding and documents come from, and what that takes for granted."""
+"""What is known of a mask in a graph: its closed forms, where padding and documents come from, and what that
+takes for granted.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class MaskGuard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphMask(Mask[Expression, tuple[Expression, ...], Edge]):
-    """A mask as an attention in a graph has it, at every size; `valid` and `mask` are conditions all of which must hold.
+    """A mask as an attention in a graph has it, at every size; `valid` and `mask` are conditions all of which
+    must hold.
 
     Attributes:
         biases: nodes that are added to the scores where a key is seen, in order.
@@ -67,7 +70,11 @@ class GraphMask(Mask[Expression, tuple[Expression, ...], Edge]):
     @property
     def sources(self) -> tuple[fx.Node, ...]:
         """The nodes that its expressions are made of."""
-        terms = (*(self.valid or ()), *(self.mask or ()), *(e for e in (self.q_ids, self.k_ids) if e is not None))
+        terms = (
+            *(self.valid or ()),
+            *(self.mask or ()),
+            *(e for e in (self.q_ids, self.k_ids) if e is not None),
+        )
         return tuple(dict.fromkeys(term.node for term in terms))
 
     def visibility(self, values: Mapping[fx.Node, Value], q_len: int, k_len: int) -> Visibility:
@@ -80,7 +87,9 @@ class GraphMask(Mask[Expression, tuple[Expression, ...], Edge]):
         )
 
     def unmet(self, inputs: Sequence[Tensor]) -> MaskGuard | None:
-        """The first guard that these tensors, in the order of `Program.inputs`, break; None where the form holds."""
+        """The first guard that these tensors, in the order of `Program.inputs`, break; None where the form
+        holds.
+        """
         return next((guard for guard in self.guards if not guard.check(inputs)), None)
 
 

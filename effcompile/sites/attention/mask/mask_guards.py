@@ -1,4 +1,6 @@
-"""What a recovered mask takes for granted of the inputs: each as a reason, as a check of inputs, and as nodes that check in every call."""
+"""What a recovered mask takes for granted of the inputs: each as a reason, as a check of inputs, and as nodes
+that check in every call.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,30 @@ def fills_only(program: Program, node: fx.Node) -> MaskGuard:
     return _on(program, node, said, lambda v: _all(_either(aten.eq.Scalar(v, 0), aten.le.Scalar(v, NEVER))))
 
 
-def every_query_sees(program: Program, node: fx.Node, visible: Callable[[Tensor], Tensor], given: Values) -> MaskGuard:
+def every_query_sees(
+    program: Program, node: fx.Node, visible: Callable[[Tensor], Tensor], given: Values
+) -> MaskGuard:
     """No row of the mask is empty: what a softmax makes of one depends on how it was hidden."""
-    return _on(program, node, Because("every query sees a key"), lambda v: _all(aten.any.dim(visible(v), -1)), given)
+    return _on(
+        program, node, Because("every query sees a key"), lambda v: _all(aten.any.dim(visible(v), -1)), given
+    )
 
 
 def no_longer_than(program: Program, sizes: Mapping[str, int]) -> MaskGuard:
     """The named axes are no longer than what a form was fitted to."""
 
     def check(inputs: Sequence[Tensor]) -> bool:
-        named = ((dim, size) for spec, tensor in zip(program.inputs, inputs, strict=True) for dim, size in zip(spec.shape, tensor.shape))  # noqa: B905
+        named = (
+            (dim, size)
+            for spec, tensor in zip(program.inputs, inputs, strict=True)
+            for dim, size in zip(spec.shape, tensor.shape)  # noqa: B905
+        )
         return all(size <= sizes.get(str(dim), size) for dim, size in named)
 
     def holds(emit: Emitter) -> fx.Node:
-        return conjunction(emit, [emit.no_longer_than(*_axis(program, dim), size) for dim, size in sizes.items()])
+        return conjunction(
+            emit, [emit.no_longer_than(*_axis(program, dim), size) for dim, size in sizes.items()]
+        )
 
     said = Because.of(", ".join(["{} ≤ {}"] * len(sizes)), *(part for axis in sizes.items() for part in axis))
     return MaskGuard(said=said, check=check, holds=holds)
@@ -60,11 +72,19 @@ def by_placeholder(program: Program, inputs: Sequence[Tensor]) -> dict[fx.Node, 
     return dict(zip(_tensors(program), inputs, strict=True))
 
 
-def _on(program: Program, node: fx.Node, said: Reason, holds: Callable[[Tensor], Tensor], given: Values | None = None) -> MaskGuard:
+def _on(
+    program: Program,
+    node: fx.Node,
+    said: Reason,
+    holds: Callable[[Tensor], Tensor],
+    given: Values | None = None,
+) -> MaskGuard:
     """`holds` is made of aten operators, to be run and to be traced."""
 
     def check(inputs: Sequence[Tensor]) -> bool:
-        return bool(holds(evaluate(program, [node], {**by_placeholder(program, inputs), **(given or {})})[node]))
+        return bool(
+            holds(evaluate(program, [node], {**by_placeholder(program, inputs), **(given or {})})[node])
+        )
 
     return MaskGuard(said=said, check=check, holds=lambda emit: emit.inline(holds, node))
 
@@ -84,7 +104,9 @@ def _axis(program: Program, dim: str) -> tuple[fx.Node, int]:
 
 
 def _tensors(program: Program) -> list[fx.Node]:
-    return [n for n in program.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+    return [
+        n for n in program.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
 
 
 def _names(node: fx.Node) -> str:

@@ -1,4 +1,6 @@
-"""A mask's computation taken apart: the conditions that must all hold for a key to be seen, by the operators that joined them."""
+"""A mask's computation taken apart: the conditions that must all hold for a key to be seen, by the operators
+that joined them.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,25 @@ aten = torch.ops.aten
 #: What is added to a score so that its weight is zero beyond doubt, whatever the score.
 NEVER = -1e8
 _SAME = (
-    aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.expand.default, aten.lift_fresh_copy.default,
-    aten._to_copy.default, aten.to.dtype,
+    aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.expand.default,
+    aten.lift_fresh_copy.default, aten._to_copy.default, aten.to.dtype,
 )  # fmt: skip
 _AND = (aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default)
 _OR = (aten.__or__.Tensor, aten.bitwise_or.Tensor, aten.logical_or.default)
 _NOT = (aten.bitwise_not.default, aten.logical_not.default)
 _MINUS = (aten.rsub.Scalar, aten.sub.Tensor)
 _TESTS: dict[Any, Callable[[float, float], bool]] = {
-    aten.lt.Scalar: lambda a, b: a < b, aten.le.Scalar: lambda a, b: a <= b, aten.gt.Scalar: lambda a, b: a > b,
-    aten.ge.Scalar: lambda a, b: a >= b, aten.eq.Scalar: lambda a, b: a == b, aten.ne.Scalar: lambda a, b: a != b,
+    aten.lt.Scalar: lambda a, b: a < b, aten.le.Scalar: lambda a, b: a <= b, aten.gt.Scalar: lambda a,
+    b: a > b, aten.ge.Scalar: lambda a, b: a >= b, aten.eq.Scalar: lambda a, b: a == b,
+    aten.ne.Scalar: lambda a, b: a != b,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskLeaf:
-    """A condition that is taken no further apart: node is not 0 ("true"), is 0 ("false"), or is above NEVER ("kept")."""
+    """A condition that is taken no further apart: node is not 0 ("true"), is 0 ("false"), or is above NEVER
+    ("kept").
+    """
 
     node: fx.Node
     test: str
@@ -91,13 +96,20 @@ class MaskTerms:
             self.truth(args[0], positive)
         elif target in _NOT:
             self.truth(args[0], not positive)
-        elif target in (_AND if positive else _OR) or (positive and target is aten.mul.Tensor and _integers(node)):  # 0/1 outer products
+        elif target in (_AND if positive else _OR) or (
+            positive and target is aten.mul.Tensor and _integers(node)
+        ):
+            # 0/1 outer products
             self.truth(args[0], positive)
             self.truth(args[1], positive)
         elif (bands := band_of(node, positive)) is not None:
             self.bands += bands
         else:
-            return self._equal(node, positive) or self._two_valued(node, positive) or self._complement(node, positive)
+            return (
+                self._equal(node, positive)
+                or self._two_valued(node, positive)
+                or self._complement(node, positive)
+            )
         return True
 
     def _equal(self, node: fx.Node, positive: bool) -> bool:
@@ -115,7 +127,9 @@ class MaskTerms:
         return True
 
     def _two_valued(self, node: fx.Node, positive: bool) -> bool:
-        """A test of where(condition, a, b) with numbers a and b, or of its truth, is the condition or its opposite."""
+        """A test of where(condition, a, b) with numbers a and b, or of its truth, is the condition or its
+        opposite.
+        """
         test = _TESTS.get(node.target)
         inner: Any = node.args[0] if test is not None else node
         if test is not None and not isinstance(node.args[1], (int, float)):
@@ -186,7 +200,9 @@ class MaskTerms:
             return False
         diagonal = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
         self.fills.append((value, node.meta["val"].dtype))
-        self.bands.append(Band(hi=diagonal - 1) if node.target is aten.triu.default else Band(lo=diagonal + 1))
+        self.bands.append(
+            Band(hi=diagonal - 1) if node.target is aten.triu.default else Band(lo=diagonal + 1)
+        )
         return True
 
 
@@ -229,7 +245,11 @@ def _constant(value: object) -> float | None:
 def _floats(node: fx.Node) -> bool:
     """A float that is made of a float."""
     source = node.args[0]
-    return isinstance(source, fx.Node) and source.meta["val"].dtype.is_floating_point and node.meta["val"].dtype.is_floating_point
+    return (
+        isinstance(source, fx.Node)
+        and source.meta["val"].dtype.is_floating_point
+        and node.meta["val"].dtype.is_floating_point
+    )
 
 
 def _leads(node: fx.Node) -> bool:
@@ -249,7 +269,12 @@ def _lossless(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node):
         return False
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
-    return after is torch.bool or before is torch.bool or before is after or (not before.is_floating_point and after.is_floating_point)
+    return (
+        after is torch.bool
+        or before is torch.bool
+        or before is after
+        or (not before.is_floating_point and after.is_floating_point)
+    )
 
 
 def is_flag(node: fx.Node) -> bool:

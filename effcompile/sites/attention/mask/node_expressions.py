@@ -35,7 +35,9 @@ class Expression:
         return value
 
     def emit(self, graph: fx.Graph) -> fx.Node:
-        """The expression as nodes at the graph's insertion point (`inserting_before` a node), with `meta["val"]` where the node has one."""
+        """The expression as nodes at the graph's insertion point (`inserting_before` a node), with
+        `meta["val"]` where the node has one.
+        """
         node, value = self.node, self.node.meta.get("val")
         mode = getattr(value, "fake_mode", None)
         for target, args in self.steps:
@@ -57,7 +59,9 @@ def tested(leaf: MaskLeaf) -> Expression:
 
 
 def along(expression: Expression, axis: int, rank: int) -> Expression:
-    """[B or 1, S] of a value of this rank that varies with the batch and with one of the last two axes alone."""
+    """[B or 1, S] of a value of this rank that varies with the batch and with one of the last two
+    axes alone.
+    """
     if rank == 1:
         return expression.then(aten.unsqueeze.default, 0)
     for other in (a for a in range(rank - 1, -1, -1) if a != rank + axis and not (rank == 4 and a == 0)):
@@ -73,5 +77,7 @@ def whole(expression: Expression, rank: int) -> Expression:
 
 
 def varies(shapes: Sequence[Sequence[int]]) -> set[int]:
-    """Axes, counted from the end (−1 the last), that are longer than 1 at one of these shapes of the same value."""
+    """Axes, counted from the end (−1 the last), that are longer than 1 at one of these shapes of the same
+    value.
+    """
     return {axis - len(shape) for shape in shapes for axis, size in enumerate(shape) if size != 1}

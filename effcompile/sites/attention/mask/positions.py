@@ -1,4 +1,6 @@
-"""Positions in a graph: which integers of a mask's computation are a·i + b·j + c of the query i and the key j."""
+"""Positions in a graph: which integers of a mask's computation are a·i + b·j + c of the query i and the key
+j.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from torch import fx
 from effcompile.ir.program import shape_of
 
 aten = torch.ops.aten
-_SAME = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default)
+_SAME = (
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten.lift_fresh_copy.default,
+)
 _COPY = (aten._to_copy.default, aten.to.dtype)
 _MIRROR = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt"}
 _COMPARE = {
@@ -21,7 +29,9 @@ _COMPARE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine:
-    """by_axis[0]·j + by_axis[1]·i + … + offset; axes are counted from the last one, so that broadcasting keeps them."""
+    """by_axis[0]·j + by_axis[1]·i + … + offset; axes are counted from the last one, so that broadcasting
+    keeps them.
+    """
 
     by_axis: tuple[float, ...] = ()
     offset: float = 0.0
@@ -29,7 +39,10 @@ class Affine:
     def plus(self, other: Affine, sign: float = 1.0) -> Affine:
         length = max(len(self.by_axis), len(other.by_axis))
         mine, theirs = ((*a.by_axis, *(0.0,) * (length - len(a.by_axis))) for a in (self, other))
-        return Affine(by_axis=tuple(a + sign * b for a, b in zip(mine, theirs, strict=True)), offset=self.offset + sign * other.offset)
+        return Affine(
+            by_axis=tuple(a + sign * b for a, b in zip(mine, theirs, strict=True)),
+            offset=self.offset + sign * other.offset,
+        )
 
     def times(self, factor: float) -> Affine:
         return Affine(by_axis=tuple(a * factor for a in self.by_axis), offset=self.offset * factor)
@@ -98,7 +111,10 @@ def _moved(node: fx.Node) -> Affine | None:
 def _arithmetic(node: fx.Node) -> Affine | None:
     """Sums and multiples of positions."""
     args = node.args
-    if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar) and not node.kwargs:
+    if (
+        node.target in (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
+        and not node.kwargs
+    ):
         a, b = affine(args[0]), affine(args[1])
         sign = 1.0 if node.target in (aten.add.Tensor, aten.add.Scalar) else -1.0
         return a.plus(b, sign) if a is not None and b is not None else None
@@ -112,7 +128,9 @@ def _arithmetic(node: fx.Node) -> Affine | None:
 
 
 def band_of(node: fx.Node, positive: bool) -> list[Band] | None:
-    """The band in which a comparison of positions holds (positive) or does not; None where it is no such comparison."""
+    """The band in which a comparison of positions holds (positive) or does not; None where it is no such
+    comparison.
+    """
     name = _COMPARE.get(node.target)
     if name is None:
         return None
@@ -121,7 +139,12 @@ def band_of(node: fx.Node, positive: bool) -> list[Band] | None:
     left, right = node.args[:2]
     for one, other, how in ((left, right, name), (right, left, _MIRROR[name])):
         size = affine(other)
-        if isinstance(one, fx.Node) and one.target is aten.abs.default and size is not None and not any(size.by_axis):
+        if (
+            isinstance(one, fx.Node)
+            and one.target is aten.abs.default
+            and size is not None
+            and not any(size.by_axis)
+        ):
             inner = affine(one.args[0])
             if how not in ("le", "lt") or inner is None:  # outside of a window is no band
                 return None
@@ -152,7 +175,9 @@ def chunk_of(left: object, right: object) -> int | None:
     sides = [_quotient(side) for side in (left, right)]
     if sides[0] is None or sides[1] is None or sides[0][1] != sides[1][1]:
         return None
-    plain = {(form.key, form.query, form.offset, form.deeper) for form, _ in (s for s in sides if s is not None)}
+    plain = {
+        (form.key, form.query, form.offset, form.deeper) for form, _ in (s for s in sides if s is not None)
+    }
     return sides[0][1] if plain == {(1.0, 0.0, 0.0, False), (0.0, 1.0, 0.0, False)} else None
 
 
@@ -160,7 +185,8 @@ def _quotient(value: object) -> tuple[Affine, int] | None:
     if not isinstance(value, fx.Node):
         return None
     floor = value.target is aten.floor_divide.default or (
-        value.target in (aten.div.Tensor_mode, aten.div.Scalar_mode) and value.kwargs.get("rounding_mode") == "floor"
+        value.target in (aten.div.Tensor_mode, aten.div.Scalar_mode)
+        and value.kwargs.get("rounding_mode") == "floor"
     )
     if not floor or not isinstance(value.args[1], int):
         return None

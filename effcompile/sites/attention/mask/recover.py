@@ -1,8 +1,10 @@
-"""A mask in a graph understood: closed forms that hold at every size, the inputs that give padding and documents, or the dense mask.
+"""A mask in a graph understood: closed forms that hold at every size, the inputs that give padding and
+documents, or the dense mask.
 
-The mask's computation is taken apart by its operators (terms.py), so that what is found holds for all inputs and not only for those
-tried. What depends on no input and is no comparison of positions is evaluated and fitted at several sizes, under a guard. The
-result is then compared with the mask itself, element by element, at the example, at other sizes and under paddings of every kind.
+The mask's computation is taken apart by its operators (terms.py), so that what is found holds for all inputs
+and not only for those tried. What depends on no input and is no comparison of positions is evaluated and
+fitted at several sizes, under a guard. The result is then compared with the mask itself, element by element,
+at the example, at other sizes and under paddings of every kind.
 """
 
 from __future__ import annotations
@@ -44,9 +46,18 @@ _MODEL = ("mm", "addmm", "linear", "conv", "einsum", "embedding", "softmax", "no
 
 
 def recover_mask(
-    program: Program, node: fx.Node, *, sense: Sense, q_len: int, k_len: int, fill: float | None = None, dtype: torch.dtype = torch.float32
+    program: Program,
+    node: fx.Node,
+    *,
+    sense: Sense,
+    q_len: int,
+    k_len: int,
+    fill: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> GraphMask:
-    """What a side operand of an attention hides, and what it adds. `GraphMask.hides` is False where it is nothing but a bias.
+    """What a side operand of an attention hides, and what it adds.
+
+    `GraphMask.hides` is False where it is nothing but a bias.
 
     Args:
         program: what the node stands in; its example inputs are used.
@@ -65,7 +76,8 @@ def recover_mask(
     except UnfittedError as error:
         terms, mask = MaskTerms(), search.as_it_is(error.reason)
         empty = mask.hides
-    except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:  # an operator that fails at our inputs
+    except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:
+        # an operator that fails at our inputs
         terms, mask = MaskTerms(), search.as_it_is(Unsupported.of("{}", " ".join(str(error).split())))
         empty = mask.hides
     terms.fills += [] if fill is None else [(fill, dtype)]
@@ -97,7 +109,9 @@ class _Search:
             terms.additive(self.node)
         else:
             terms.truth(self.node, self.sense == "visible")
-        conditions = [leaf.node for leaf in terms.leaves] + [n for left, right, _ in terms.pairs for n in (left, right)]
+        conditions = [leaf.node for leaf in terms.leaves] + [
+            n for left, right, _ in terms.pairs for n in (left, right)
+        ]
         if any(_of_the_model(self.program, n) for n in conditions):
             raise UnfittedError("what is hidden depends on what the model computes")
         for bias in tuple(terms.biases):
@@ -136,14 +150,20 @@ class _Search:
             empty = empty or not bool(seen.any(-1).all())
             self._compare(mask, seen, values, variant)
             rest = sum((values[n] for n in mask.biases if n in held), torch.zeros(()))
-            if self.sense == "added" and not torch.equal(*(t[seen] for t in torch.broadcast_tensors(values[self.node], rest, seen)[:2])):
-                raise _DifferentError("what is added where keys are seen is not the biases alone ({})", variant.name)
+            if self.sense == "added" and not torch.equal(
+                *(t[seen] for t in torch.broadcast_tensors(values[self.node], rest, seen)[:2])
+            ):
+                raise _DifferentError(
+                    "what is added where keys are seen is not the biases alone ({})", variant.name
+                )
         return empty
 
     def _compare(self, mask: GraphMask, seen: Tensor, values: Values, variant: Variant) -> None:
         q_len = seen.shape[-2] if seen.dim() > 1 else 1
         form = mask.visibility(values, q_len, seen.shape[-1])
-        batch = max([1, *(t.shape[0] for t in (form.valid, form.q_ids, form.k_ids, form.mask) if t is not None)])
+        batch = max(
+            [1, *(t.shape[0] for t in (form.valid, form.q_ids, form.k_ids, form.mask) if t is not None)]
+        )
         if not torch.equal(*torch.broadcast_tensors(form.dense(batch, q_len, seen.shape[-1]), seen)):
             raise _DifferentError("the closed form differs from the mask ({})", variant.name)
 
@@ -157,10 +177,12 @@ class _Search:
         return {n: torch.zeros((), dtype=n.meta["val"].dtype) for n in biases if n not in held}
 
     def with_empty_rows(self, mask: GraphMask, terms: MaskTerms) -> GraphMask:
-        """Decide what a query gets that sees nothing; where that cannot be told, a guard says that there is none.
+        """Decide what a query gets that sees nothing; where that cannot be told, a guard says that there is
+        none.
 
-        The lowest finite number swallows every score, so that all keys weigh the same. After −∞ the softmax is NaN, which
-        nobody means, and torch's own attention gives zeros. Any other number leaves something of the scores.
+        The lowest finite number swallows every score, so that all keys weigh the same. After −∞ the softmax
+        is NaN, which nobody means, and torch's own attention gives zeros. Any other number leaves something
+        of the scores.
         """
         lowest = {value == torch.finfo(dtype).min for value, dtype in terms.fills if math.isfinite(value)}
         infinite = any(not math.isfinite(value) for value, _ in terms.fills)
@@ -169,7 +191,9 @@ class _Search:
         if lowest == {True} and not infinite and not terms.summed:
             return replace(mask, uniform_empty=True)
         given = self._without(mask.biases, [leaf.node for leaf in terms.leaves if leaf.test == "kept"])
-        return replace(mask, guards=(*mask.guards, every_query_sees(self.program, self.node, self._visible, given)))
+        return replace(
+            mask, guards=(*mask.guards, every_query_sees(self.program, self.node, self._visible, given))
+        )
 
     def as_it_is(self, left: Reason) -> GraphMask:
         """The operand unexplained: added as a bias, or as a dense mask."""
@@ -207,10 +231,14 @@ def _form(mask: GraphMask, q_len: int, k_len: int) -> MaskForm:
 
 
 def _of_the_model(program: Program, node: fx.Node) -> bool:
-    """Whether a parameter or an operator of a model stands behind the value: then it is data, and dear to compute."""
+    """Whether a parameter or an operator of a model stands behind the value: then it is data, and dear to
+    compute.
+    """
     for n in ancestors(node, of_values=True):
         if n.op == "get_attr" and isinstance(program.tensor(n), torch.nn.Parameter):
             return True
-        if n.op == "call_function" and any(word in str(n.target).split(".")[1 if "." in str(n.target) else 0] for word in _MODEL):
+        if n.op == "call_function" and any(
+            word in str(n.target).split(".")[1 if "." in str(n.target) else 0] for word in _MODEL
+        ):
             return True
     return False

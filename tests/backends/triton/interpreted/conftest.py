@@ -1,4 +1,6 @@
-"""These tests run in a process of their own, started with TRITON_INTERPRET=1: by ../test_interpreted.py, or by hand."""
+"""These tests run in a process of their own, started with TRITON_INTERPRET=1: by ../test_interpreted.py, or
+by hand.
+"""
 
 import os
 

@@ -1,6 +1,8 @@
-"""Every launch in the interpreter watched: an access beyond the tensors it was given, or two programs that meet in one place, is an error.
+"""Every launch in the interpreter watched: an access beyond the tensors it was given, or two programs that
+meet in one place, is an error.
 
-Programs of a grid run in any order and at once on a GPU; here they run one after the other, so that a race gives the right result.
+Programs of a grid run in any order and at once on a GPU; here they run one after the other, so that a race
+gives the right result.
 """
 
 from __future__ import annotations
@@ -28,20 +30,29 @@ class Launch:
         self.name = name
         spans = sorted(_span(t) for t in tensors if t.numel())
         self.starts = np.array([start for start, _ in spans], dtype=np.int64)
-        self.ends = np.maximum.accumulate(np.array([end for _, end in spans], dtype=np.int64)) if spans else np.array([], dtype=np.int64)
+        self.ends = (
+            np.maximum.accumulate(np.array([end for _, end in spans], dtype=np.int64))
+            if spans
+            else np.array([], dtype=np.int64)
+        )
         self.stored: list[np.ndarray] = []
         self.loaded: list[np.ndarray] = []
         self.added: list[np.ndarray] = []
 
     def touch(self, kept: list[np.ndarray], pointers: Any, mask: Any) -> None:
         at = np.asarray(pointers.data).astype(np.int64)
-        at = at[np.broadcast_to(np.asarray(mask.data, dtype=bool), at.shape)] if mask is not None else at.ravel()
+        at = (
+            at[np.broadcast_to(np.asarray(mask.data, dtype=bool), at.shape)]
+            if mask is not None
+            else at.ravel()
+        )
         if not at.size:
             return
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         span = np.searchsorted(self.starts, at, side="right") - 1
         if (span < 0).any() or (at + width > self.ends[span]).any():
-            raise OutOfBoundsError(f"{self.name}: {int((span < 0).sum() + (at + width > self.ends[np.maximum(span, 0)]).sum())} accesses")
+            outside = (span < 0).sum() + (at + width > self.ends[np.maximum(span, 0)]).sum()
+            raise OutOfBoundsError(f"{self.name}: {int(outside)} accesses")
         x, y, z = stock.interpreter_builder.grid_idx
         _, ny, nz = stock.interpreter_builder.grid_dim
         kept.append(np.stack([at.ravel(), np.full(at.size, (x * ny + y) * nz + z)]))
@@ -67,7 +78,9 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 
 
 def _distinct(parts: list[np.ndarray]) -> np.ndarray:
-    """Each pair of address and program once, in ascending order; np.unique of columns takes five times as long."""
+    """Each pair of address and program once, in ascending order; np.unique of columns takes five times as
+    long.
+    """
     if not parts:
         return np.empty((2, 0), dtype=np.int64)
     pairs = np.concatenate(parts, 1)
@@ -101,7 +114,9 @@ def _noting(original: Callable[..., Any], kind: str, mask: int, *, pointers: int
 
 def _launching(original: Callable[..., Any]) -> Callable[..., Any]:
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _now.append(Launch(self.fn.__name__, [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]))
+        _now.append(
+            Launch(self.fn.__name__, [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)])
+        )
         try:
             result = original(self, *args, **kwargs)
             _now[-1].check()

@@ -50,7 +50,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         return torch.cat([scores, sink], 3).softmax(3)[..., :-1] @ v
     empty = ~seen.any(3, keepdim=True)
     weights = scores.masked_fill(empty, 0.0).softmax(3)
-    if terms.uniform_empty and not terms.fills:  # eager adds finfo.min: the weights are uniform, and gradients pass
+    if terms.uniform_empty and not terms.fills:
+        # eager adds finfo.min: the weights are uniform, and gradients pass
         return torch.where(empty, raw + torch.finfo(raw.dtype).min, scores).softmax(3) @ v
     return weights.where(~empty, 1 / k.shape[2] if terms.uniform_empty else 0.0) @ v
 
@@ -64,20 +65,41 @@ CASES: dict[str, dict[str, Any]] = {
     "two-sided and softcap": {"lo": -5, "hi": 5, "softcap": 4.0},
     "chunks": {"chunk": 24, "hi": 0},
     "documents": {"q_ids": IDS[:, :SQ], "k_ids": IDS, "hi": 0},
-    "padding": {"valid": torch.arange(SK) >= torch.tensor([[0], [40]]), "hi": 0, "uniform_empty": True, "fills": True},
-    "padding, added": {"valid": torch.arange(SK) >= torch.tensor([[0], [40]]), "hi": 0, "uniform_empty": True},
+    "padding": {
+        "valid": torch.arange(SK) >= torch.tensor([[0], [40]]),
+        "hi": 0,
+        "uniform_empty": True,
+        "fills": True,
+    },
+    "padding, added": {
+        "valid": torch.arange(SK) >= torch.tensor([[0], [40]]),
+        "hi": 0,
+        "uniform_empty": True,
+    },
     "mask and its bias": {"mask": make((1, H, SQ, SK), seed=6) > 0.5, "bias": make((B, H, SQ, SK), seed=7)},
     "bias by head": {"bias": make((1, H, SQ, SK), seed=7), "softcap": 2.0},
     "bias by key": {"bias": make((B, 1, 1, SK), seed=8), "hi": 3},
     "bias by row, sink by row": {"bias": make((1, H, SQ, 1), seed=9), "sink": make((1, H, SQ), seed=5)},
-}  # fmt: skip
+}
 
 
-def check(terms: dict[str, Any], dtype: torch.dtype, tiles: bool, dv: int = D, d: int = D, heads: tuple[int, int] = (H, K)) -> None:
+def check(
+    terms: dict[str, Any],
+    dtype: torch.dtype,
+    tiles: bool,
+    dv: int = D,
+    d: int = D,
+    heads: tuple[int, int] = (H, K),
+) -> None:
     q = make((B, SQ, heads[0], d), dtype, 1).transpose(1, 2)  # strided, as a projection's output is
     k, v = make((B, heads[1], SK, d), dtype, 2), make((B, heads[1], SK, dv), dtype, 3)
     grad = make((B, heads[0], SQ, dv), dtype, 4)
-    given = Terms(scale=d**-0.5, **{n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in terms.items()})
+    given = Terms(
+        scale=d**-0.5,
+        **{
+            n: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in terms.items()
+        },
+    )
     lists: list[Tensor] = []
     if tiles:
         form = Visibility(**{n: getattr(given, n) for n in VISIBLE})
@@ -87,13 +109,20 @@ def check(terms: dict[str, Any], dtype: torch.dtype, tiles: bool, dv: int = D, d
     out, lse = attention_calls.forward(q, k, v, given, lists)
     found = attention_calls.backward(attention_calls.AttentionCall.of(q, k, v, given, lists), grad, out, lse)
 
-    wide = {n: t.double() for n, t in (("q", q), ("k", k), ("v", v), ("bias", given.bias), ("sink", given.sink)) if t is not None}
+    wide = {
+        n: t.double()
+        for n, t in (("q", q), ("k", k), ("v", v), ("bias", given.bias), ("sink", given.sink))
+        if t is not None
+    }
     if "bias" in wide:
         wide["bias"] = wide["bias"].expand(B, heads[0], SQ, SK).contiguous()
     leaves = {n: t.requires_grad_() for n, t in wide.items()}
     extra = {n: getattr(given, n) for n in terms if n not in wide}
     expected = reference(
-        leaves["q"], leaves["k"], leaves["v"], Terms(scale=d**-0.5, bias=leaves.get("bias"), sink=leaves.get("sink"), **extra)
+        leaves["q"],
+        leaves["k"],
+        leaves["v"],
+        Terms(scale=d**-0.5, bias=leaves.get("bias"), sink=leaves.get("sink"), **extra),
     )
     expected.backward(grad.double())
     close("out", out, expected.detach(), dtype)
@@ -103,7 +132,9 @@ def check(terms: dict[str, Any], dtype: torch.dtype, tiles: bool, dv: int = D, d
 
 
 def close(name: str, got: Tensor, wanted: Tensor | None, dtype: torch.dtype) -> None:
-    """Relative error in the Euclidean norm; of a broadcast term's gradient, to the sum of what cancels in it."""
+    """Relative error in the Euclidean norm; of a broadcast term's gradient, to the sum of what
+    cancels in it.
+    """
     assert wanted is not None
     size = wanted.abs().sum_to_size(got.shape).norm()
     error = (got.double() - wanted.sum_to_size(got.shape)).norm() / size

@@ -54,10 +54,16 @@ def test_the_tiled_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"dtype": torch.float64}, "no tensor-core kernel"), ({"length": 0}, "empty"), ({"block_q": 24}, "no multiple of 16")],
+    [
+        ({"dtype": torch.float64}, "no tensor-core kernel"),
+        ({"length": 0}, "empty"),
+        ({"block_q": 24}, "no multiple of 16"),
+    ],
 )
 def test_what_is_declined_falls_back(change: dict[str, Any], reason: str) -> None:
-    q, k, v = (t.detach()[:, :, : change.get("length")].to(change.get("dtype", torch.float32)) for t in inputs())
+    q, k, v = (
+        t.detach()[:, :, : change.get("length")].to(change.get("dtype", torch.float32)) for t in inputs()
+    )
     form: dict[str, Any] = {"scale": 0.25, "hi": 0}
     rest: list[Any] = []
     if "block_q" in change:
@@ -66,7 +72,9 @@ def test_what_is_declined_falls_back(change: dict[str, Any], reason: str) -> Non
     said = tiled.declines(q, k, v, Terms.of(*rest, **form))
     assert said is not None and reason in said
     out, _ = attention(q, k, v, *rest, **form)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=0.25, enable_gqa=True
+    )
     torch.testing.assert_close(out, expected)
 
 

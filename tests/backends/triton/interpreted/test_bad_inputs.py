@@ -1,4 +1,6 @@
-"""What kernels could get wrong in silence: odd strides and alignment, axes of size 0, far offsets, several devices."""
+"""What kernels could get wrong in silence: odd strides and alignment, axes of size 0, far offsets, several
+devices.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from effcompile.backends.triton import attention, attention_calls, block_sparse, group_quant, loss_head, register, rows, states8
+from effcompile.backends.triton import (
+    attention,
+    attention_calls,
+    block_sparse,
+    group_quant,
+    loss_head,
+    register,
+    rows,
+    states8,
+)
 from effcompile.backends.triton.layout import WIDEST, by_rows, matrix
 from effcompile.core.errors import UsageError
 from effcompile.ops import rows as row_ops
@@ -55,7 +66,9 @@ def test_attention_of_odd_strides() -> None:
     q, k, v = odd(1, 2, 20, 16), odd(1, 20, 1, 16, seed=1).transpose(1, 2), odd(1, 1, 20, 16, seed=2)
     terms = Terms(scale=0.25, hi=0)
     out, lse = attention_calls.forward(q, k, v, terms)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.25)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True, scale=0.25
+    )
     torch.testing.assert_close(out, wanted)
     grad = odd(1, 2, 20, 16, seed=3)
     found = attention_calls.backward(attention_calls.AttentionCall.of(q, k, v, terms, ()), grad, out, lse)
@@ -65,18 +78,36 @@ def test_attention_of_odd_strides() -> None:
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True, scale=0.25)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, is_causal=True, enable_gqa=True, scale=0.25
+    )
     return torch.autograd.grad(out, leaves, grad)
 
 
 ROWS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
     "norm": (rows.norm, row_ops.rms_norm_by_torch, (odd(3, 24), odd(3, 24, seed=1), odd(24, seed=2), 1e-5)),
     "swiglu": (rows.swiglu, row_ops.swiglu_by_torch, (odd(3, 24), odd(3, 24, seed=1))),
-    "rotary": (rows.rotary, row_ops.rotary_by_torch, (odd(1, 2, 5, 8), odd(1, 5, 8, seed=1), odd(1, 5, 8, seed=2), False)),
+    "rotary": (
+        rows.rotary,
+        row_ops.rotary_by_torch,
+        (odd(1, 2, 5, 8), odd(1, 5, 8, seed=1), odd(1, 5, 8, seed=2), False),
+    ),
     "codes": (group_quant.quantize, quantize_by_torch, (odd(3, 64), 32, torch.int8)),
-    "linear": (group_quant.linear, linear_by_torch, (odd(5, 64), torch.ones(8, 64, dtype=torch.int8), odd(8, 2, seed=1), None, None, None,
-                                                     "none", torch.float32)),
-}  # fmt: skip
+    "linear": (
+        group_quant.linear,
+        linear_by_torch,
+        (
+            odd(5, 64),
+            torch.ones(8, 64, dtype=torch.int8),
+            odd(8, 2, seed=1),
+            None,
+            None,
+            None,
+            "none",
+            torch.float32,
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -98,7 +129,9 @@ def test_attention_to_no_keys() -> None:
     out, lse = attention_op(q, k, k, scale=1.0)
     assert not out.any()
     assert lse.isneginf().all()
-    dq, dk, dv, *_ = torch.ops.effcompile.attention_backward(torch.randn(1, 2, 8, 16), q, k, k, out, lse, scale=1.0)
+    dq, dk, dv, *_ = torch.ops.effcompile.attention_backward(
+        torch.randn(1, 2, 8, 16), q, k, k, out, lse, scale=1.0
+    )
     assert not dq.any()
     assert dk.shape == dv.shape == k.shape
 
@@ -107,9 +140,13 @@ def test_rows_of_nothing() -> None:
     x, weight = torch.randn(0, 8), torch.randn(8)
     assert row_ops.rms_norm(x, None, weight, 1e-5)[0].shape == row_ops.swiglu(x, x).shape == (0, 8)
     codes, scales = torch.ones(4, 32, dtype=torch.int8), torch.ones(4, 1)
-    assert quantized_linear(torch.randn(0, 32), codes, scales, None, None, None, "none", torch.float32).shape == (0, 4)
+    assert quantized_linear(
+        torch.randn(0, 32), codes, scales, None, None, None, "none", torch.float32
+    ).shape == (0, 4)
     with pytest.raises(UsageError, match="scales"):
-        quantized_linear(torch.randn(3, 0), codes[:, :0], scales[:, :0], None, None, None, "none", torch.float32)
+        quantized_linear(
+            torch.randn(3, 0), codes[:, :0], scales[:, :0], None, None, None, "none", torch.float32
+        )
     with pytest.raises(UsageError, match="last axis"):
         quantize_groups(torch.randn(3, 0), 8, torch.int8)
 
@@ -132,8 +169,13 @@ def far(*shape: int, stride: tuple[int, ...], dtype: torch.dtype = torch.float32
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Within a tile 32 bits must do: rows that lie too far apart are copied together, and terms that do are not taken."""
-    near, apart = far(1, 1, 8, 16, stride=(128, 128, WIDEST, 1)), far(1, 1, 8, 16, stride=(128, 128, WIDEST + 1, 1))
+    """Within a tile 32 bits must do: rows that lie too far apart are copied together, and terms that do are
+    not taken.
+    """
+    near, apart = (
+        far(1, 1, 8, 16, stride=(128, 128, WIDEST, 1)),
+        far(1, 1, 8, 16, stride=(128, 128, WIDEST + 1, 1)),
+    )
     assert by_rows(near) is near
     assert by_rows(apart).stride() == (128, 128, 16, 1)
     assert matrix(far(2, 4, 8, stride=(2**33, 2**31, 1))).stride() == (8, 1)
@@ -156,14 +198,26 @@ def test_several_devices() -> None:
     calls: dict[str, Callable[[], Any]] = {
         "k": lambda: attention._attention(q, q.to("meta"), q, scale=1.0),
         "W": lambda: loss_head.forward(here, there, None, labels, SUM, -100, 1.0, 1.0, False, 1),
-        "scales": lambda: group_quant.linear(here, codes, torch.empty(4, 1, device="meta"), None, None, None, "none", torch.float32),
+        "scales": lambda: group_quant.linear(
+            here, codes, torch.empty(4, 1, device="meta"), None, None, None, "none", torch.float32
+        ),
         "weight": lambda: rows.norm(here, None, torch.empty(32, device="meta"), 1e-5),
         "up": lambda: rows.swiglu(here, there),
-        "values": lambda: block_sparse_linear._init_fn(here, torch.empty(4, 16, 16, device="meta"), *pattern.indices),
-        "grad": lambda: states8.lion(
-            torch.zeros(256), torch.zeros(256, device="meta"), state, torch.ones(1), table, 1e-3, 0.9, 0.99, 0.0
+        "values": lambda: block_sparse_linear._init_fn(
+            here, torch.empty(4, 16, 16, device="meta"), *pattern.indices
         ),
-    }  # fmt: skip
+        "grad": lambda: states8.lion(
+            torch.zeros(256),
+            torch.zeros(256, device="meta"),
+            state,
+            torch.ones(1),
+            table,
+            1e-3,
+            0.9,
+            0.99,
+            0.0,
+        ),
+    }
     for name, call in calls.items():
         with pytest.raises(UsageError, match=rf"one device; {name} is on meta, \S+ on cpu"):
             call()

@@ -1,4 +1,6 @@
-"""Block-sparse products in the mended interpreter, against float64 with the dense weight; rows without blocks, unused capacity."""
+"""Block-sparse products in the mended interpreter, against float64 with the dense weight; rows without
+blocks, unused capacity.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def _registered() -> None:
 
 
 def structure(capacity: int) -> tuple[Tensor, ...]:
-    """crow, col, ccol, row, perm with room for `capacity` blocks; indices beyond those in use would be out of range."""
+    """crow, col, ccol, row, perm with room for `capacity` blocks; indices beyond those in use would be out of
+    range.
+    """
     row, col = KEPT.nonzero(as_tuple=True)
     perm = torch.argsort(col * KEPT.shape[0] + row)
     fill = lambda t: torch.cat([t, torch.full((capacity - len(t),), 99)]).int()  # noqa: E731
@@ -46,16 +50,25 @@ def test_product_and_gradients(dtype: torch.dtype, b: int) -> None:
     y.backward(grad)
 
     wide = [t.detach().double().requires_grad_() for t in (x, values, bias)]
-    blocks = torch.zeros(*KEPT.shape, b, b, dtype=torch.float64).index_put(KEPT.nonzero(as_tuple=True), wide[1][:used])
+    blocks = torch.zeros(*KEPT.shape, b, b, dtype=torch.float64).index_put(
+        KEPT.nonzero(as_tuple=True), wide[1][:used]
+    )
     expected = torch.nn.functional.linear(wide[0], blocks.transpose(1, 2).reshape(n, k), wide[2])
     expected.backward(grad.double())
-    for got, wanted in ((y, expected), *((leaf.grad, one.grad) for leaf, one in zip((x, values, bias), wide, strict=True))):
+    for got, wanted in (
+        (y, expected),
+        *((leaf.grad, one.grad) for leaf, one in zip((x, values, bias), wide, strict=True)),
+    ):
         assert got is not None and wanted is not None
         assert (got.detach().double() - wanted.detach()).norm() <= LIMITS[dtype] * wanted.detach().norm()
 
 
 def test_other_blocks_and_dtypes_are_torchs() -> None:
-    for x, b in ((torch.zeros(3, 24), 24), (torch.zeros(3, 32, dtype=torch.float64), 16), (torch.zeros(0, 32), 16)):
+    for x, b in (
+        (torch.zeros(3, 24), 24),
+        (torch.zeros(3, 32, dtype=torch.float64), 16),
+        (torch.zeros(0, 32), 16),
+    ):
         assert "Triton kernels are for" in str(fallback_reason(x, b))
 
 

@@ -1,4 +1,6 @@
-"""Values in 8 bits on the kernels: the same bytes as torch's, in any dense strides, ragged and constant groups."""
+"""Values in 8 bits on the kernels: the same bytes as torch's, in any dense strides, ragged and constant
+groups.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ def test_the_bytes_are_torchs(dtype: torch.dtype) -> None:
     steps, codes = parts(packed, x.numel())
     other_steps, other_codes = parts(expected, x.numel())
     torch.testing.assert_close(steps, other_steps, rtol=1e-6, atol=0.0)
-    assert (codes != other_codes).double().mean() < 1e-3  # a step's last bit may move a code that lies between two
+    # a step's last bit may move a code that lies between two
+    assert (codes != other_codes).double().mean() < 1e-3
     back = tiled.decompress(expected, list(x.shape), list(x.stride()), dtype)
     assert back.stride() == x.stride()
-    torch.testing.assert_close(back, from_torch(expected, list(x.shape), list(x.stride()), dtype), rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(
+        back, from_torch(expected, list(x.shape), list(x.stride()), dtype), rtol=2e-3, atol=1e-6
+    )
     flat, made = (t.transpose(0, 1).reshape(-1).double() for t in (x, back))
     bound = 0.51 * steps[:, 1].double().repeat_interleave(GROUP)[: flat.numel()] + 0.01 * flat.abs()
     assert ((flat - made).abs() <= bound).all()
@@ -41,4 +46,6 @@ def test_registered() -> None:
     tiled.register("cpu")
     x = torch.randn(2, 300)
     torch.library.opcheck(tiled.op.compress, (x, [300, 1]))
-    torch.library.opcheck(tiled.op.decompress, (tiled.op.compress(x, [300, 1]), [2, 300], [300, 1], torch.float32))
+    torch.library.opcheck(
+        tiled.op.decompress, (tiled.op.compress(x, [300, 1]), [2, 300], [300, 1], torch.float32)
+    )

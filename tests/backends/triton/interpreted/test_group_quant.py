@@ -39,7 +39,8 @@ def test_codes_are_torchs(dtype: torch.dtype, group: int) -> None:
     codes, scales = tiled.quantize(x, group, dtype)
     expected, expected_scales = quantize_by_torch(x, group, dtype)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0.0)
-    assert (codes.float() == expected.float()).double().mean() > 0.999  # a scale's last bit may move a code that lies between two
+    # a scale's last bit may move a code that lies between two
+    assert (codes.float() == expected.float()).double().mean() > 0.999
     back = tiled.dequantize(codes, scales, torch.float32)
     assert torch.equal(back, dequantize_by_torch(codes, scales, torch.float32))
     step = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}[dtype]
@@ -49,14 +50,38 @@ def test_codes_are_torchs(dtype: torch.dtype, group: int) -> None:
 
 def forms() -> Iterator[tuple[str, dict[str, Any]]]:
     for dtype in LIMITS:
-        yield f"int8 {dtype}", {"x": make(37, 192, dtype=dtype), "bits": 8, "groups": 3, "activation": "gelu", "dtype": dtype}
-        yield f"int4 {dtype}", {"x": make(37, 192, dtype=dtype), "bits": 4, "groups": 6, "activation": "silu", "dtype": dtype}
+        yield (
+            f"int8 {dtype}",
+            {"x": make(37, 192, dtype=dtype), "bits": 8, "groups": 3, "activation": "gelu", "dtype": dtype},
+        )
+        yield (
+            f"int4 {dtype}",
+            {"x": make(37, 192, dtype=dtype), "bits": 4, "groups": 6, "activation": "silu", "dtype": dtype},
+        )
     codes = torch.randint(-127, 128, (37, 192), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     x_scales = make(37, 1, seed=2).abs()
-    yield "int8 times int8", {"x": codes, "x_scales": x_scales, "bits": 8, "groups": 1, "activation": "none", "dtype": torch.float32}
-    narrow = {"x": make(37, 192, seed=1).to(torch.float8_e4m3fn), "x_scales": x_scales, "bits": 0, "groups": 1}
+    yield (
+        "int8 times int8",
+        {
+            "x": codes,
+            "x_scales": x_scales,
+            "bits": 8,
+            "groups": 1,
+            "activation": "none",
+            "dtype": torch.float32,
+        },
+    )
+    narrow = {
+        "x": make(37, 192, seed=1).to(torch.float8_e4m3fn),
+        "x_scales": x_scales,
+        "bits": 0,
+        "groups": 1,
+    }
     yield "float8 times float8", {**narrow, "activation": "silu", "dtype": torch.bfloat16}
-    yield "float8 weight", {"x": make(37, 192), "bits": 0, "groups": 3, "activation": "none", "dtype": torch.float32}
+    yield (
+        "float8 weight",
+        {"x": make(37, 192), "bits": 0, "groups": 3, "activation": "none", "dtype": torch.float32},
+    )
 
 
 @pytest.mark.parametrize(("name", "form"), list(forms()), ids=lambda f: f if isinstance(f, str) else "")
@@ -71,7 +96,9 @@ def test_linear(name: str, form: dict[str, Any]) -> None:
     got = tiled.linear(x, stored, scales, x_scales, bias, residual, form["activation"], form["dtype"])
     weight = (codes.double().unflatten(1, (form["groups"], -1)) * scales.double().unsqueeze(2)).flatten(1)
     z = (x.double() if x_scales is None else x.double() * x_scales.double()) @ weight.T + bias.double()
-    after = {"none": lambda t: t, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[form["activation"]](z)
+    after = {"none": lambda t: t, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[
+        form["activation"]
+    ](z)
     wanted = after + residual.double()
     assert (got.double() - wanted).norm() <= LIMITS[form["dtype"]] * wanted.norm()
     default = linear_by_torch(x, stored, scales, x_scales, bias, residual, form["activation"], form["dtype"])
@@ -86,7 +113,9 @@ def test_a_gpu_without_float8_has_torchs(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(tiled, kernel, None)
     codes, scales = tiled.quantize(x, 32, torch.float8_e4m3fn)
     torch.testing.assert_close((codes.float(), scales), (wanted[0].float(), wanted[1]))
-    assert torch.equal(tiled.dequantize(codes, scales, torch.float32), dequantize_by_torch(*wanted, torch.float32))
+    assert torch.equal(
+        tiled.dequantize(codes, scales, torch.float32), dequantize_by_torch(*wanted, torch.float32)
+    )
     tiled.linear(x, codes, scales, None, None, None, "none", torch.float32)
 
 
@@ -102,11 +131,19 @@ def test_operators_registered() -> None:
     codes, scales = quantize_groups(make(16, 64, seed=1), 32, torch.int8)
     torch.library.opcheck(dequantize_groups, (codes, scales, torch.bfloat16))
     weight = dequantize_groups(codes, scales, torch.float32)
-    for activation, same in (("none", lambda t: t), ("gelu", torch.nn.functional.gelu), ("silu", torch.nn.functional.silu)):
-        x, bias, residual = (t.requires_grad_() for t in (make(3, 64, seed=2), make(16, seed=3), make(3, 16, seed=4)))
+    for activation, same in (
+        ("none", lambda t: t),
+        ("gelu", torch.nn.functional.gelu),
+        ("silu", torch.nn.functional.silu),
+    ):
+        x, bias, residual = (
+            t.requires_grad_() for t in (make(3, 64, seed=2), make(16, seed=3), make(3, 16, seed=4))
+        )
         args = (x, codes, scales, None, bias, residual, activation, torch.float32)
         if activation == "gelu":
             torch.library.opcheck(quantized_linear, args)
         found = torch.autograd.grad(quantized_linear(*args).square().sum(), (x, bias, residual))
-        expected = torch.autograd.grad((same(x @ weight.T + bias) + residual).square().sum(), (x, bias, residual))
+        expected = torch.autograd.grad(
+            (same(x @ weight.T + bias) + residual).square().sum(), (x, bias, residual)
+        )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

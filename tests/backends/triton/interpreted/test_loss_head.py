@@ -1,4 +1,6 @@
-"""The loss head's kernels in the mended interpreter: against float64, with ragged sizes, ignored labels, caps and biases."""
+"""The loss head's kernels in the mended interpreter: against float64, with ragged sizes, ignored labels, caps
+and biases.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def make(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, cap: float | None) -> Tensor:
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, cap: float | None
+) -> Tensor:
     logits = torch.nn.functional.linear(x, weight, bias)
     logits = cap * torch.tanh(logits / cap) if cap else 0.5 * logits
     return cross_entropy(logits, target, ignore_index=-100, reduction="mean" if reduction == MEAN else "sum")
@@ -47,10 +51,16 @@ def test_loss_and_gradients(dtype: torch.dtype, reduction: int, cap: float | Non
 
 
 def test_all_labels_ignored() -> None:
-    x, weight, target = make(N, D, seed=1, dtype=torch.float32), make(V, D, seed=2, dtype=torch.float32), torch.full((N,), -100)
+    x, weight, target = (
+        make(N, D, seed=1, dtype=torch.float32),
+        make(V, D, seed=2, dtype=torch.float32),
+        torch.full((N,), -100),
+    )
     form = (MEAN, -100, 1.0, 1.0, False, 2)
     loss, lse = loss_head.forward(x, weight, None, target, *form)
-    dx, dw, db = loss_head.backward(torch.tensor(1.0), x, weight, None, target, lse, *form, [True, True, False])
+    dx, dw, db = loss_head.backward(
+        torch.tensor(1.0), x, weight, None, target, lse, *form, [True, True, False]
+    )
     assert loss.isnan() and not dx.any() and not dw.any() and not db.numel()
     loss, dx, dw, _ = loss_head.gradients(x, weight, None, target, *form, [True, True, False])
     assert loss.isnan() and not dx.any() and not dw.any()
@@ -58,7 +68,11 @@ def test_all_labels_ignored() -> None:
 
 def test_a_label_that_is_no_class_is_seen() -> None:
     """There is no exception on a GPU: the loss is NaN."""
-    x, weight, target = make(N, D, seed=1, dtype=torch.float32), make(V, D, seed=2, dtype=torch.float32), torch.arange(N)
+    x, weight, target = (
+        make(N, D, seed=1, dtype=torch.float32),
+        make(V, D, seed=2, dtype=torch.float32),
+        torch.arange(N),
+    )
     for wrong in (V, -1):
         target[3] = wrong
         form = (SUM, -100, 1.0, 1.0, False, 2)
@@ -72,7 +86,9 @@ def test_registered_it_is_the_operators_kernel() -> None:
     for dtype in (torch.float32, torch.float64):
         x, weight, target = make(N, D, seed=1, dtype=dtype), make(V, D, seed=2, dtype=dtype), torch.arange(N)
         form = (SUM, -100, 1.0, 1.0, False, 2)
-        torch.library.opcheck(loss_head_forward, (x, weight, None, target, *form), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            loss_head_forward, (x, weight, None, target, *form), test_utils=("test_schema", "test_faketensor")
+        )
         loss, lse = loss_head_forward(x, weight, None, target, *form)
         backward = (torch.ones((), dtype=dtype), x, weight, None, target, lse, *form, [True, False, False])
         torch.library.opcheck(loss_head_backward, backward, test_utils=("test_schema", "test_faketensor"))

@@ -1,4 +1,6 @@
-"""Plans carried out on the kernels, in the interpreter in the place of a GPU: a small Llama's outputs, and a training step's gradients."""
+"""Plans carried out on the kernels, in the interpreter in the place of a GPU: a small Llama's outputs, and a
+training step's gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from effcompile.compiler import measure
 from effcompile.machine.target import KernelCall
 from effcompile.proof.training import confirm
 
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +39,9 @@ def _shared_programs() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=64, attn_implementation="sdpa")
+    config = LlamaConfig(
+        **SIZES, num_key_value_heads=1, max_position_embeddings=64, attn_implementation="sdpa"
+    )
     return LlamaForCausalLM(config).eval(), {
         "input_ids": torch.randint(0, 40, (1, 8)),
         "attention_mask": torch.ones(1, 8, dtype=torch.long),
@@ -50,8 +60,12 @@ def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched, by name."""
     names: list[str] = []
-    watched = {attention_calls: ("attention_forward", "attention_dq", "attention_dkdv"), loss_head: ("loss_head_rows",),
-               group_quant: ("quantized_product",), rows: ("rms_norm_kernel", "swiglu_kernel", "rotary_kernel")}  # fmt: skip
+    watched = {
+        attention_calls: ("attention_forward", "attention_dq", "attention_dkdv"),
+        loss_head: ("loss_head_rows",),
+        group_quant: ("quantized_product",),
+        rows: ("rms_norm_kernel", "swiglu_kernel", "rotary_kernel"),
+    }
     for module, found in watched.items():
         for name in found:
             monkeypatch.setattr(module, name, Spy(getattr(module, name), names))
@@ -86,11 +100,19 @@ def test_a_plan_of_inference(llama: Any, launched: list[str], monkeypatch: pytes
 FORMS = {(32, 32): "w4", (32, 64): "w8", (64, 32): "int8_channel"}
 
 
-def test_weights_in_codes(llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Found in what was built, within the error that was predicted and measured; the kernel ran, not its stand-in."""
+def test_weights_in_codes(
+    llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Found in what was built, within the error that was predicted and measured; the kernel ran, not its
+    stand-in.
+    """
     model, inputs = llama
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))  # times that were made up for another test
-    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel == f"linear/{FORMS.get(call.dims[1:3])}" else 1e-3)
+    monkeypatch.setattr(
+        Triton,
+        "measure",
+        lambda _, call: 1e-9 if call.kernel == f"linear/{FORMS.get(call.dims[1:3])}" else 1e-3,
+    )
     plan = effcompile.optimize(model, inputs=inputs, backend="triton", max_error=0.3).plan
     found = [d.applied for d in plan.decisions if d.kind == "linear" and d.option in linears.FAMILIES]
     assert set(found) == set(linears.FAMILIES)
@@ -100,12 +122,15 @@ def test_weights_in_codes(llama: Any, launched: list[str], monkeypatch: pytest.M
 
 
 def test_norms_gates_and_rotations(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned as cheaper, found in what was built, within an exact goal, and run by the kernels: each as often as the model has it.
+    """Planned as cheaper, found in what was built, within an exact goal, and run by the kernels: each as
+    often as the model has it.
 
     Qwen3 has all that a Llama has, and norms of each head's queries and keys.
     """
     torch.manual_seed(0)
-    config = Qwen3Config(**SIZES, num_key_value_heads=1, max_position_embeddings=64, head_dim=16, attn_implementation="sdpa")
+    config = Qwen3Config(
+        **SIZES, num_key_value_heads=1, max_position_embeddings=64, head_dim=16, attn_implementation="sdpa"
+    )
     model = Qwen3ForCausalLM(config).eval()
     inputs = {"input_ids": torch.randint(0, 40, (1, 8)), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
     monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel.startswith("rows/") else 1e-3)
@@ -123,7 +148,12 @@ def test_kernels_are_timed_where_they_run(launched: list[str]) -> None:
     assert Triton().measure(KernelCall("attention/tiled", (1, 1, 16, 16, 16, 8))) is not None
     assert "attention_forward" in launched
     assert Triton().measure(KernelCall("linear/fp32", (8, 16, 16))) is not None
-    for form, kernel in (("rms_norm", "rms_norm"), ("add_rms_norm", "rms_norm"), ("swiglu", "swiglu"), ("rotary", "rotary")):
+    for form, kernel in (
+        ("rms_norm", "rms_norm"),
+        ("add_rms_norm", "rms_norm"),
+        ("swiglu", "swiglu"),
+        ("rotary", "rotary"),
+    ):
         launched.clear()
         assert Triton().measure(KernelCall(f"rows/{form}", (16, 16))) is not None
         assert set(launched) == {f"{kernel}_kernel"}

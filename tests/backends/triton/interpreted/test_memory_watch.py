@@ -39,9 +39,16 @@ def test_programs_apart_are_no_fault() -> None:
 
 @pytest.mark.parametrize(
     ("given", "error"),
-    [({"shift": 1}, OutOfBoundsError), ({"shift": -1}, OutOfBoundsError), ({"shift": 0, "size": 40, "block": 9}, OutOfBoundsError),
-     ({"shift": 0, "block": 7, "size": 29}, RaceError), ({"shift": 1, "size": 31, "read": True}, RaceError)],
-)  # fmt: skip
+    [
+        ({"shift": 1}, OutOfBoundsError),
+        ({"shift": -1}, OutOfBoundsError),
+        ({"shift": 0, "size": 40, "block": 9}, OutOfBoundsError),
+        ({"shift": 0, "block": 7, "size": 29}, RaceError),
+        ({"shift": 1, "size": 31, "read": True}, RaceError),
+    ],
+)
 def test_a_fault_is_seen(given: dict[str, Any], error: type[AssertionError]) -> None:
-    with pytest.raises(Exception, match=error.__name__) if error is OutOfBoundsError else pytest.raises(error):
+    with (
+        pytest.raises(Exception, match=error.__name__) if error is OutOfBoundsError else pytest.raises(error)
+    ):
         run(**given)

@@ -1,4 +1,6 @@
-"""The comparisons that a GPU's kernels go through pass in the mended interpreter, and find a kernel that is wrong."""
+"""The comparisons that a GPU's kernels go through pass in the mended interpreter, and find a kernel that is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,15 @@ def test_right_kernels_pass(family: str, dtype: str) -> None:
 
 def test_attention_passes() -> None:
     import_module("effcompile.backends.triton.attention").register("cpu")
-    assert [proof._compared("attention", "bfloat16", part, "cpu").reason for part in range(len(CASES["attention"]))] == [None, None]
+    assert [
+        proof._compared("attention", "bfloat16", part, "cpu").reason
+        for part in range(len(CASES["attention"]))
+    ] == [None, None]
 
 
-@pytest.mark.parametrize("wrong", [lambda t: t * 1.02, lambda t: torch.full_like(t, torch.nan), lambda t: t.roll(1)])
+@pytest.mark.parametrize(
+    "wrong", [lambda t: t * 1.02, lambda t: torch.full_like(t, torch.nan), lambda t: t.roll(1)]
+)
 def test_a_wrong_kernel_is_found(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
     tiled = import_module("effcompile.backends.triton.rows")
     right = tiled.rotary

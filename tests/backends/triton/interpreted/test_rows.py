@@ -34,7 +34,11 @@ def doubles(*tensors: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize("residual", [True, False])
 def test_norm(dtype: torch.dtype, residual: bool) -> None:
-    x, other, weight = (make(3, 7, 40, seed=1, dtype=dtype), make(3, 7, 40, seed=2, dtype=dtype), make(40, seed=3, dtype=dtype))
+    x, other, weight = (
+        make(3, 7, 40, seed=1, dtype=dtype),
+        make(3, 7, 40, seed=2, dtype=dtype),
+        make(40, seed=3, dtype=dtype),
+    )
     leaves = (x, other, weight) if residual else (x, weight)
     y, s, _ = rms_norm(x, other if residual else None, weight, 1e-5)
     grads = make(3, 7, 40, seed=4, dtype=dtype).detach(), make(3, 7, 40, seed=5, dtype=dtype).detach()
@@ -51,7 +55,11 @@ def test_norm(dtype: torch.dtype, residual: bool) -> None:
 def test_norm_alone(dtype: torch.dtype) -> None:
     x, weight = make(3, 7, 40, seed=1, dtype=dtype).detach(), make(40, seed=3, dtype=dtype).detach()
     wide = x.double()
-    close(dtype, (rms_norm_alone(x, weight, 1e-5),), (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double(),))
+    close(
+        dtype,
+        (rms_norm_alone(x, weight, 1e-5),),
+        (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double(),),
+    )
 
 
 def test_swiglu_reads_halves_of_one_product_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +88,10 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rotary(dtype: torch.dtype, batch: int) -> None:
-    x = make(2, 5, 3, 24, seed=1, dtype=dtype).transpose(1, 2)  # (B, H, S, D), strided as a projection's output is
-    cos, sin = (make(batch, 5, 24, seed=i, dtype=dtype).detach() for i in (2, 3))  # not of equal halves: the transpose is what is tested
+    # (B, H, S, D), strided as a projection's output is
+    x = make(2, 5, 3, 24, seed=1, dtype=dtype).transpose(1, 2)
+    # not of equal halves: the transpose is what is tested
+    cos, sin = (make(batch, 5, 24, seed=i, dtype=dtype).detach() for i in (2, 3))
     grad = make(2, 3, 5, 24, seed=4, dtype=dtype).detach()
     y = rotary(x, cos, sin, False)
     assert y.stride() == x.stride()
@@ -95,7 +105,10 @@ def test_rotary(dtype: torch.dtype, batch: int) -> None:
 def test_opcheck() -> None:
     torch.library.opcheck(rms_norm, (make(3, 40, seed=1), make(3, 40, seed=2), make(40, seed=3), 1e-6))
     torch.library.opcheck(swiglu, (make(3, 40, seed=1), make(3, 40, seed=2)))
-    torch.library.opcheck(rotary, (make(1, 2, 3, 8, seed=1), make(1, 3, 8, seed=2).detach(), make(1, 3, 8, seed=3).detach(), False))
+    torch.library.opcheck(
+        rotary,
+        (make(1, 2, 3, 8, seed=1), make(1, 3, 8, seed=2).detach(), make(1, 3, 8, seed=3).detach(), False),
+    )
 
 
 def test_fp64_is_torchs() -> None:

@@ -1,4 +1,6 @@
-"""Updates on states of 8 bits: against float64, against torchao's own optimizer step by step, and its state_dict both ways."""
+"""Updates on states of 8 bits: against float64, against torchao's own optimizer step by step, and its
+state_dict both ways.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,17 @@ LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 def made(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """p, gradient, codes and scales of two moments: a block of zeros, one of tiny numbers, one with a single large one."""
+    """p, gradient, codes and scales of two moments: a block of zeros, one of tiny numbers, one with a single
+    large one.
+    """
     torch.manual_seed(0)
     p, grad = torch.randn(N).to(dtype), torch.randn(N) * torch.logspace(-4, 1, 5).repeat_interleave(BLOCK)
     grad[:BLOCK] = 0.0
     grad[2 * BLOCK + 3] = 300.0
-    first, second = torch.randint(0, 256, (N,), dtype=torch.uint8), torch.randint(100, 256, (N,), dtype=torch.uint8)
+    first, second = (
+        torch.randint(0, 256, (N,), dtype=torch.uint8),
+        torch.randint(100, 256, (N,), dtype=torch.uint8),
+    )
     return p, grad.to(dtype), first, torch.rand(5) * 1e-2, second, torch.rand(5) * 1e-4
 
 
@@ -36,7 +43,9 @@ def wide(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
 
 
 def nearest(codes: Tensor, scales: Tensor, table: Tensor, state: Tensor) -> bool:
-    """Whether each code is the entry nearest to the state in float64, up to the rounding of the state to float32."""
+    """Whether each code is the entry nearest to the state in float64, up to the rounding of the state to
+    float32.
+    """
     scaled = state.view(-1, BLOCK) / scales.double()[:, None]
     best = (scaled[..., None] - table.double()).abs().amin(-1)
     got = (scaled - table.double()[codes.view(-1, BLOCK).int()]).abs()
@@ -47,14 +56,37 @@ def nearest(codes: Tensor, scales: Tensor, table: Tensor, state: Tensor) -> bool
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_against_float64(dtype: torch.dtype, decoupled: bool) -> None:
     p, grad, first, first_scale, second, second_scale = made(dtype)
-    m, v, value, slope = wide(first, first_scale, SIGNED), wide(second, second_scale, UNSIGNED), p.double(), grad.double()
+    m, v, value, slope = (
+        wide(first, first_scale, SIGNED),
+        wide(second, second_scale, UNSIGNED),
+        p.double(),
+        grad.double(),
+    )
     value, slope = (value - 1e-2 * 0.1 * value, slope) if decoupled else (value, slope + 0.1 * value)
     m, v = 0.9 * m + 0.1 * slope, 0.99 * v + 0.01 * slope.square()
     wanted = value - 1e-2 * (m / (1 - 0.9**3)) / ((v / (1 - 0.99**3)).sqrt() + 1e-8)
-    tiled.adam(p, grad, first, first_scale, second, second_scale, SIGNED, UNSIGNED, 1e-2, 0.9, 0.99, 0.1, 1e-8, 3, decoupled)
+    tiled.adam(
+        p,
+        grad,
+        first,
+        first_scale,
+        second,
+        second_scale,
+        SIGNED,
+        UNSIGNED,
+        1e-2,
+        0.9,
+        0.99,
+        0.1,
+        1e-8,
+        3,
+        decoupled,
+    )
     assert (p.double() - wanted).norm() <= LIMITS[dtype] * wanted.norm()
     for codes, scales, table, state in ((first, first_scale, SIGNED, m), (second, second_scale, UNSIGNED, v)):
-        torch.testing.assert_close(scales.double(), state.view(-1, BLOCK).abs().amax(1).clamp(min=1e-12), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(
+            scales.double(), state.view(-1, BLOCK).abs().amax(1).clamp(min=1e-12), rtol=1e-6, atol=0.0
+        )
         assert nearest(codes, scales, table, state)
 
 
@@ -72,7 +104,8 @@ def test_the_operators() -> None:
     """Registered; what they do not take (fp64) goes to torch, which agrees."""
     tiled.register("cpu")
     for operator, table, numbers, count in (
-        (op.adam8, (SIGNED, UNSIGNED), (1e-2, 0.9, 0.99, 0.1, 1e-8, 3, True), 6), (op.lion8, (SIGNED,), (1e-2, 0.9, 0.99, 0.1), 4),
+        (op.adam8, (SIGNED, UNSIGNED), (1e-2, 0.9, 0.99, 0.1, 1e-8, 3, True), 6),
+        (op.lion8, (SIGNED,), (1e-2, 0.9, 0.99, 0.1), 4),
     ):  # fmt: skip
         ours, theirs = made(torch.float32)[:count], made(torch.float32)[:count]
         theirs = (theirs[0].double(), theirs[1].double(), *theirs[2:])
@@ -112,7 +145,11 @@ def test_lion_in_8_bits_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, own = (Lion8bit([p], lr=1e-2, weight_decay=0.1) for p in (ours, theirs))
     launched: list[int] = []
     plain = tiled.lion8_kernel.__class__.__getitem__
-    monkeypatch.setattr(tiled.lion8_kernel.__class__, "__getitem__", lambda self, grid: (launched.append(1), plain(self, grid))[1])
+    monkeypatch.setattr(
+        tiled.lion8_kernel.__class__,
+        "__getitem__",
+        lambda self, grid: (launched.append(1), plain(self, grid))[1],
+    )
     for gradient in gradients:
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
         mine.step()

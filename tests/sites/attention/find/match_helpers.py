@@ -11,15 +11,26 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from effcompile.sites.attention.find.match import match
-from effcompile.sites.attention.find.normal_form import AttentionMatch, AxisStep, Operand, SizeOf, Term, Unmatched
+from effcompile.sites.attention.find.normal_form import (
+    AttentionMatch,
+    AxisStep,
+    Operand,
+    SizeOf,
+    Term,
+    Unmatched,
+)
 
 B, H, S, D = 2, 4, 6, 8
 MIN = torch.finfo(torch.float32).min
 Attend = Callable[..., Tensor]
 
 
-def exported(module: nn.Module, *args: Tensor, dynamic: Any = None, functional: bool = False) -> fx.GraphModule:
-    """The forward as torch.export gives it, operators that write in place included; `functional`: as a Program has it."""
+def exported(
+    module: nn.Module, *args: Tensor, dynamic: Any = None, functional: bool = False
+) -> fx.GraphModule:
+    """The forward as torch.export gives it, operators that write in place included; `functional`: as a
+    Program has it.
+    """
     program = torch.export.export(module, args, dynamic_shapes=dynamic, strict=False)
     found = (program.run_decompositions({}) if functional else program).module(check_guards=False)
     assert isinstance(found, fx.GraphModule)
@@ -113,13 +124,19 @@ def _argument(arg: Any, values: dict[fx.Node, Any]) -> Any:
 
 
 class Model(nn.Module):
-    """q, k, v of linears, heads split, then `attend(self, q, k, v, hidden)`; `hidden` is bool [B, 1, S, S], True: not seen."""
+    """q, k, v of linears, heads split, then `attend(self, q, k, v, hidden)`; `hidden` is bool [B, 1, S, S],
+    True: not seen.
+    """
 
     def __init__(self, attend: Attend, kv_heads: int = H, value: int = D) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.attend, self.kv_heads = attend, kv_heads
-        self.q, self.k, self.v = nn.Linear(D, H * D), nn.Linear(D, kv_heads * D), nn.Linear(D, kv_heads * value)
+        self.q, self.k, self.v = (
+            nn.Linear(D, H * D),
+            nn.Linear(D, kv_heads * D),
+            nn.Linear(D, kv_heads * value),
+        )
         self.table = nn.Parameter(torch.randn(H, 2 * S))
         self.sinks = nn.Parameter(torch.randn(H))
         self.row_scale = nn.Parameter(torch.rand(H, 1, 1) + 0.5)

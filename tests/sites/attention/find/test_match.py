@@ -1,4 +1,6 @@
-"""Each piece of the normal form on a small module: what the match says, that it is true, and that the rewritten graph equals eager."""
+"""Each piece of the normal form on a small module: what the match says, that it is true, and that the
+rewritten graph equals eager.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def shown(m: Model, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 
 def capped(m: Model, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    return close(torch.tanh(q @ k.mT * 0.3 / 2.0) * 2.0 + torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, MIN), v)
+    return close(
+        torch.tanh(q @ k.mT * 0.3 / 2.0) * 2.0
+        + torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, MIN),
+        v,
+    )
 
 
 def sunk(m: Model, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -99,7 +105,9 @@ def windows(m: Model, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor
 
 
 def cosine(m: Model, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    scores = nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT * torch.exp(m.row_scale)
+    scores = (
+        nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT * torch.exp(m.row_scale)
+    )
     return close(scores.masked_fill(hidden, MIN), v)
 
 
@@ -127,7 +135,9 @@ def five_axes(m: Model, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tens
 
 
 def sdpa(m: Model, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=0.3, enable_gqa=k.shape[1] != H)
+    return nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=~hidden, scale=0.3, enable_gqa=k.shape[1] != H
+    )
 
 
 def sdpa_causal(m: Model, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -172,7 +182,9 @@ def letters(found: AttentionMatch) -> str:
 
 @pytest.mark.parametrize("functional", [False, True], ids=["in place", "functional"])
 @pytest.mark.parametrize(("attend", "kv", "value", "said"), FORMS, ids=NAMES)
-def test_the_match_says_what_the_graph_computes(attend: Attend, kv: int, value: int, said: dict[str, Any], functional: bool) -> None:
+def test_the_match_says_what_the_graph_computes(
+    attend: Attend, kv: int, value: int, said: dict[str, Any], functional: bool
+) -> None:
     graph = exported(Model(attend, kv, value), *inputs(), functional=functional)
     found = only(graph)
     assert letters(found) == said["edits"]
@@ -187,7 +199,9 @@ def test_the_match_says_what_the_graph_computes(attend: Attend, kv: int, value: 
 
 @pytest.mark.parametrize(("attend", "kv", "value", "said"), FORMS, ids=NAMES)
 @pytest.mark.parametrize("form", ["attention", "sdpa"])
-def test_the_rewritten_graph_is_the_model(attend: Attend, kv: int, value: int, said: dict[str, Any], form: Any) -> None:
+def test_the_rewritten_graph_is_the_model(
+    attend: Attend, kv: int, value: int, said: dict[str, Any], form: Any
+) -> None:
     model = Model(attend, kv, value)
     graph = exported(model, *inputs())
     (outcome,) = rewrite(graph.graph, forms=(form,))
@@ -195,9 +209,12 @@ def test_the_rewritten_graph_is_the_model(attend: Attend, kv: int, value: int, s
         assert "SDPA has no" in str(getattr(outcome, "reason", ""))
         return
     assert isinstance(outcome, Rewritten), outcome.reason
-    assert not any("softmax" in str(node.target) or "matmul" in str(node.target) for node in graph.graph.nodes)
+    assert not any(
+        "softmax" in str(node.target) or "matmul" in str(node.target) for node in graph.graph.nodes
+    )
     torch.testing.assert_close(graph(*inputs()), model(*inputs()), rtol=1e-5, atol=1e-5)
-    if form == "attention":  # where finfo.min hides a whole row, SDPA has other gradients: `training=True` refuses it
+    if form == "attention":
+        # where finfo.min hides a whole row, SDPA has other gradients: `training=True` refuses it
         same_as(model, graph, *inputs())
 
 
@@ -210,7 +227,9 @@ def same_as(model: nn.Module, graph: nn.Module, *args: Tensor) -> None:
     truth, mine = model(*args), graph(*args)
     torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-5)
     ours = torch.autograd.grad(mine, [x, *(own[name] for name in used)], direction, allow_unused=True)
-    theirs = torch.autograd.grad(truth, [x, *(model.get_parameter(name) for name in used)], direction, allow_unused=True)
+    theirs = torch.autograd.grad(
+        truth, [x, *(model.get_parameter(name) for name in used)], direction, allow_unused=True
+    )
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
@@ -222,7 +241,9 @@ def test_sizes_stay_dynamic(attend: Attend, kv: int, value: int, said: dict[str,
     """Matched at one size, run at another: no size of the example is written into the graph."""
     model, auto = Model(attend, kv, value), torch.export.Dim.AUTO
     axes = {0: auto} if attend is windows else {0: auto, 1: auto}
-    graph = exported(model, *inputs(3), dynamic=({**axes}, {0: auto} if attend is windows else {0: auto, 2: auto, 3: auto}))
+    graph = exported(
+        model, *inputs(3), dynamic=({**axes}, {0: auto} if attend is windows else {0: auto, 2: auto, 3: auto})
+    )
     (outcome,) = rewrite(graph.graph)
     assert isinstance(outcome, Rewritten), outcome.reason
     other = inputs(5, S if attend is windows else S + 3)

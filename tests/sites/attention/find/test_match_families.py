@@ -1,4 +1,7 @@
-"""Whole models in eager attention: every layer matched, outputs and gradients theirs. The full table: benchmarks/attention_families.py."""
+"""Whole models in eager attention: every layer matched, outputs and gradients theirs.
+
+The full table: benchmarks/attention_families.py.
+"""
 
 from __future__ import annotations
 

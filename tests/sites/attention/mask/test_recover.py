@@ -1,4 +1,6 @@
-"""Masks in graphs: of Hugging Face's models, and written in every way that we know of; compared with the mask itself at fresh inputs."""
+"""Masks in graphs: of Hugging Face's models, and written in every way that we know of; compared with the mask
+itself at fresh inputs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ LOWEST = torch.finfo(torch.float32).min
 
 def recovered(program: Program, operand: SideOperand) -> GraphMask:
     return recover_mask(
-        program, operand.node, sense=operand.sense, q_len=operand.q_len, k_len=operand.k_len, fill=operand.fill, dtype=torch.float32
+        program,
+        operand.node,
+        sense=operand.sense,
+        q_len=operand.q_len,
+        k_len=operand.k_len,
+        fill=operand.fill,
+        dtype=torch.float32,
     )
 
 
@@ -36,12 +44,16 @@ def only(program: Program) -> tuple[GraphMask, SideOperand]:
 
 
 def agrees(program: Program, operand: SideOperand, mask: GraphMask, **inputs: Tensor) -> None:
-    """The form at these inputs is what the graph computes there: `inputs` replace those of the example by name."""
+    """The form at these inputs is what the graph computes there: `inputs` replace those of the example by
+    name.
+    """
     values = {node: inputs.get(node.name, value) for node, value in placeholders(program).items()}
     found = evaluate(program, [operand.node, *mask.sources], values)
     value = found[operand.node]
     seen = {"added": value > -1e8, "visible": value != 0, "hidden": value == 0}[operand.sense]
-    form = mask.visibility(found, seen.shape[-2], seen.shape[-1]).dense(seen.shape[0], seen.shape[-2], seen.shape[-1])
+    form = mask.visibility(found, seen.shape[-2], seen.shape[-1]).dense(
+        seen.shape[0], seen.shape[-2], seen.shape[-1]
+    )
     assert torch.equal(*torch.broadcast_tensors(form, seen))
 
 
@@ -66,10 +78,16 @@ CASES = {
     ("llama", "sdpa"): ["causal ∧ padding (attention_mask)"],
     ("mistral", "eager"): ["causal ∧ window 64 ∧ padding (attention_mask)"],
     ("mistral", "sdpa"): ["causal ∧ window 64 ∧ padding (attention_mask)"],
-    ("gemma3", "eager"): ["causal ∧ window 64 ∧ padding (attention_mask)", "causal ∧ padding (attention_mask)"],
+    ("gemma3", "eager"): [
+        "causal ∧ window 64 ∧ padding (attention_mask)",
+        "causal ∧ padding (attention_mask)",
+    ],
     ("modernbert", "eager"): ["padding (attention_mask)", "two-sided window ±32 ∧ padding (attention_mask)"],
     ("modernbert", "sdpa"): ["padding (attention_mask)", "two-sided window ±32 ∧ padding (attention_mask)"],
-    ("llama4", "eager"): ["causal ∧ documents (attention_mask) ∧ padding (attention_mask)", "causal ∧ padding (attention_mask)"],
+    ("llama4", "eager"): [
+        "causal ∧ documents (attention_mask) ∧ padding (attention_mask)",
+        "causal ∧ padding (attention_mask)",
+    ],
     ("bert", "eager"): ["padding (attention_mask)"],
     ("bert", "sdpa"): ["padding (attention_mask)"],
     ("gpt2", "eager"): ["causal ∧ padding (attention_mask)"],
@@ -82,13 +100,21 @@ CASES = {
 def test_forms_of_families_hold_at_other_inputs_and_sizes(name: str, attention: str) -> None:
     program = tiny(name, attention)
     masks = [(operand, mask) for operand, mask in masks_of(name, attention) if mask.hides]
-    assert [text for _, mask in masks if (text := told(mask))] == CASES[name, attention] * (len(masks) // len(CASES[name, attention]))
+    assert [text for _, mask in masks if (text := told(mask))] == CASES[name, attention] * (
+        len(masks) // len(CASES[name, attention])
+    )
     generator = torch.Generator().manual_seed(1)
     for operand, mask in masks:
         assert mask.left is None and not mask.guards and mask.uniform_empty is (attention == "eager")
         for batch, seq in ((1, 5), (3, 23), (2, 150)):
             padding = (torch.rand(batch, seq, generator=generator) < 0.7).long()
-            agrees(program, operand, mask, input_ids=torch.ones(batch, seq, dtype=torch.long), attention_mask=padding)
+            agrees(
+                program,
+                operand,
+                mask,
+                input_ids=torch.ones(batch, seq, dtype=torch.long),
+                attention_mask=padding,
+            )
 
 
 def test_biases_are_no_masks() -> None:
@@ -96,7 +122,10 @@ def test_biases_are_no_masks() -> None:
     t5 = [mask for _, mask in masks_of("t5", "eager")]
     assert sorted((told(m), len(m.biases)) for m in t5) == [("every key", 1), ("padding (attention_mask)", 0)]
     mpt = [mask for _, mask in masks_of("mpt", "eager")]
-    assert sorted((told(m), len(m.biases)) for m in mpt) == [("causal ∧ padding (attention_mask)", 0), ("every key", 1)]
+    assert sorted((told(m), len(m.biases)) for m in mpt) == [
+        ("causal ∧ padding (attention_mask)", 0),
+        ("every key", 1),
+    ]
     falcon = [mask for _, mask in masks_of("falcon", "eager")]
     assert ("causal ∧ padding (attention_mask)", 1) in [(told(m), len(m.biases)) for m in falcon]
 
@@ -115,7 +144,9 @@ CAUSAL, WINDOW = (6, 6, 4), (9, 0, 7)
     ],
 )
 def test_tiles_of_the_facts(name: str, counts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """shared/facts/kernels.md, 3b: empty, full, partial tiles of 64 at 256 tokens; here of two rows, the second padded on its left."""
+    """shared/facts/kernels.md, 3b: empty, full, partial tiles of 64 at 256 tokens; here of two rows, the
+    second padded on its left.
+    """
     found = [mask.counts[64] for _, mask in masks_of(name, "eager")]
     assert found == [tuple(a + b for a, b in zip(first, second, strict=True)) for first, second in counts]
 
@@ -129,7 +160,9 @@ class Scored(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("causal", torch.ones(64, 64, dtype=torch.bool).tril())
         slopes = torch.tensor([0.5, 0.25])[:, None, None] * torch.arange(16.0)
-        self.register_buffer("alibi", slopes.expand(2, 16, 16).masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)[None])
+        self.register_buffer(
+            "alibi", slopes.expand(2, 16, 16).masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)[None]
+        )
 
     def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
         scores, mask = torch.matmul(x * self.scale, x.transpose(-1, -2)), self.mask(self, x, given)
@@ -137,7 +170,9 @@ class Scored(nn.Module):
         return torch.matmul(torch.softmax(scores, -1), x)
 
 
-def program_of(mask: Any, given: Tensor | None = None, *, how: str = "add", seq: int = 16, dynamic: bool = True) -> Program:
+def program_of(
+    mask: Any, given: Tensor | None = None, *, how: str = "add", seq: int = 16, dynamic: bool = True
+) -> Program:
     torch.manual_seed(0)
     x = torch.randn(3, 2, seq, 4)
     axes: Any = {"x": {2: torch.export.Dim.AUTO}} if dynamic and given is None else False
@@ -150,7 +185,9 @@ FLAGS = torch.ones(3, 16, dtype=torch.long)
 def test_product_with_the_complement_of_a_mask_needs_zeros_and_ones() -> None:
     program = program_of(lambda m, x, given: (1.0 - given[:, None, None, :].float()) * LOWEST, FLAGS)
     mask, operand = only(program)
-    assert told(mask) == "padding (given)" and [str(g.said) for g in mask.guards] == ["given holds only 0 and 1"]
+    assert told(mask) == "padding (given)" and [str(g.said) for g in mask.guards] == [
+        "given holds only 0 and 1"
+    ]
     agrees(program, operand, mask, given=torch.randint(0, 2, (3, 16)))
     assert mask.unmet([torch.randn(3, 2, 16, 4), FLAGS]) is None
     assert mask.unmet([torch.randn(3, 2, 16, 4), 2 * FLAGS]) is mask.guards[0]
@@ -167,7 +204,10 @@ def test_fills_other_than_the_lowest_number_promise_that_every_query_sees() -> N
     mask, _ = only(program)
     assert not mask.uniform_empty and [str(g.said) for g in mask.guards] == ["every query sees a key"]
     x = torch.randn(3, 2, 16, 4)
-    assert mask.unmet([x, FLAGS]) is None and mask.unmet([x, FLAGS * torch.tensor([[0], [1], [1]])]) is mask.guards[0]
+    assert (
+        mask.unmet([x, FLAGS]) is None
+        and mask.unmet([x, FLAGS * torch.tensor([[0], [1], [1]])]) is mask.guards[0]
+    )
 
 
 @pytest.mark.parametrize("fill", [-torch.inf, LOWEST])
@@ -182,7 +222,10 @@ def test_a_buffer_cut_to_length_is_fitted_under_a_guard() -> None:
     mask, operand = only(program)
     assert told(mask) == "causal" and mask.static
     agrees(program, operand, mask, x=torch.randn(1, 2, 30, 4))
-    assert any(guard.check([torch.randn(3, 2, 16, 4)]) and not guard.check([torch.randn(3, 2, 60, 4)]) for guard in mask.guards)
+    assert any(
+        guard.check([torch.randn(3, 2, 16, 4)]) and not guard.check([torch.randn(3, 2, 60, 4)])
+        for guard in mask.guards
+    )
 
 
 def test_a_window_longer_than_the_example_is_seen() -> None:
@@ -233,9 +276,15 @@ def test_masks_without_a_form_stay_dense() -> None:
 
 
 def test_what_the_model_computes_is_left_alone() -> None:
-    program = program_of(lambda m, x, _: torch.where(torch.matmul(x * m.scale, x.transpose(-1, -2)) > 0, 0.0, LOWEST))
+    program = program_of(
+        lambda m, x, _: torch.where(torch.matmul(x * m.scale, x.transpose(-1, -2)) > 0, 0.0, LOWEST)
+    )
     mask, operand = only(program)
-    assert not mask.hides and mask.biases == (operand.node,) and "depends on what the model computes" in str(mask.left)
+    assert (
+        not mask.hides
+        and mask.biases == (operand.node,)
+        and "depends on what the model computes" in str(mask.left)
+    )
 
 
 def test_expressions_are_put_into_the_graph() -> None:
@@ -245,4 +294,6 @@ def test_expressions_are_put_into_the_graph() -> None:
     with program.graph.inserting_before(operand.node.next):
         node = mask.valid[0].emit(program.graph)
     values = evaluate(program, [node, *mask.sources], placeholders(program))
-    assert torch.equal(values[node], mask.valid[0].of(values[mask.valid[0].node])) and tuple(node.meta["val"].shape) == (2, 256)
+    assert torch.equal(values[node], mask.valid[0].of(values[mask.valid[0].node])) and tuple(
+        node.meta["val"].shape
+    ) == (2, 256)

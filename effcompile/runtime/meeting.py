@@ -1,4 +1,5 @@
-"""What the ranks of a mesh tell each other before a step runs: through the rendezvous store, so that nobody hangs in a collective.
+"""What the ranks of a mesh tell each other before a step runs: through the rendezvous store, so that nobody
+hangs in a collective.
 
 A rank that does not come is an error with its number, after a time-out of its own.
 """
@@ -53,10 +54,11 @@ class Meeting:
         store.set(f"{key}/{self.me}", json.dumps(mine))
         late = waiting_for(store, [f"{key}/{rank}" for rank in self.ranks], seconds)
         if late:
-            names = _numbers([self.ranks[i] for i in late])
+            names = named_ranks([self.ranks[i] for i in late])
             raise RankError(
-                f"{names} did not come to '{what}' within {seconds:.0f} s: every rank of the mesh calls effcompile.optimize, "
-                "in the same order. Look at the output of that rank; torchrun --max-restarts starts all of them again."
+                f"{names} did not come to '{what}' within {seconds:.0f} s: every rank of the mesh calls "
+                "effcompile.optimize, in the same order. Look at the output of that rank; torchrun "
+                "--max-restarts starts all of them again."
             )
         return [json.loads(store.get(f"{key}/{rank}")) for rank in self.ranks]
 
@@ -64,7 +66,8 @@ class Meeting:
         """What the first rank makes, on every rank.
 
         Raises:
-            EffcompileError: the first rank could not make it; the others say what it said. RankError: it fell out.
+            EffcompileError: the first rank could not make it; the others say what it said. RankError: it fell
+                out.
         """
         key, store = self._key("plan"), torch_compat_ranks.store()
         if self.first:
@@ -76,11 +79,16 @@ class Meeting:
             store.set(key, json.dumps({"made": made}))
             return made
         if waiting_for(store, [key], seconds):
-            raise RankError(f"Rank {self.ranks[0]}, which makes the plan for all, did not tell it within {seconds:.0f} s. See its output.")
+            raise RankError(
+                f"Rank {self.ranks[0]}, which makes the plan for all, did not tell it within "
+                f"{seconds:.0f} s. See its output."
+            )
         found = json.loads(store.get(key))
         if "error" in found:
             kind = RepeatedInfeasibleError if found["error"]["infeasible"] else RepeatedUsageError
-            raise kind(f"Rank {self.ranks[0]}, which makes the plan for all, could not: {found['error']['said']}")
+            raise kind(
+                f"Rank {self.ranks[0]}, which makes the plan for all, could not: {found['error']['said']}"
+            )
         made = found["made"]
         assert isinstance(made, dict)
         return made
@@ -97,7 +105,9 @@ class Meeting:
             self.exchanged("made", str(error))
             raise
         said = self.exchanged("made", None)
-        if failed := next(((r, text) for r, text in zip(self.ranks, said, strict=True) if text is not None), None):
+        if failed := next(
+            ((r, text) for r, text in zip(self.ranks, said, strict=True) if text is not None), None
+        ):
             raise UsageError(f"Rank {failed[0]} cannot carry out its part: {failed[1]}")
         return made
 
@@ -113,13 +123,17 @@ class Meeting:
             for rank, one in zip(self.ranks, found, strict=True):
                 said.setdefault(json.dumps(one.get(name)), []).append(rank)
             if len(said) > 1:
-                each = "; ".join(f"{_numbers(ranks)}: {value.strip(chr(34))}" for value, ranks in list(said.items())[:4])
+                each = "; ".join(
+                    f"{named_ranks(ranks)}: {value.strip(chr(34))}" for value, ranks in list(said.items())[:4]
+                )
                 raise UsageError(f"The ranks have different {name}: {each}. Start them all with the same.")
 
     def _key(self, what: str) -> str:
         """Of this meeting: the ranks come to as many, in the same order."""
         _ROUNDS[self.ranks] = _ROUNDS.get(self.ranks, 0) + 1
-        return f"effcompile/{'-'.join(map(str, self.ranks[:8]))}x{len(self.ranks)}/{_ROUNDS[self.ranks]}/{what}"
+        return (
+            f"effcompile/{'-'.join(map(str, self.ranks[:8]))}x{len(self.ranks)}/{_ROUNDS[self.ranks]}/{what}"
+        )
 
 
 class RepeatedUsageError(UsageError):
@@ -155,5 +169,6 @@ def _said(error: BaseException) -> dict[str, object]:
     return {"said": told, "infeasible": isinstance(error, InfeasibleError)}
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """As a sentence begins with them."""
     return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
