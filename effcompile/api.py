@@ -80,6 +80,15 @@ def optimize(
 ) -> Bucketed: ...
 @overload
 def optimize(
+    model: Model,
+    inputs: Example | Iterable[Example],
+    *,
+    plan: PlanLike,
+    shapes: Shapes,
+    **options: Unpack[Options],
+) -> Bucketed: ...
+@overload
+def optimize(
     model: Model, inputs: Example, *, mode: Literal["training"], **options: Unpack[Options]
 ) -> TrainingExecutable: ...
 @overload

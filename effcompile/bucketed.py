@@ -11,14 +11,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from effcompile.compiler import Request, TrainingExecutable
 from effcompile.core.errors import FormatError, InputsError, UsageError
@@ -30,41 +29,17 @@ from effcompile.ir.saved import save_alone
 from effcompile.loader.loaded import as_inputs
 from effcompile.modes import carry_out
 from effcompile.ops.optimizers import StatesForm
+from effcompile.passes.training.frozen import form_in
 from effcompile.planner.buckets import bucket_lengths
-from effcompile.proof.training.in_parts import Undrawn
-from effcompile.proof.training.verify import restored
+from effcompile.proof.training.padding import BucketPadding, Shape, exact_padding, of_shape, padded, shape_of
 from effcompile.runtime.planned import SetOnModel
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: (examples, tokens).
-Shape = tuple[int, int]
 Shapes = Sequence[Shape] | str
 #: Where a plan of several shapes says those beside its own.
 BUCKETS = "buckets"
-#: Value of what is added to an input, by its name; 0 for others.
-_ADDED: Mapping[str, int] = {"labels": -100, "decoder_labels": -100}
-#: Of a step: its loss alone, gradients, and buffers that it changed.
-_Learned = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
-#: What padding may change of loss and gradients, relative to their norm: another order of sums.
-_ROUNDING = 1e-5
-#: Tokens that most models take: a causal loss has none of its own at one.
-_FEW = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPadding:
-    """Which padding was found to be exact: of `rows`, of `tokens`."""
-
-    rows: bool
-    tokens: bool
-
-    def takes(self, given: Shape, bucket: Shape) -> bool:
-        """Whether inputs of a shape may be padded to another."""
-        return (given[0] == bucket[0] or (self.rows and given[0] < bucket[0])) and (
-            given[1] == bucket[1] or (self.tokens and given[1] < bucket[1])
-        )
 
 
 class Bucketed(SetOnModel):
@@ -166,7 +141,7 @@ def bucketed(model: nn.Module, inputs: object, shapes: Shapes, request: Request)
         )
     example, wanted = _wanted(inputs, shapes)
     args, kwargs = as_inputs(example)
-    padding = exact_padding(model, args, kwargs, request)
+    padding = exact_padding(model, args, kwargs, request.loss)
     saved = _saved(request.plan, wanted)
     steps: dict[Shape, TrainingExecutable] = {}
     beside = _states(model, request, args)
@@ -175,9 +150,18 @@ def bucketed(model: nn.Module, inputs: object, shapes: Shapes, request: Request)
         asked = request if not steps else replace(request, optimizer=None, goal=_less(request, beside))
         if saved is not None:
             asked = replace(asked, plan=saved[shape], goal=saved[shape].goal)
-        made = carry_out(replace(asked, passes=_passes(asked)), model, sized_args, sized_kwargs)
+        first = next(iter(steps.values()), None)
+        asked = replace(asked, passes=_passes(asked, first))
+        made = carry_out(asked, model, sized_args, sized_kwargs, hold=False)
         assert isinstance(made, TrainingExecutable)
+        if first is not None:
+            if form_in(made.plan) != form_in(first.plan):  # too large an error, as running this shape showed
+                as_given = [*(request.passes or ()), "no-frozen"]
+                return bucketed(model, example, wanted, replace(request, passes=as_given))
+            made.runner.share_codes(first.runner)
         steps[shape] = made
+    for step in steps.values():
+        step.runner.hold_codes()
     return Bucketed(model, steps, padding)
 
 
@@ -213,11 +197,16 @@ def _is_shape(shape: object) -> bool:
     )
 
 
-def _passes(request: Request) -> list[str]:
-    """One optimizer and one model serve several steps: it may not be part of one step's backward, nor may
-    that hold weights as it likes.
+def _passes(request: Request, first: TrainingExecutable | None) -> list[str]:
+    """One optimizer and one model serve several steps: it may not be part of one step's backward, and frozen
+    weights are held as the first step has them.
     """
-    return [*(request.passes or ()), "states.in_backward=false", "no-frozen"]
+    passes = [*(request.passes or ()), "states.in_backward=false"]
+    if first is None:
+        return passes
+    form = form_in(first.plan)
+    others = [name for name in passes if name.partition(".")[0] not in ("frozen", "no-frozen")]
+    return [*others, *(["no-frozen"] if form is None else [f"frozen.forms={form}", "frozen.as_given=false"])]
 
 
 def _states(model: nn.Module, request: Request, args: Args) -> int:
@@ -266,118 +255,14 @@ def _saved(plan: Plan | None, wanted: Sequence[Shape]) -> dict[Shape, Plan] | No
     for name, data in held["others"].items():
         rows, _, tokens = str(name).partition("x")
         found[int(rows), int(tokens)] = Plan.from_dict(data)
+    if len(forms := {form_in(each) for each in found.values()}) > 1:
+        raise FormatError(
+            f"The plan's shapes hold frozen weights as {', '.join(sorted(map(str, forms)))}; one model has "
+            "them in one form. Plan again, or restore the file."
+        )
     if set(found) != set(wanted):
         raise FormatError(
             f"The plan is of the shapes {sorted(found)}, and {sorted(wanted)} are asked for. Plan again, "
             "or ask for those."
         )
     return found
-
-
-# ------------------------------------------------------------ shapes and padding
-
-
-def shape_of(args: Args, kwargs: Kwargs) -> Shape:
-    """(examples, tokens): the first two axes of the first tensor that has two.
-
-    Raises:
-        InputsError: there is none.
-    """
-    for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))):
-        if isinstance(leaf, Tensor) and leaf.dim() >= 2:
-            return leaf.shape[0], leaf.shape[1]
-    raise InputsError("shapes: the inputs have no tensor of (examples, tokens, ...).")
-
-
-def padded(args: Args, kwargs: Kwargs, given: Shape, bucket: Shape) -> tuple[Args, Kwargs]:
-    """The inputs with rows and tokens added at their ends, which no loss counts."""
-
-    def one(value: object, name: str) -> object:
-        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != given[0]:
-            return value
-        added = [
-            bucket[axis] - given[axis] if axis < value.dim() and value.shape[axis] == given[axis] else 0
-            for axis in (0, 1)
-        ]
-        pads = [0, 0] * (value.dim() - 2) + ([0, added[1]] if value.dim() > 1 else []) + [0, added[0]]
-        return nn.functional.pad(value, pads, value=_ADDED.get(name, 0))
-
-    return tuple(one(value, "") for value in args), {name: one(value, name) for name, value in kwargs.items()}
-
-
-def of_shape(args: Args, kwargs: Kwargs, shape: Shape) -> tuple[Args, Kwargs]:
-    """Example inputs of another shape: those that are there, over and over."""
-    given = shape_of(args, kwargs)
-
-    def one(value: object) -> object:
-        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != given[0]:
-            return value
-        picked = value[torch.arange(shape[0], device=value.device) % given[0]]
-        if value.dim() > 1 and value.shape[1] == given[1]:
-            picked = picked[:, torch.arange(shape[1], device=value.device) % given[1]]
-        return picked
-
-    return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
-
-
-def exact_padding(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> BucketPadding:
-    """Which padding leaves loss and gradients as they were, found by running the model on the example inputs
-    with nothing drawn.
-
-    Much is added to little, too: what one token more does to a maximum over many may be nothing.
-    """
-    rows, tokens = shape_of(args, kwargs)
-    whole = _learned(model, args, kwargs, request)
-
-    def exact(larger: Shape, smaller: Shape) -> bool:
-        added = _learned(model, *padded(args, kwargs, (rows, tokens), larger), request)
-        cut_args, cut_kwargs = of_shape(args, kwargs, smaller)
-        little = _learned(model, cut_args, cut_kwargs, request)
-        filled = _learned(model, *padded(cut_args, cut_kwargs, smaller, (rows, tokens)), request)
-        return _same(whole, added) and (little is None or _same(little, filled))
-
-    fewest = min(tokens, _FEW)
-    return BucketPadding(
-        rows=exact((rows + 1, tokens), (1, tokens)), tokens=exact((rows, tokens + 8), (rows, fewest))
-    )
-
-
-def _learned(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> _Learned | None:
-    """Loss, gradients and changed buffers of the step as it trains but for what is drawn; None where it
-    raises or the loss is no number.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    before = [buffer.clone() for buffer in model.buffers()]
-    try:
-        with restored(model), Undrawn():
-            outputs = model(*args, **kwargs)
-            own = outputs if isinstance(outputs, Tensor) or request.loss is not None else outputs.loss
-            loss = (
-                own
-                if request.loss is None
-                else request.loss(outputs, (args, kwargs) if args and kwargs else args or kwargs)
-            )
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            if not bool(loss.isfinite()):
-                return None
-            buffers = [
-                buffer.clone()
-                for buffer, was in zip(model.buffers(), before, strict=True)
-                if not torch.equal(buffer, was)
-            ]
-    except Exception:  # the user's model, at a length that it may not take
-        return None
-    return [loss.detach()], [g for g in found if g is not None], buffers
-
-
-def _same(before: _Learned | None, after: _Learned | None) -> bool:
-    """Whether loss, whole gradient and changed buffers are the same but for the order of sums."""
-    if before is None or after is None or [*map(len, before)] != [*map(len, after)]:
-        return False
-    return all(_relative(ours, theirs) <= _ROUNDING for ours, theirs in zip(after, before, strict=True))
-
-
-def _relative(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    whole = sum(float(t.double().square().sum()) for t in theirs)
-    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(ours, theirs, strict=True))
-    return (apart / max(whole, 1e-300)) ** 0.5

@@ -28,16 +28,22 @@ os.register_at_fork(
 Planned = Executable | TrainingExecutable
 
 
-def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Planned:
-    """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait."""
+def carry_out(
+    request: Request, model: nn.Module, args: Args, kwargs: Kwargs, *, hold: bool = True
+) -> Planned:
+    """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait.
+
+    `hold`: whether a training step's codes take the place of the model's frozen weights at once.
+    """
     with PLANNING, effort.within(request.effort):
         if request.goal.mode == "generation":
             return generating().optimize_generation(model, args, kwargs, **request.whole)
         if request.training:
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
                 # the steps that it runs draw dropout, too
-                made = compiler.optimize_training if request.mesh is None else compiler.optimize_on_ranks
-                return made(model, args, kwargs, **request.whole)
+                if request.mesh is not None:
+                    return compiler.optimize_on_ranks(model, args, kwargs, **request.whole)
+                return compiler.optimize_training(model, args, kwargs, hold=hold, **request.whole)
         return compiler.optimize(model, args, kwargs, **request.whole)
 
 

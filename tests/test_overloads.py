@@ -81,4 +81,4 @@ def test_plan_and_frontier_return_plans() -> None:
 
 
 def test_every_way_to_call_it_has_its_result() -> None:
-    assert len(get_overloads(optimize)) == 8
+    assert len(get_overloads(optimize)) == 9

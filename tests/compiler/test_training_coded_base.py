@@ -5,7 +5,8 @@ again.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import torch
 from torch import nn
 from train_helpers import Batch
 
-from effcompile.compiler import TrainingExecutable, optimize_training, plan_training
-from effcompile.core.errors import GuardError, InfeasibleError, UsageError
+import effcompile
+from effcompile import bucketed
+from effcompile.compiler import Request, TrainingExecutable, optimize_training, plan_training
+from effcompile.core.errors import FormatError, GuardError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.resident import resident_bytes
+from effcompile.modes import carry_out
 from effcompile.ops.frozen_codes import CodedWeight, encode, expand_codes
 from effcompile.passes.training import frozen
+from effcompile.passes.training.frozen import form_in
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.report.groups import saved_bytes
 from effcompile.report.reasons import words
@@ -203,3 +208,82 @@ def test_an_exact_goal_and_a_roomy_budget_leave_the_base_as_it_is() -> None:
         assert not coded_names(model) and all(
             d.option == "as given" for d in made.plan.decisions if d.by == "frozen"
         )
+
+
+SHAPES = [(1, 4), (1, 3)]
+
+
+def of_several_shapes(model: nn.Module, batch: Batch, budget: int | None, **asked: Any) -> Any:
+    asked = {"passes": PASSES, "optimizer": sgd, "shapes": SHAPES, **asked}
+    return effcompile.optimize(model, batch, mode="training", memory=budget, max_error=0.03, **asked)
+
+
+@pytest.fixture(scope="module")
+def with_shapes() -> tuple[Any, TakenUp]:
+    model, batch = llama()
+    original, budget, before = copy.deepcopy(model), budget_of(model, batch), resident_bytes(model)
+    made = of_several_shapes(model, batch, budget)
+    return made, TakenUp(model, batch, original, made, budget, before)
+
+
+def test_several_shapes_hold_the_base_once_in_one_form(with_shapes: tuple[Any, TakenUp]) -> None:
+    made, had = with_shapes
+    assert [form_in(step.plan) for step in made.steps.values()] == ["int8"] * 2 and len(had.names) == 10
+    assert alive_bytes("cpu", had.model) == resident_bytes(had.model) < had.before // 2
+    assert not any(step.runner.codes for step in made.steps.values())
+    assert all(step.plan.measured.peak_bytes <= had.budget for step in made.steps.values())
+    oracle = rounded(had.original, "int8", had.names)
+    theirs = sgd([p for p in oracle.parameters() if p.requires_grad])
+    for tokens in (4, 3, 2, 5, 4):
+        ids = torch.randint(1, 32, (1, tokens))
+        given = {"input_ids": ids, "labels": ids}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ours = step(made, given, made.optimizer)
+        assert ours == pytest.approx(step(oracle, given, theirs), rel=1e-5)
+        eagerly = any("runs the original PeftModel" in str(each.message) for each in said)
+        assert eagerly == (tokens == 5)
+
+
+def test_its_plan_of_several_shapes_is_carried_out_again(
+    with_shapes: tuple[Any, TakenUp], tmp_path: Path
+) -> None:
+    plan = effcompile.Plan.load(with_shapes[0].save(tmp_path) / "plan.json")
+    fresh, batch = llama()
+    again = effcompile.optimize(fresh, batch, plan=plan, shapes=SHAPES, optimizer=sgd)
+    assert coded_names(fresh) == with_shapes[1].names and again.plan.decisions == plan.decisions
+    others = copy.deepcopy(plan.settings["buckets"])
+    for decision in others["others"]["1x3"]["decisions"]:
+        if decision["by"] == "frozen":
+            decision["option"] = "nf4"
+    with pytest.raises(FormatError, match="hold frozen weights as int8, nf4; one model has them in one form"):
+        effcompile.optimize(
+            llama()[0], batch, plan=plan.with_changes(settings={"buckets": others}), shapes=SHAPES
+        )
+
+
+def test_weights_may_be_said_not_to_stay_as_given() -> None:
+    model, batch = llama()
+    goal = Goal(mode="training", max_error=0.03)
+    for form, found in (("int8", "int8"), ("nf4", None)):
+        passes = [*PASSES, f"frozen.forms={form}", "frozen.as_given=false"]
+        assert form_in(plan_training(model, (), batch, goal=goal, optimizer=sgd, passes=passes)) == found
+
+
+def test_where_one_shape_cannot_have_the_form_none_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, batch), carried = llama(), carry_out
+
+    def fails(asked: Request, *given: Any, **how: Any) -> Any:
+        """The smaller shape's error in codes is above what is allowed, as shows when it is run."""
+        of_codes = given[2]["input_ids"].shape[1] == 3 and "no-frozen" not in (asked.passes or ())
+        return carried(
+            replace(asked, passes=[*(asked.passes or ()), "no-frozen"] if of_codes else asked.passes),
+            *given,
+            **how,
+        )
+
+    monkeypatch.setattr(bucketed, "carry_out", fails)
+    passes = [*PASSES, "frozen.as_given=false"]
+    made = of_several_shapes(model, batch, None, passes=passes)
+    assert [form_in(each.plan) for each in made.steps.values()] == [None] * 2 and not coded_names(model)
+    step(made, batch, made.optimizer)

@@ -104,12 +104,17 @@ class StepRunner:
         """Those of the frozen weights that the model has as they were given."""
         return tuple(self._codes.values())
 
+    def share_codes(self, other: StepRunner) -> None:
+        """Read the codes of another step of the same model: the same, held once."""
+        self._codes.update({name: other._codes[name] for name in self._codes.keys() & other._codes.keys()})
+
     def hold_codes(self) -> None:
         """Put the codes that the step reads in the place of the model's frozen weights, whose memory is free
-        then.
+        then. What another step of the model put there already stays.
         """
         for name, form in self.step.coded.items():
-            if (packed := self._codes.pop(name, None)) is not None:
+            packed = self._codes.pop(name, None)
+            if packed is not None and not isinstance(held(self.model, name), CodedWeight):
                 hold(self.model, name, packed, form)
         for guards in {self.state, *(step.state for step in self.steps)}:
             if guards is not None:

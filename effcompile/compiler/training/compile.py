@@ -97,9 +97,12 @@ def _decided(task: Task, work: Work, captured: list[Case]) -> tuple[Planned, Siz
 
 @entry("optimize")
 def optimize_training(
-    model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]
+    model: nn.Module, args: Args, kwargs: Kwargs, *, hold: bool = True, **asked: Unpack[Asked]
 ) -> TrainingExecutable:
     """Plan a training step within a byte budget, build, verify and measure it. Arguments as in Request.
+
+    `hold`: whether codes take the place of the model's frozen weights at once, where the plan has them; else
+    its owner calls the runner's `hold_codes`.
 
     The model runs in its own mode: `model.train()` for dropout. Inputs' labels are among its keyword
     arguments.
@@ -116,7 +119,7 @@ def optimize_training(
             "backend out."
         )
     if task.request.plan is not None:
-        return _reapply(task, task.request.plan)
+        return _taken_up(_reapply(task, task.request.plan), hold)
     work = make_work(task)
     if not work.figures.here:
         raise UsageError(
@@ -124,11 +127,11 @@ def optimize_training(
             "not run. Use plan."
         )
     if task.request.batch is None:
-        return _complete(*_refined(work, work.capture(task.request.keep_outputs)))
+        return _taken_up(_complete(*_refined(work, work.capture(task.request.keep_outputs))), hold)
     found = best_measured(sized(task, work), lambda planned: _refined(planned.work, planned.case))
     result = _complete(*found.built)
     result.plan = found.chosen.told_in(result.plan, found.rates)
-    return result
+    return _taken_up(result, hold)
 
 
 def _refined(work: Work, case: Case) -> tuple[Attempt, Ran]:
@@ -144,12 +147,12 @@ def _refined(work: Work, case: Case) -> tuple[Attempt, Ran]:
 def _complete(attempt: Attempt, ran: Ran) -> TrainingExecutable:
     result = ran.executable
     result.plan = _with_levers(attempt.branches, ran.joint, result.plan)  # once, of the plan that is returned
-    return _taken_up(taking_items(result, attempt.work, attempt.case.step))
+    return taking_items(result, attempt.work, attempt.case.step)
 
 
-def _taken_up(result: TrainingExecutable) -> TrainingExecutable:
+def _taken_up(result: TrainingExecutable, hold: bool) -> TrainingExecutable:
     """The planned model, its frozen weights held as the plan says: nothing is compared with them any more."""
-    if result.runner.codes:
+    if hold and result.runner.codes:
         result.runner.hold_codes()
         give_back()
     return result
@@ -259,7 +262,7 @@ def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
         )
     runner = runner_of(task.model, found.prepared.case, found.emitted)
     made = verified(found.work, found.prepared, runner, found.plan)[0]
-    return _taken_up(taking_items(made, found.work, found.step))
+    return taking_items(made, found.work, found.step)
 
 
 def _another(plan: Plan) -> FormatError:

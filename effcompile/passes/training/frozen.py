@@ -21,7 +21,7 @@ from effcompile.core import gpu
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.core.reasons import Because, Unsupported
 from effcompile.core.torch_compat import is_fake
-from effcompile.ir.plan import Declined
+from effcompile.ir.plan import Declined, Plan
 from effcompile.ir.resident import storage_bytes
 from effcompile.ir.roles import Entering, Enters
 from effcompile.ir.step import Step
@@ -64,9 +64,11 @@ class Frozen:
 
     `forms`: what they may be held in: int8 or nf4. One whose rounding of the weights alone is above the
     goal's error is not proposed.
+    `as_given`: whether they may stay as they are where there is a form within the goal's error.
     """
 
     forms: tuple[str, ...] = tuple(FORMS)
+    as_given: bool = True
 
     name: ClassVar[str] = "frozen"
     exact: ClassVar[bool] = False
@@ -96,7 +98,7 @@ class Frozen:
             return
         given = {name: p for name, p in case.source.model.named_parameters() if name in set(found.values())}
         known = [p for p in given.values() if not is_fake(p) and not p.is_meta]
-        options = [StepOption(name=BASELINE)]
+        options = [StepOption(name=BASELINE)] * self.as_given
         for form in self.forms:
             rounding = rounding_of(known[:: max(1, len(known) // _SAMPLED)], form)
             if rounding > context.goal.tolerance:
@@ -113,8 +115,9 @@ class Frozen:
             options.append(
                 StepOption(name=form, settings={"form": form}, note=Because(note, (len(found), rounding)))
             )
-        if len(options) > 1:
-            yield StepChoice(site=SITE, kind=KIND, baseline=BASELINE, options=tuple(options))
+        if any(option.name != BASELINE for option in options):
+            settled = not self.as_given
+            yield StepChoice(site=SITE, kind=KIND, baseline=BASELINE, options=tuple(options), settled=settled)
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
         """The step whose products read the weights from codes.
@@ -130,6 +133,22 @@ class Frozen:
             )
         step = coded(case.step, dict(case.source.model.named_parameters(remove_duplicate=False)), form)
         return replace(case, step=step, notes=(*case.notes, Because(_HELD, (len(step.coded), form))))
+
+
+def form_in(plan: Plan) -> str | None:
+    """What a plan holds frozen weights in; None where they stay as given.
+
+    Raises:
+        FormatError: something that there is none of.
+    """
+    found = next((d for d in plan.decisions if d.kind == KIND), None)
+    if found is None or found.option == BASELINE:
+        return None
+    if found.option not in FORMS:
+        raise FormatError(
+            f"The plan holds frozen weights as {found.option!r}; {', '.join(FORMS)} are known. Plan again."
+        )
+    return found.option
 
 
 def frozen_weights(step: Step) -> dict[fx.Node, str]:
