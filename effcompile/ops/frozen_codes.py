@@ -262,6 +262,8 @@ class CodedWeight(Tensor):
         if func is torch.ops.aten.copy_.default and _alike(*args[:2]):
             args[0].packed.copy_(args[1].packed)
             return args[0]
+        if func is torch.ops.aten.copy_.default and _has(*args[:2]):
+            return args[0]
         _refuse_writes(func, args)
         args, kwargs = pytree.tree_map_only(CodedWeight, CodedWeight.plain, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -280,6 +282,15 @@ def _alike(first: object, second: object) -> bool:
         isinstance(first, CodedWeight)
         and isinstance(second, CodedWeight)
         and (first.shape, first.form) == (second.shape, second.form)
+    )
+
+
+def _has(weight: object, value: Tensor) -> bool:
+    """Whether a weight's codes say these values: what DDP's ranks write to it that have the same base."""
+    return (
+        isinstance(weight, CodedWeight)
+        and weight.shape == value.shape
+        and torch.equal(weight.plain(), value.to(weight.dtype))
     )
 
 

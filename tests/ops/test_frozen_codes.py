@@ -152,11 +152,22 @@ def test_what_would_write_to_it_is_refused_in_words() -> None:
     for write in (
         lambda: model[0].weight.data.add_(1.0),
         lambda: model[0].weight.data.__iadd__(1.0),
-        lambda: model[0].load_state_dict({"weight": plain, "bias": torch.zeros(SHAPE[0])}),
+        lambda: model[0].load_state_dict({"weight": plain + 1.0, "bias": torch.zeros(SHAPE[0])}),
     ):
         with pytest.raises((GuardError, RuntimeError), match="held in nf4"):
             write()
     assert torch.equal(model[0].weight.plain(), plain)
+
+
+def test_its_own_values_may_be_written_to_it_as_ddp_does() -> None:
+    weight = CodedWeight(encode(torch.randn(8, 64), "int8"), (8, 64), "int8", torch.float32)
+    before = weight.packed.clone()
+    flat = weight.plain().flatten()
+    weight.copy_(flat.view(8, 64))
+    assert torch.equal(weight.packed, before)
+    for other in (flat.view(8, 64) + 1e-3, flat.view(64, 8)):
+        with pytest.raises(GuardError, match="would write to a frozen weight that is held in int8"):
+            weight.copy_(other)
 
 
 def test_workspace_is_what_the_allocator_gives_out() -> None:
