@@ -32,6 +32,10 @@ inputs = (torch.randn(2, 32),)
 """
 
 
+#: Tells every step, however fast the machine is.
+TELLING = f"from effcompile.report import progress\nprogress._WORTH_TELLING = 0.0\n{COMMAND}"
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +52,15 @@ def model_file(tmp_path: Path) -> Path:
     return path
 
 
-def effcompile_in(tmp_path: Path, *arguments: object, **environment: str) -> "subprocess.Popen[str]":
+def effcompile_in(
+    tmp_path: Path, *arguments: object, command: str = COMMAND, **environment: str
+) -> "subprocess.Popen[str]":
     """A command in a process of its own, with temporary files in a folder of its own."""
     (tmp_path / "temporary").mkdir(exist_ok=True)
     own = {"EFFCOMPILE_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary")}
     own |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"} | environment
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        [sys.executable, "-c", command, *map(str, arguments)],
         env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -120,9 +126,8 @@ def test_a_home_that_cannot_be_written_is_said_and_costs_nothing_else(
 def test_a_signal_in_mid_plan_ends_it_quietly_and_leaves_nothing(
     tmp_path: Path, model_file: Path, number: signal.Signals, status: int, during: str
 ) -> None:
-    process = effcompile_in(
-        tmp_path, "optimize", model_file, "--static", "--backend", "onnxruntime", "-o", tmp_path / "out"
-    )
+    arguments = ("optimize", model_file, "--static", "--backend", "onnxruntime", "-o", tmp_path / "out")
+    process = effcompile_in(tmp_path, *arguments, command=TELLING)
     assert process.stderr is not None
     said = ""
     while during not in said and (read := process.stderr.readline()):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 import effcompile
 from effcompile.backends.torch import TorchLowered
 from effcompile.core.findings import TokenRates
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import KernelCall
 from effcompile.runtime.generation.executable import GenerationExecutable
 
 #: Of a machine whose figures are known: no kernel is timed.
@@ -25,6 +28,17 @@ HOW: dict[str, Any] = {
     "prompt": 48,
     "new": 16,
 }
+
+
+def dear(backend: str, call: KernelCall) -> float | None:
+    """Fewer bits cost more, whatever kernels this machine has for them."""
+    modelled = GENERIC.roofline(call)
+    dearer = 1.0 if call.format is None else 1 + (32 - call.format.bits) / 4
+    return None if modelled is None else modelled[0] * dearer
+
+
+GENERIC = load_target("cpu-generic")
+DEAR = replace(GENERIC, probe=dear)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +82,7 @@ def test_the_peak_holds_weights_and_the_whole_cache(exact: GenerationExecutable)
 
 
 def test_a_front_is_of_plans_at_each_memory(llama: nn.Module) -> None:
-    text, asked = {"input_ids": ids(2, 40)}, {**HOW, "max_error": 0.2}
+    text, asked = {"input_ids": ids(2, 40)}, {**HOW, "max_error": 0.2, "target": DEAR}
     front = effcompile.frontier(llama, text, points=4, **asked)
     sizes = [plan.predicted.peak_bytes for plan in front]
     times = [plan.predicted.seconds for plan in front]
