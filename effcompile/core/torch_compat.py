@@ -43,6 +43,9 @@ if (_warning := untested(torch.__version__)) is not None:
     warnings.warn(_warning, stacklevel=2)
 
 _ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+#: codes (M, K) and (K, N) in int8 → their product in int32.
+int_mm: Any = torch._int_mm
+
 #: Operators whose FLOPs torch does not count, with the formula of one that takes the same operands.
 UNCOUNTED_FLOPS = {
     torch.ops.aten.scaled_dot_product_attention: _ATTENTION,

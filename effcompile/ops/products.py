@@ -15,7 +15,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, fx
 
-from effcompile.core import torch_compat_memory
+from effcompile.core import torch_compat, torch_compat_memory
 
 __all__ = ["Product", "Scratch", "bounded", "measured", "of_node", "unknown"]
 
@@ -83,14 +83,16 @@ def _measured(product: Product, settings: tuple[object, ...]) -> int:
 def _call(product: Product) -> Callable[[], object]:
     m, k, n = product.m, product.k, product.n
     shapes = ((m, k), (k, n), (m, n))
+    dtypes = (product.dtype, product.dtype, torch.int32 if product.dtype == torch.int8 else product.dtype)
     a, b, out = (
-        _zeros(shape, strides, product.dtype) for shape, strides in zip(shapes, product.strides, strict=True)
+        _zeros(shape, strides, dtype)
+        for shape, strides, dtype in zip(shapes, product.strides, dtypes, strict=True)
     )
     if product.accumulate:
         return partial(out.addmm_, a, b)
     if product.bias:
         return partial(torch.addmm, torch.zeros(n, dtype=product.dtype), a, b, out=out)
-    return partial(torch.mm, a, b, out=out)
+    return partial(torch_compat.int_mm if product.dtype == torch.int8 else torch.mm, a, b, out=out)
 
 
 def _zeros(shape: tuple[int, int], strides: Iterable[int], dtype: torch.dtype) -> Tensor:
@@ -150,6 +152,7 @@ def _matrix(argument: object) -> Tensor | None:
 #: aten's products → the place of their first operand.
 OPERANDS: dict[object, int] = {
     torch.ops.aten.mm.default: 0,
+    torch.ops.aten._int_mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,

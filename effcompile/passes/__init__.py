@@ -33,6 +33,7 @@ from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.frozen import Frozen
 from effcompile.passes.training.fused_attention import FusedAttention
 from effcompile.passes.training.heads import LossHeads
+from effcompile.passes.training.int8 import Int8Products
 from effcompile.passes.training.levers import Levers, composed
 from effcompile.passes.training.microbatch import Microbatch
 from effcompile.passes.training.offload import Offload
@@ -96,6 +97,7 @@ _OF_THE_GRAPH: dict[str, type[Any]] = {
     "loss_head": LossHeads,
     "parts": Parts,
     "wide": WideProducts,
+    "int8": Int8Products,
     "frozen": Frozen,
     "pointwise": Pointwise,
 }
@@ -113,7 +115,18 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no
 #: other.
 OPTIONAL: frozenset[str] = frozenset(
-    {"offload", "compress", "bitmask", "fold", "predict", "speculate", "microbatch", "precision", "frozen"}
+    {
+        "offload",
+        "compress",
+        "bitmask",
+        "fold",
+        "predict",
+        "speculate",
+        "microbatch",
+        "precision",
+        "frozen",
+        "int8",
+    }
 )
 
 
@@ -278,8 +291,8 @@ def load_training_passes(
     Optimizer states are planned wherever an optimizer is given.
 
     Args:
-        spec: which. `offload`, `compress`, `bitmask`, `precision`, `frozen` and `microbatch` take part only
-            where they are named or set.
+        spec: which. `offload`, `compress`, `bitmask`, `precision`, `frozen`, `int8`, `microbatch` take part
+            only where they are named or set.
         inexact: an error is allowed: `precision` and `frozen` take part too, unless passes are selected or
             they are left out.
         linked: the target has a link to a host: so does `offload`.

@@ -27,7 +27,7 @@ class Stage(StageValues):
             layers run on.
         sparsity: the share of the linears' weights that is zero; backward_sparsity: of those that get no
             gradient (Top-KAST).
-        precision: what products are computed in: "fp32", "bf16", "fp16", "fp8"; needs a max_error.
+        precision: what products are computed in: "fp32", "bf16", "fp16", "fp8", "int8"; needs a max_error.
         average: of how many of the last checkpoints `Run.averaged` is the mean. Their bytes count.
         data: the share of the examples that `Active.examples` names, those of the highest `scores`
             (`effcompile.scores`).

@@ -176,13 +176,13 @@ def _large(node: fx.Node) -> bool:
 def _read_by_products(node: fx.Node) -> bool:
     return bool(node.users) and all(
         _read_by_products(user)
-        if _is_between(user)
+        if is_between(user)
         else any(user.args[i] is node for i in _PRODUCTS.get(user.target, ()))
         for user in node.users
     )
 
 
-def _is_between(node: fx.Node) -> bool:
+def is_between(node: fx.Node) -> bool:
     """A view of a matrix, or its cast to a narrower dtype."""
     return node.target in _BETWEEN and not (node.kwargs.keys() - {"dtype"})
 
@@ -249,7 +249,7 @@ def _expand_where_read(graph: fx.Graph, weight: fx.Node, form: str) -> None:
 def _reads(node: fx.Node, path: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, int, tuple[fx.Node, ...]]]:
     """(A product, which of its arguments, what stands between) of every read of a weight."""
     for user in list(node.users):
-        if _is_between(user):
+        if is_between(user):
             yield from _reads(user, (*path, user))
         else:
             yield from ((user, place, path) for place in _PRODUCTS[user.target] if user.args[place] is node)
