@@ -4,6 +4,7 @@ starts.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Seconds after which a signal that a library swallowed is told again.
 _AGAIN = 0.5
+#: Whether the process is the command's own.
+_process = {"own": False}
 
 
 class Stopped(BaseException):
@@ -99,10 +102,13 @@ def _is_stopping() -> bool:
     return error is not None
 
 
-def prepare() -> None:
+def prepare(*, own_process: bool) -> None:
     """Make do with what a shell may have left: streams that are closed, a terminal that is said to have no
     columns.
+
+    `own_process`: nothing else runs in it.
     """
+    _process["own"] = own_process
     for number in range(3):
         try:
             os.fstat(number)
@@ -113,6 +119,15 @@ def prepare() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
     if not os.environ.get("COLUMNS", "80").strip("0"):
         del os.environ["COLUMNS"]
+
+
+def keep_what_is_loaded() -> None:
+    """Where the process is the command's own, libraries and the model stay to its end: Python's collector,
+    asked whenever graphs of a large model are let go, need not look at them each time (a tenth of planning
+    BERT-base).
+    """
+    if _process["own"]:
+        gc.freeze()
 
 
 def check_current_folder() -> None:

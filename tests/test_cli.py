@@ -342,8 +342,23 @@ def test_output_that_cannot_be_written_is_said(command: str) -> None:
     assert (done.returncode, done.stderr) == (1, "✘ Cannot write the output: No space left on device.\n")
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_loaded_is_left_to_the_collector_of_a_process_that_others_share(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(console.gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(console, "_process", {"own": not own})
+    console.prepare(own_process=own)
+    console.keep_what_is_loaded()
+    assert frozen == [True] * own
+
+
 #: Says as which descriptor the next file is opened, once the streams are prepared.
-LOOKED = "console.prepare = lambda: (real(), os.write(2, b'opened as %d\\n' % os.open('.', os.O_RDONLY)))"
+LOOKED = (
+    "console.prepare = lambda **how: "
+    "(real(**how), os.write(2, b'opened as %d\\n' % os.open('.', os.O_RDONLY)))"
+)
 
 
 def close_all(*numbers: int) -> None:

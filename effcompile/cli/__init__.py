@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # torch's profiler writes its own start and stop to stderr
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    console.prepare()
+    console.prepare(own_process=argv is None)
     try:
         status = _run(arguments)
     except OSError as error:

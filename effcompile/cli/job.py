@@ -238,6 +238,7 @@ class Job:
 
             mode = self.mode if plan is None else plan.goal.mode
             loaded = load(self.model, replace(self.reading, training=mode == "training"))
+            console.keep_what_is_loaded()
         changes = dict(self.changes)
         if loaded.stages and not isinstance(loaded.goal, Goal):
             changes.setdefault("mode", dict(loaded.goal or {}).get("mode", "training"))

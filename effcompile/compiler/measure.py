@@ -11,7 +11,7 @@ from torch import nn
 from effcompile.capture.mends import as_reference
 from effcompile.compiler.settle import Outcome
 from effcompile.core import torch_compat_memory
-from effcompile.core.timing import faster_half_median, interleaved
+from effcompile.core.timing import faster_half_median, have_settled, interleaved
 from effcompile.ir.figures import Totals
 from effcompile.ir.program import Program
 
@@ -34,8 +34,15 @@ def compare(program: Program, model: nn.Module, outcomes: Sequence[Outcome]) -> 
         first = interleaved(runs, 1, repeats=1)
         once = sum(sum(values) for values in first.values())
         rounds = max(_LEAST, min(_MOST, int(_BUDGET / max(3 * once, 1e-4))))
-        samples = interleaved(runs, rounds)
+        samples = interleaved(runs, min(rounds, _LEAST))
+        while (done := _rounds(samples)) < rounds and not have_settled(samples.values()):
+            for name, more in interleaved(runs, min(done, rounds - done)).items():
+                samples[name] += more
     return {name: faster_half_median(values) for name, values in samples.items()}
+
+
+def _rounds(samples: Mapping[str, list[float]]) -> int:
+    return min(map(len, samples.values())) // 2
 
 
 def baseline_totals(program: Program, model: nn.Module, seconds: Mapping[str, float]) -> Totals:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 
 #: Times the seconds that measuring may take; the tests' is small.
 PATIENCE = 1.0
+#: A figure has settled when twice as many samples give the same but for this share.
+SETTLED = 0.02
 #: Samples before which no figure has settled.
 _FEWEST = 8
 #: Seconds of a call from which on it need not find the caches as it left them.
@@ -43,11 +45,16 @@ def median_seconds(
         for _ in range(repeats):
             fn()
         samples.append((perf_counter() - start) / repeats)
-        if settled and len(samples) >= max(_FEWEST, min_rounds) and not len(samples) & (len(samples) - 1):
-            before, now = faster_half_median(samples[: len(samples) // 2]), faster_half_median(samples)
-            if abs(now - before) <= settled * now:
-                return now
+        due = len(samples) >= max(_FEWEST, min_rounds) and not len(samples) & (len(samples) - 1)
+        if settled and due and have_settled([samples], settled):
+            break
     return faster_half_median(samples)
+
+
+def have_settled(figures: Iterable[list[float]], share: float = SETTLED) -> bool:
+    """Whether each figure is, but for this share, that of the first half of its samples."""
+    pairs = [(faster_half_median(each[: len(each) // 2]), faster_half_median(each)) for each in figures]
+    return all(abs(now - before) <= share * now for before, now in pairs)
 
 
 def faster_half_median(samples: list[float]) -> float:

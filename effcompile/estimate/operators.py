@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core import gpu, torch_compat_memory
-from effcompile.core.timing import median_seconds
+from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.types import Args, Value
 from effcompile.machine import memory
 from effcompile.ops import block_sparse, grouped
@@ -30,8 +30,6 @@ from effcompile.ops.wide import pays
 _LARGE = 256 << 20
 #: Rows between two neighbours that are looked up, where rows are made up: a prime.
 _STRIDE = 7919
-#: An operator is timed until its figure moves by no more than this share.
-_SETTLED = 0.02
 #: Multiplications of a slow product that are timed, and its rows at the least.
 _TIMED, _LEAST_ROWS = 1 << 25, 2
 #: Backward kernels that read their random state on the host, and its operands' names.
@@ -192,7 +190,7 @@ def _seconds(call: Callable[[], object], budget: float) -> float:
     call()
     once = perf_counter() - start
     if once < budget:
-        return median_seconds(call, min_rounds=2, budget=budget - once, settled=_SETTLED)
+        return median_seconds(call, min_rounds=2, budget=budget - once, settled=SETTLED)
     start = perf_counter()
     call()
     return min(once, perf_counter() - start)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effcompile.core import timing
-from effcompile.core.timing import faster_half_median, interleaved, median_seconds
+from effcompile.core.timing import faster_half_median, have_settled, interleaved, median_seconds
 
 
 class Clock:
@@ -113,3 +113,9 @@ def test_a_long_call_does_not_warm_up_at_every_turn(clock):
 
 def test_interleaved_of_nothing():
     assert interleaved({}, 3) == {}
+
+
+def test_figures_have_settled_when_each_is_that_of_its_first_half():
+    steady, falling = [1.0, 1.5, 1.01, 1.0], [1.0, 1.0, 0.5, 0.5]
+    assert have_settled([steady]) and not have_settled([steady, falling])
+    assert have_settled([falling], share=1.0)

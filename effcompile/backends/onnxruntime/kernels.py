@@ -22,7 +22,7 @@ from effcompile.backends.onnxruntime.quantise import quantise
 from effcompile.backends.onnxruntime.session import default_settings, open_session, run
 from effcompile.core.errors import LoweringError
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.core.timing import median_seconds
+from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.ir.formats import (
     FP32,
     INT8_CHANNEL,
@@ -62,7 +62,8 @@ def measure(call: KernelCall) -> float | None:
         custom_ops_library()
     try:
         with _opened(builder, call.dims) as (session, feeds, copies):
-            return median_seconds(lambda: run(session, feeds), min_rounds=5, budget=0.08) / copies
+            seconds = median_seconds(lambda: run(session, feeds), min_rounds=5, budget=0.08, settled=SETTLED)
+            return seconds / copies
     except LoweringError:
         return None
     finally:

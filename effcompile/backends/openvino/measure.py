@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from effcompile.core.arrays import Array
-from effcompile.core.timing import median_seconds
+from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.machine.target import Dims, KernelCall
 
 #: A table for timing lookups: larger than a vocabulary's cached part, small enough to allocate at once.
@@ -48,7 +48,10 @@ def measure(call: KernelCall) -> float | None:
     precision = "bf16" if call.kernel.endswith("/bf16") else "f32"
     compiled = openvino.Core().compile_model(openvino.Model(outputs, inputs), "CPU", config(precision))
     request = compiled.create_infer_request()
-    return median_seconds(lambda: request.infer(data, share_inputs=True, share_outputs=True)) / copies
+    return (
+        median_seconds(lambda: request.infer(data, share_inputs=True, share_outputs=True), settled=SETTLED)
+        / copies
+    )
 
 
 Made = tuple[Any, list[Any], list[Array]]  # output, parameters, their values

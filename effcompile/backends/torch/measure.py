@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.measure_linears import Body, as_run_by, linears, sparse
 from effcompile.core import gpu
-from effcompile.core.timing import median_seconds
+from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.types import Forward
 from effcompile.ir.formats import INT8_TOKEN
 from effcompile.machine.target import Dims, KernelCall
@@ -77,7 +77,7 @@ def _measured(call: KernelCall, engine: str, device: str) -> float | None:
 
 def seconds_of(body: Body, device: str) -> float:
     """Of one call, by the clock of the device that it runs on."""
-    return median_seconds(body) if device == "cpu" else gpu.seconds(body)
+    return median_seconds(body, settled=SETTLED) if device == "cpu" else gpu.seconds(body)
 
 
 def copies(call: KernelCall) -> int:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from onnx import helper, numpy_helper
-from onnxruntime.quantization import QuantType
+from onnxruntime.quantization import QuantType, onnx_quantizer
 from onnxruntime.quantization.calibrate import TensorData
 from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -116,3 +116,15 @@ def test_a_large_weight_is_not_quantised_channel_by_channel(monkeypatch: pytest.
     monkeypatch.setattr("onnxruntime.quantization.qdq_quantizer.quantize_onnx_initializer", None)
     for kind in (WholeWeightQuantizer, WholeWeightQDQQuantizer):
         assert quantised(kind, np.ones((64, 32), np.float32))["w_quantized"].min() == 127
+
+
+def test_the_model_is_not_written_to_have_its_shapes_inferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    def saved(model: onnx.ModelProto) -> onnx.ModelProto:
+        raise AssertionError("440 MB of BERT-base, written and read")
+
+    weight = np.ones((32, 8), np.float32)
+    wanted = made_by(ONNXQuantizer, weight)
+    monkeypatch.setattr(onnx_quantizer, "save_and_reload_model_with_shape_infer", saved)
+    found = made_by(WholeWeightQuantizer, weight)
+    assert [node.op_type for node in found.graph.node] == [node.op_type for node in wanted.graph.node]
+    assert onnx_quantizer.save_and_reload_model_with_shape_infer is saved  # for others it is as it was
