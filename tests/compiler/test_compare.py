@@ -28,6 +28,7 @@ def test_rounds_are_added_until_no_figure_moves(
         return {name: ([0.01] * slow + [0.01 * later] * 99)[: more * repeats] for name in runs}
 
     monkeypatch.setattr(measure, "interleaved", in_turn)
+    monkeypatch.setattr(measure, "_MOST", 40)
     x = torch.ones(2, 2)
     program = SimpleNamespace(flat_inputs=lambda: [x], args=(x,), kwargs={})
     plan = SimpleNamespace(plan=SimpleNamespace(backend="b"), lowered=lambda *tensors: None)
