@@ -3,7 +3,9 @@ workers of a run share it.
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +22,10 @@ def pytest_configure() -> None:
     in all that tests start.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+        # Inductor's cache takes what it generated for one capability for another, and computes wrong
+        cache = Path(tempfile.gettempdir()) / f"torchinductor_effcompile_{capability}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 
 @pytest.fixture(scope="session", autouse=True)

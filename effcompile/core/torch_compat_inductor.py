@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -21,7 +22,19 @@ def freezing() -> Any:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     mended(cache_dir())
-    return torch._inductor.config.patch(freezing=True)
+    return torch._inductor.config.patch({"freezing": True, **for_this_capability()})
+
+
+def for_this_capability() -> dict[str, int]:
+    """Settings by which Inductor's graph cache tells apart what is generated under ATEN_CPU_CAPABILITY: its
+    key leaves that out, and code for wider vectors, found under narrower ones, gives wrong numbers.
+    """
+    if not os.environ.get("ATEN_CPU_CAPABILITY"):
+        return {}
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    found = pick_vec_isa()
+    return {"cpp.simdlen": found.bit_width() if found else 1}  # 1: no vectors
 
 
 def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import _ctypes
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
 
 from effcompile.core.kernel_cache import mended, unfinished
+from effcompile.core.torch_compat_inductor import for_this_capability, freezing
 from effcompile.ops.fused import Fused, TileLayout
 
 WHOLE = Path(_ctypes.__file__).read_bytes()
@@ -62,3 +66,17 @@ def test_a_kernels_compilation_clears_the_cache_of_them(
     layout = TileLayout((37, 3), (3, 1), torch.float32, "cpu")
     Fused(graph, [layout], [layout]).compile()
     assert whole.exists() and not broken.exists()
+
+
+def test_code_for_one_capability_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's graph cache gave AVX-512's loops to a process with ATEN_CPU_CAPABILITY=avx2: off by 1e35."""
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    assert for_this_capability() == {}
+    found = SimpleNamespace(bit_width=lambda: 256)
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: found)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert for_this_capability() == {"cpp.simdlen": 256}
+    with freezing():
+        assert inductor_config.cpp.simdlen == 256
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: None)  # "default": no vectors at all
+    assert for_this_capability() == {"cpp.simdlen": 1}
