@@ -20,11 +20,24 @@ def best_isa() -> str:
 
 
 def integer_isas() -> tuple[str, ...]:
-    """Those with products of bytes, the fastest first; none on other processors than x86."""
+    """Those with products of bytes in vector registers, the fastest first; none on other processors than
+    x86.
+    """
     capability = torch.backends.cpu.get_cpu_capability()
-    # a torch that cannot tell has none
-    tell: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
-    found = tell()
+    found = _found()
     wide = ("avx512_vnni",) if found.get("avx512_vnni") else ()
     narrow = ("avx_vnni", "avx2") if found.get("avx_vnni") else ("avx2",)
     return {"AVX512": (*wide, "avx512", *narrow), "AVX2": narrow}.get(capability, ())
+
+
+def tile_isas() -> tuple[str, ...]:
+    """Those with products of bytes, of tiles too: `amx_int8` before the rest."""
+    isas = integer_isas()
+    tiles = ("amx_int8",) if "avx512_vnni" in isas and _found().get("amx_int8") else ()
+    return (*tiles, *isas)
+
+
+def _found() -> Mapping[str, object]:
+    """What torch says of this CPU; a torch that cannot tell has none of it."""
+    tell: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
+    return tell()

@@ -44,6 +44,17 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
         "-mfma",
         "-mprefer-vector-width=512",
     ),
+    "amx_int8": (
+        "-mavx512f",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512bw",
+        "-mavx512vnni",
+        "-mamx-tile",
+        "-mamx-int8",
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ),
     "avx512_bf16": (
         "-mavx512f",
         "-mavx512vl",

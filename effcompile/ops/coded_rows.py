@@ -14,7 +14,7 @@ __all__ = ["CodedRows"]
 @dataclass(frozen=True, slots=True)
 class CodedRows:
     """Codes of x (rows, groups · width), and the scale and sum of each group of a row, in one allocation:
-    scales, sums, codes.
+    codes, scales, sums.
     """
 
     rows: int
@@ -38,5 +38,5 @@ class CodedRows:
 
     def addresses(self, start: int) -> tuple[int, int, int]:
         """Of the codes, the scales and the sums."""
-        each = 4 * self.rows * self.groups
-        return start + 2 * each, start, start + each
+        scales = start + self.rows * self.row_bytes
+        return start, scales, scales + 4 * self.rows * self.groups

@@ -3,6 +3,7 @@
 // Compiled once per instruction set by machine/native.py, which passes as macros:
 //   WIDTH  32-bit words of a vector register
 //   ROWS, VECS  the register tile: ROWS rows of x times VECS vectors of outputs
+//   TILED  rows of x from which on AMX tiles multiply; 0: there are none
 //
 // Codes of x are s8, x ~ scale * code with one scale per row; codes of W are kept as u8, code + 128, because x86 multiplies unsigned by
 // signed bytes (VPDPBUSD); that adds 128 * sum(codes of the row of x), which is taken off again. The four-byte interleaving
@@ -12,12 +13,19 @@
 
 #define KIND 0
 #include "integers.h"
+#if TILED
+#include "tiles_of_bytes.h"
+#endif
 
 namespace {
 
 constexpr int LANES = 16;  // outputs that are interleaved
 constexpr int PER_LANES = LANES / W;
 constexpr int PANEL = VECS * W;  // outputs of a tile
+#if TILED
+constexpr int64_t CHUNK = 256;  // rows of x that are multiplied with a panel
+constexpr int64_t PART = 12;    // tiles of K: 24 KiB of a panel
+#endif
 
 // ------------------------------------------------------------------ the product
 
@@ -27,7 +35,8 @@ struct Linear {
     const float* scales;    // (N)
     const float* bias;      // (N) or null
     int after;
-    const int8_t* codes;  // (M, 4 * quads)
+    const int8_t* codes;  // (M, stride), or for tiles as tiles_of_bytes.h has them
+    int64_t stride;
     const float* row_scales;
     const int32_t* offsets;
     float* y;
@@ -37,7 +46,7 @@ struct Linear {
     template <int R, int NV>
     void tile(int64_t i, int64_t from) const {
         VI acc[R][NV] = {};
-        const int8_t* a = codes + i * 4 * quads;
+        const int8_t* a = codes + i * stride;
         const int64_t apart = quads * LANES * 4;
         const uint8_t* w = weight + from / LANES * apart;
         for (int64_t q = 0; q < quads; q++) {
@@ -46,7 +55,7 @@ struct Linear {
             for (int v = 0; v < NV; v++) ws[v] = load_ints(w + v / PER_LANES * apart + q * LANES * 4 + v % PER_LANES * W * 4);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
-                const VI code = repeated(a + r * 4 * quads + q * 4);
+                const VI code = repeated(a + r * stride + q * 4);
 #pragma GCC unroll 8
                 for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], ws[v], code);
             }
@@ -66,14 +75,19 @@ struct Linear {
     }
 
     inline void write(int64_t row, int64_t from, VI sums) const {
+        const int64_t here = std::min<int64_t>(W, n - from);
+        if (here == W) return store(y + row * ldy + from, result(row, sums, load(scales + from), bias ? load(bias + from) : V{}));
+        const V z = result(row, sums, (V)words_of(scales + from, here), bias ? (V)words_of(bias + from, here) : V{});
+        std::memcpy(y + row * ldy + from, &z, here * sizeof(float));
+    }
+
+    inline V result(int64_t row, VI sums, V scale, V added) const {
 #ifndef SIGNED
         sums -= offsets[row];
 #endif
-        const int64_t here = std::min<int64_t>(W, n - from);
-        V z = as_floats(sums) * ((here < W ? (V)words_of(scales + from, here) : load(scales + from)) * row_scales[row]);
-        if (bias) z = z + (here < W ? (V)words_of(bias + from, here) : load(bias + from));
-        if (after) z = followed(z, after);
-        std::memcpy(y + row * ldy + from, &z, here * sizeof(float));
+        V z = as_floats(sums) * (scale * row_scales[row]);
+        if (bias) z = z + added;
+        return after ? followed(z, after) : z;
     }
 
     template <int R, int NV>
@@ -94,25 +108,94 @@ struct Linear {
             rows<ROWS, NV>(end - i, i, from);
         }
     }
+
+#if TILED
+    // The same by tiles: up to 32 outputs, K in parts, so that a part of W stays in the L1 cache for all rows. Meanwhile what the next task
+    // of this thread reads comes nearer.
+    template <int C>
+    void tile_panel(Tiles& tiles, int64_t top, int64_t bottom, int64_t from, int64_t ahead) const {
+        const int64_t apart = quads * 64, whole = quads / TILE_ROWS, blocks = (bottom - top + 31) / 32;
+        const uint8_t* here = weight + from / LANES * apart;
+        const uint8_t* next = here + ahead * C * apart;
+        const bool there = next + C * apart <= weight + (n + LANES - 1) / LANES * apart;
+        const int64_t lines = there && whole ? C * quads / (blocks * whole) : 0;
+        alignas(64) uint8_t rest[C * TILE_BYTES];
+        if (quads % TILE_ROWS) TilePanel<C>{here, apart}.rest_of(quads, rest);
+        alignas(64) int32_t sums[CHUNK / 32][2 * C * 256];
+        for (int64_t part = 0, begin = 0; part == 0 || begin < whole; part++, begin += PART) {
+            const TilePanel<C> panel{here + begin * TILE_BYTES, apart};
+            const int64_t steps = std::min(PART, whole - begin);
+            const bool last = begin + steps == whole;
+            const uint8_t* left = last && quads % TILE_ROWS ? rest : nullptr;
+            for (int64_t i = top, block = 0; i < bottom; i += 32, block++) {
+                const int64_t heights[2] = {tiled_height(i, m), i + TILE_ROWS < bottom ? tiled_height(i + TILE_ROWS, m) : 0};
+                const int8_t* a = codes + i * stride + begin * STEP * heights[0];
+                const int8_t* below = codes + (i + TILE_ROWS) * stride + begin * STEP * heights[1];
+                tiles.of(heights[0], heights[1]);
+                if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums[block], next, lines);
+                else panel.template multiply<1>(a, below, heights, steps, left, !part, sums[block], next, lines);
+                if (last) write_tiles<C>(i, heights[0] + heights[1], from, sums[block]);
+            }
+        }
+    }
+
+    template <int C>
+    void write_tiles(int64_t i, int64_t rows, int64_t from, const int32_t* sums) const {
+        for (int c = 0; c < C; c++, from += LANES)
+            for (int64_t r = 0; r < rows; r++) write(i + r, from, load_ints(sums + (r / 16 * C + c) * 256 + r % 16 * 16));
+    }
+#endif
 };
 
 }  // namespace
 
-// x (M, K), fp32, rows ldx apart → y (M, N). `codes` (M, 4 * quads), `row_scales` (M) and `offsets` (M) are workspace. Rows are taken in
-// chunks of `chunk`, so that their codes stay in a core's cache.
+#if TILED
+extern "C" int64_t permitted() { return tiles_permitted(); }
+#endif
+
+// x (M, K), fp32, rows ldx apart → y (M, N). `codes` (M, K to the next multiple of four, or for tiles of 64, 64 bytes aligned), `row_scales`
+// (M) and `offsets` (M) are workspace. Rows are taken in chunks of `chunk`, so that their codes stay in a core's cache.
 extern "C" void int8_linear(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t* weight, const float* scales, const float* bias,
                             int64_t n, int64_t after, float* y, int8_t* codes, float* row_scales, int32_t* offsets, int64_t chunk,
                             int64_t threads) {
-    const int64_t quads = (k + 3) / 4, vectors = (n + W - 1) / W, panels = (vectors + VECS - 1) / VECS, chunks = (m + chunk - 1) / chunk;
-    const Linear linear{m, n, k, quads, weight, scales, bias, (int)after, codes, row_scales, offsets, y, n};
+    const int64_t quads = (k + 3) / 4, vectors = (n + W - 1) / W, panels = (vectors + VECS - 1) / VECS;
+#if TILED
+    const bool tiled = m >= TILED && k > 32;
+    const int64_t stride = tiled ? (k + STEP - 1) / STEP * STEP : 4 * quads;
+    if (tiled) chunk = CHUNK;
+#else
+    const int64_t stride = 4 * quads;
+#endif
+    const int64_t chunks = (m + chunk - 1) / chunk;
+    const Linear linear{m, n, k, quads, weight, scales, bias, (int)after, codes, stride, row_scales, offsets, y, n};
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
+#if TILED
+        Tiles tiles;
+#endif
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < m; i++) offsets[i] = quantize(x + i * ldx, k, 4 * quads, codes + i * 4 * quads, row_scales + i);
+        for (int64_t i = 0; i < m; i++) {
+#if TILED
+            if (tiled) {
+                const int64_t apart = tiled_height(i, m) * STEP;
+                offsets[i] = quantize<STEP>(x + i * ldx, k, stride, tiled_row(codes, i, stride), row_scales + i, apart);
+                continue;
+            }
+#endif
+            offsets[i] = quantize(x + i * ldx, k, stride, codes + i * stride, row_scales + i);
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < chunks * panels; task++) {
-            const int64_t c = task / panels, p = task % panels;
-            linear.panel<VECS>(std::min<int64_t>(VECS, vectors - p * VECS), c * chunk, std::min(m, (c + 1) * chunk), p * PANEL);
+            const int64_t c = task / panels, p = task % panels, top = c * chunk, bottom = std::min(m, top + chunk);
+            const int64_t vecs = std::min<int64_t>(VECS, vectors - p * VECS);
+#if TILED
+            if (tiled) {
+                if (vecs > 1) linear.tile_panel<2>(tiles, top, bottom, p * PANEL, threads);
+                else linear.tile_panel<1>(tiles, top, bottom, p * PANEL, threads);
+                continue;
+            }
+#endif
+            linear.panel<VECS>(vecs, top, bottom, p * PANEL);
         }
     }
 }

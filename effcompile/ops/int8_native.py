@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effcompile.machine.instructions import integer_isas
+from effcompile.core.errors import LoweringError
+from effcompile.machine.instructions import tile_isas
 from effcompile.machine.native import library
 from effcompile.ops import int8_codes
 from effcompile.ops.coded_rows import CodedRows
@@ -24,7 +25,17 @@ _SOURCE = Path(__file__).with_name("int8_linear.cpp")
 #: Instruction set → words of a vector, rows and vectors of the register tile. A panel of two vectors of
 #: outputs stays in the L1 cache (measured on AVX512-VNNI, 128×768×3072: 14×2 297 GOP/s, 6×4 244, 8×3 256,
 #: 12×2 245).
-TILES = {"avx512_vnni": (16, 14, 2), "avx_vnni": (8, 5, 2), "avx512": (16, 8, 2), "avx2": (8, 4, 2)}
+TILES = {
+    "amx_int8": (16, 14, 2),
+    "avx512_vnni": (16, 14, 2),
+    "avx_vnni": (8, 5, 2),
+    "avx512": (16, 8, 2),
+    "avx2": (8, 4, 2),
+}
+
+#: Rows of x from which on AMX multiplies, where there is any; 0: never. It reads 64 codes of a row at a time.
+TILED = {"amx_int8": 12}
+_DEPTH = 64
 
 #: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
 _CHUNK = 1 << 18
@@ -44,17 +55,22 @@ _ARGUMENTS = (
 @functools.cache
 def kernels() -> ByteKernels | str:
     """The best kernels that this machine runs, or why there are none."""
-    return best_of(ByteKernels, integer_isas())
+    return best_of(ByteKernels, tile_isas())
 
 
 def workspace_bytes(x: Tensor) -> int:
-    """Bytes that a call holds beyond its arguments and result, where x (..., K) has adjacent columns."""
-    return _room(x).nbytes
+    """Bytes that a call holds beyond its arguments and result, where x (..., K) has adjacent columns and
+    there are kernels.
+    """
+    found = kernels()
+    assert not isinstance(found, str)
+    return found.room(x).nbytes
 
 
-def _room(x: Tensor) -> CodedRows:
-    """Each row is one group; the kernels read four of its codes at a time."""
-    return CodedRows.of(x, 1, -(-int(x.shape[-1]) // 4) * 4)
+def macros(isa: str) -> dict[str, int]:
+    """What `int8_linear.cpp` is compiled with for an instruction set."""
+    width, rows, vecs = TILES[isa]
+    return {"WIDTH": width, "ROWS": rows, "VECS": vecs, "TILED": TILED.get(isa, 0)}
 
 
 class ByteKernels:
@@ -66,9 +82,16 @@ class ByteKernels:
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
-        width, rows, vecs = TILES[isa]
-        self.call = library(_SOURCE, {"WIDTH": width, "ROWS": rows, "VECS": vecs}, isa).int8_linear
+        found = library(_SOURCE, macros(isa), isa)
+        if TILED.get(isa) and not found.permitted():
+            raise LoweringError("the system does not give this process AMX's tiles")
+        self.call = found.int8_linear
         self.call.argtypes, self.call.restype = _ARGUMENTS, None
+
+    def room(self, x: Tensor) -> CodedRows:
+        """Each row is one group; four of its codes are read at a time, or as many as a tile has."""
+        depth = _DEPTH if TILED.get(self.isa) else 4
+        return CodedRows.of(x, 1, -(-int(x.shape[-1]) // depth) * depth)
 
     def linear(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
         """See `int8_linear.int8_linear`, which has checked the arguments."""
@@ -76,7 +99,7 @@ class ByteKernels:
         result = x.new_empty((*x.shape[:-1], n))
         flat = x.reshape(-1, k)
         flat = flat if flat.stride(1) == 1 or k == 1 else flat.contiguous()
-        room = _room(flat)
+        room = self.room(flat)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
         self.call(

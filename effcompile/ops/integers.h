@@ -18,7 +18,7 @@ typedef int32_t VILoose __attribute__((vector_size(W * 4), aligned(1), may_alias
 
 inline VI load_ints(const void* p) { return *reinterpret_cast<const VILoose*>(p); }
 inline V as_floats(VI v) { return __builtin_convertvector(v, V); }
-inline V where(VI mask, V a, V b) { return (V)((mask & (VI)a) | (~mask & (VI)b)); }
+inline V where(VI mask, V a, V b) { return mask ? a : b; }
 
 // Each lane: sum += four products of unsigned with signed bytes. Exact: no step saturates.
 #if defined(__AVX512VNNI__)
@@ -90,8 +90,9 @@ inline int32_t largest_bits(const float* x, int64_t count) {
 }
 
 // Codes of `count` numbers that share a scale, then zeros up to `padded`; returns 128 times the sum of the codes. Where one is infinite or
-// NaN the scale is NaN and the codes are 0, so that results are NaN.
-inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* codes, float* scale) {
+// NaN the scale is NaN and the codes are 0, so that results are NaN. Codes are side by side, or RUN of them, and the next `apart` bytes on.
+template <int64_t RUN = 0>
+inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int64_t apart = 0) {
     const int32_t most = largest_bits(x, count);
     float largest;
     std::memcpy(&largest, &most, 4);
@@ -104,7 +105,8 @@ inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* c
         whole = finite ? whole : VI{};
         sums += whole;
         const VB bytes = __builtin_convertvector(whole, VB);
-        std::memcpy(codes + i, &bytes, std::min<int64_t>(W, padded - i));
+        if constexpr (RUN) std::memcpy(codes + i / RUN * apart + i % RUN, &bytes, W);
+        else std::memcpy(codes + i, &bytes, std::min<int64_t>(W, padded - i));
     }
     return sum_of_lanes(sums) * 128;
 }
@@ -113,32 +115,40 @@ inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* c
 
 enum After { NOTHING, GELU, GELU_TANH, SILU };
 
-// 2^t for t <= 0, to a unit in the last place or two: Taylor's series of the fraction in [-1/2, 1/2], the whole part into the exponent.
-// No less than 2^-100: what it is multiplied with afterwards then makes no subnormal numbers, which take a hundred times as long.
+// 2^t for t <= 0, to a unit in the last place or two: a polynomial of the fraction in [-1/2, 1/2] (Cephes, exp2f), the whole part into the
+// exponent. No less than 2^-100: what it is multiplied with afterwards then makes no subnormal numbers, which take a hundred times as long.
 inline V power_of_two(V t) {
     t = where(t < -100.0f, V{} - 100.0f, t);
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
-    const V shifted = t + magic, f = (t - (shifted - magic)) * 0.6931471805599453f;
-    V p = V{} + 1.0f / 5040;
-    p = p * f + 1.0f / 720;
-    p = p * f + 1.0f / 120;
-    p = p * f + 1.0f / 24;
-    p = p * f + 1.0f / 6;
-    p = p * f + 0.5f;
-    p = p * f + 1.0f;
+    const V shifted = t + magic, f = t - (shifted - magic);
+    V p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
     p = p * f + 1.0f;
     return (V)((VI)p + ((VI)shifted << 23));
+}
+
+// 1 / x to a unit in the last place or two, for what is neither infinite nor nearly so.
+inline V inverse(V x) {
+#if WIDTH == 16
+    const V about = (V)_mm512_rcp14_ps((__m512)x);
+    return about * (2.0f - x * about);
+#else
+    return 1.0f / x;
+#endif
 }
 
 // 1 / (1 + e^-z), by an exponential that cannot overflow.
 inline V sigmoid(V z) {
     const V e = power_of_two(where(z < 0.0f, z, V{} - z) * 1.4426950408889634f);
-    return where(z < 0.0f, e, V{} + 1.0f) / (e + 1.0f);
+    return where(z < 0.0f, e, V{} + 1.0f) * inverse(e + 1.0f);
 }
 
 // x * Phi(x), by the complementary error function of Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7).
 inline V gelu(V x) {
-    const V z = where(x < 0.0f, V{} - x, x) * 0.7071067811865476f, t = 1.0f / (z * 0.3275911f + 1.0f);
+    const V z = where(x < 0.0f, V{} - x, x) * 0.7071067811865476f, t = inverse(z * 0.3275911f + 1.0f);
     V p = t * 1.061405429f - 1.453152027f;
     p = p * t + 1.421413741f;
     p = p * t - 0.284496736f;

@@ -120,9 +120,11 @@ extern "C" void row_program(const Step* steps, int64_t count, float* const* slot
         float* more = s->more < 0 ? nullptr : slots[s->more];
         if (s->kind == GROUPS || s->kind == BYTES) {
             const int64_t scales = m * (s->kind == GROUPS ? (s->k + 31) / 32 : 1);
-            float* x_scales = reinterpret_cast<float*>(scratch);
+            // of bytes as many as tiles read at a time, where they multiply
+            const int64_t columns = s->kind == BYTES && s->k > 32 ? (s->k + 63) / 64 * 64 : (s->k + 31) / 32 * 32;
+            int8_t* codes = scratch;
+            float* x_scales = reinterpret_cast<float*>(codes + m * columns);
             int32_t* offsets = reinterpret_cast<int32_t*>(x_scales + scales);
-            int8_t* codes = reinterpret_cast<int8_t*>(offsets + scales);
             if (s->kind == GROUPS)
                 reinterpret_cast<Groups*>(s->call)(a, s->k, m, s->k, s->bits, s->weight, s->bias, s->n, s->after, out, codes, x_scales,
                                                    offsets, m, threads);

@@ -4,7 +4,8 @@ instruction set and threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def _compiler() -> None:
     assert reason is None or "no C++ compiler" in reason or "x86" in reason, reason
 
 
-@pytest.fixture(params=["here", *instructions.integer_isas(), "by torch"])
+@pytest.fixture(params=["here", *instructions.tile_isas(), "by torch"])
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every instruction set that this machine has, narrow ones too."""
     if request.param == "by torch":
@@ -95,8 +96,19 @@ def test_equals_numpy_to_the_bit(m: int, k: int, n: int, threads: int, seed: int
 
 
 def test_every_instruction_set(isa: str) -> None:
-    """Whole tiles and what is left over, and sums that would not fit in 16 bits."""
-    for m, k, n in ((1, 1, 1), (2, 4, 16), (15, 67, 33), (29, 256, 96), (5, 300, 17)):
+    """Whole tiles and what is left over, sums that would not fit in 16 bits, several chunks of rows and parts
+    of K.
+    """
+    shapes = (
+        (1, 1, 1),
+        (2, 4, 16),
+        (15, 67, 33),
+        (29, 256, 96),
+        (5, 300, 17),
+        (270, 900, 33),
+        (14, 1536, 16),
+    )
+    for m, k, n in shapes:
         x, codes, scales, _ = numbers(m, k, n)
         codes[0], x[0] = 127, 1.0
         codes[-1] = -127
@@ -218,13 +230,12 @@ class TestChoice:
 
     def test_without_a_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CXX", "no-such-compiler")
-        monkeypatch.setattr(instructions, "integer_isas", lambda: ("avx2",))
-        monkeypatch.setattr(int8_native, "integer_isas", lambda: ("avx2",))
+        monkeypatch.setattr(int8_native, "tile_isas", lambda: ("avx2",))
         assert "no-such-compiler is not on the PATH" in str(fallback_reason())
         assert "no-such-compiler" in str(refusal(16)) and "no-such-compiler" in told()
 
     def test_without_instructions(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(int8_native, "integer_isas", tuple)
+        monkeypatch.setattr(int8_native, "tile_isas", tuple)
         assert "AVX2" in str(fallback_reason())
 
     @pytest.mark.skipif("avx2" not in instructions.integer_isas(), reason="this processor has no AVX2")
@@ -238,7 +249,7 @@ class TestChoice:
             return real(source, defines, "avx2")  # type: ignore[arg-type]
 
         monkeypatch.setattr(int8_native, "library", refuses)
-        monkeypatch.setattr(int8_native, "integer_isas", lambda: ("avx512_vnni", "avx_vnni", "avx2"))
+        monkeypatch.setattr(int8_native, "tile_isas", lambda: ("avx512_vnni", "avx_vnni", "avx2"))
         wrong = int8_native.ByteKernels.objection
         monkeypatch.setattr(
             int8_native.ByteKernels,
@@ -249,6 +260,20 @@ class TestChoice:
         found = int8_native.kernels()
         assert isinstance(found, int8_native.ByteKernels)
         assert told() == "avx2 (not a better one: the compiler does not know -mavx512vnni; it is wrong)"
+
+    @pytest.mark.skipif("amx_int8" not in instructions.tile_isas(), reason="this processor has no AMX")
+    def test_a_system_that_gives_no_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Linux refuses the registers to a process that did not ask for them: the next best set is used."""
+        real = int8_native.library
+
+        class Refused:
+            permitted = staticmethod(lambda: 0)
+
+        def library(source: Path, defines: Mapping[str, int], isa: str) -> object:
+            return Refused() if isa == "amx_int8" else real(source, defines, isa)
+
+        monkeypatch.setattr(int8_native, "library", library)
+        assert told() == "avx512_vnni (not a better one: the system does not give this process AMX's tiles)"
 
     @pytest.mark.skipif("avx2" not in instructions.integer_isas(), reason="this processor has no AVX2")
     def test_wrong_kernels_are_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,5 +288,4 @@ def test_every_instruction_set_compiles(isa: str) -> None:
     """Those that this processor has not are compiled too."""
     if fallback_reason() is not None:
         pytest.skip("there is no compiler, or this processor is no x86")
-    width, rows, vecs = int8_native.TILES[isa]
-    assert native.compiled(int8_native._SOURCE, {"WIDTH": width, "ROWS": rows, "VECS": vecs}, isa).exists()
+    assert native.compiled(int8_native._SOURCE, int8_native.macros(isa), isa).exists()

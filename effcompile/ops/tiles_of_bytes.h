@@ -1,0 +1,107 @@
+// Products of bytes by AMX tiles (Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3): 16 rows of 64 bytes of
+// s8 times 16 outputs of 64 bytes of u8, summed in 32 bits, exactly. A tile of W is sixteen quads of the interleaving
+// [N / 16][K / 4][16][4], 1024 bytes in a row, which is what TDPBSUD reads.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int64_t STEP = 64;           // bytes of K of one tile
+constexpr int64_t TILE_ROWS = 16;      // rows of x, or quads of K, of one tile
+constexpr int64_t TILE_BYTES = 1024;
+
+// Linux gives a process the tiles' registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+inline bool tiles_permitted() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+// The registers of a thread: 0 to 3 the sums of two by two tiles, 4 and 5 rows of x, 6 and 7 of W; until `~Tiles`. Rows of x may be fewer
+// than 16: that takes less time, and nothing is read beyond them.
+struct Tiles {
+    int64_t heights[2] = {0, 0};
+
+    void of(int64_t first, int64_t second) {
+        if (first == heights[0] && second == heights[1]) return;
+        heights[0] = first, heights[1] = second;
+        alignas(64) uint8_t config[64] = {1};
+        const int64_t rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
+        for (int t = 0; t < 8; t++)
+            if (rows[t]) config[16 + 2 * t] = STEP, config[48 + t] = (uint8_t)rows[t];
+        _tile_loadconfig(config);
+    }
+    ~Tiles() { _tile_release(); }
+};
+
+// Codes of x as tiles read them: rows in blocks of up to 16, each [K / 64][rows of the block][64] from row * stride on; sixteen lines side by
+// side, since lines that are a row apart would share few sets of a cache. This is where the first 64 codes of a row begin.
+inline int8_t* tiled_row(int8_t* codes, int64_t row, int64_t stride) { return codes + row / TILE_ROWS * TILE_ROWS * stride + row % TILE_ROWS * STEP; }
+inline int64_t tiled_height(int64_t row, int64_t rows) { return std::min(TILE_ROWS, rows - row / TILE_ROWS * TILE_ROWS); }
+
+// Products of C columns of tiles of W, `apart` bytes apart, from a given depth on.
+template <int C>
+struct TilePanel {
+    const uint8_t* weight;
+    int64_t apart;
+
+    // Adds to the sums of two blocks of rows, or of one where heights[1] is 0, [2][C][16][16], the products of `whole` tiles of K, and
+    // of `rest`, [C][16][64], if there is one; from nothing, if `first`. Each step asks for `lines` more cache lines of `next`.
+    template <int R>
+    void multiply(const int8_t* a, const int8_t* below, const int64_t* heights, int64_t whole, const uint8_t* rest, bool first, int32_t* sums,
+                  const uint8_t*& next, int64_t lines) const {
+        if (first) {
+            _tile_zero(0);
+            if constexpr (C > 1) _tile_zero(1);
+            if constexpr (R > 1) _tile_zero(2);
+            if constexpr (R > 1 && C > 1) _tile_zero(3);
+        } else {
+            _tile_loadd(0, sums, 64);
+            if constexpr (C > 1) _tile_loadd(1, sums + 256, 64);
+            if constexpr (R > 1) _tile_loadd(2, sums + C * 256, 64);
+            if constexpr (R > 1 && C > 1) _tile_loadd(3, sums + 3 * 256, 64);
+        }
+        const int64_t of_a = heights[0] * STEP, of_below = heights[1] * STEP;
+        const uint8_t* w = weight;
+        for (int64_t step = 0; step < whole; step++) {
+            add<R>(a, below, w, w + apart);
+            for (int64_t line = 0; line < lines; line++) _mm_prefetch((const char*)(next + line * 64), _MM_HINT_T1);
+            a += of_a, below += of_below, w += TILE_BYTES, next += lines * 64;
+        }
+        if (rest) add<R>(a, below, rest, rest + TILE_BYTES);
+        _tile_stored(0, sums, 64);
+        if constexpr (C > 1) _tile_stored(1, sums + 256, 64);
+        if constexpr (R > 1) _tile_stored(2, sums + C * 256, 64);
+        if constexpr (R > 1 && C > 1) _tile_stored(3, sums + 3 * 256, 64);
+    }
+
+    template <int R>
+    static inline void add(const int8_t* a, const int8_t* below, const uint8_t* b0, const uint8_t* b1) {
+        _tile_loadd(6, b0, 64);
+        _tile_loadd(4, a, 64);
+        _tile_dpbsud(0, 4, 6);
+        if constexpr (C > 1) {
+            _tile_loadd(7, b1, 64);
+            _tile_dpbsud(1, 4, 7);
+        }
+        if constexpr (R > 1) {
+            _tile_loadd(5, below, 64);
+            _tile_dpbsud(2, 5, 6);
+            if constexpr (C > 1) _tile_dpbsud(3, 5, 7);
+        }
+    }
+
+    // What is left of K behind whole tiles, filled with zeros: [C][16][64].
+    void rest_of(int64_t quads, uint8_t* rest) const {
+        const int64_t bytes = quads % TILE_ROWS * 64;
+        for (int c = 0; c < C; c++) {
+            std::memcpy(rest + c * TILE_BYTES, weight + c * apart + quads / TILE_ROWS * TILE_BYTES, bytes);
+            std::memset(rest + c * TILE_BYTES + bytes, 0, TILE_BYTES - bytes);
+        }
+    }
+};
+
+}  // namespace
