@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
-from torch import nn
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
 
 from effcompile.core.errors import CaptureError
 from effcompile.core.reasons import Unsupported
@@ -49,7 +50,9 @@ def float8_linears(model: nn.Module, *, elsewhere: bool = False) -> Iterator[Non
     """The model with its linears in float8, where their sizes allow it, put back at the end.
 
     Without such a GPU torchao emulates their products, in the time of fp32: for tests of what is captured.
-    `elsewhere`: the step is for another machine, and is never run here.
+    `elsewhere`: the step is for another machine, and only traced here. Where the model itself is called, to
+    see what it returns, its linears are those of its own dtype: a CPU without such products takes a thousand
+    times as long for them, or has none.
 
     Raises:
         CaptureError: no linear can be.
@@ -72,10 +75,26 @@ def float8_linears(model: nn.Module, *, elsewhere: bool = False) -> Iterator[Non
     )
     try:
         convert_to_float8_training(model, module_filter_fn=lambda module, _: _fits(module), config=config)
+        if elsewhere:
+            for parent, name, _ in own:
+                _only_traced(getattr(parent, name))
         yield
     finally:
         for parent, name, child in own:
             setattr(parent, name, child)
+
+
+def _only_traced(linear: nn.Module) -> None:
+    in_float8, weight, bias = linear.forward, linear.get_parameter("weight"), linear.bias
+    assert bias is None or isinstance(bias, Tensor)
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            traced: Tensor = in_float8(x)
+            return traced
+        return F.linear(x, weight, bias)
+
+    linear.forward = forward
 
 
 def _fits(module: nn.Module) -> bool:
