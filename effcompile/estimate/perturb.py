@@ -4,7 +4,7 @@ emulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,10 +112,19 @@ def find_sites(
             Site(name=g.site, kind="gelu", node=g.node, x=x if isinstance(x, fx.Node) else None, options=tanh)
         )
     for a in attentions(program):
-        # q and k: two places of one site, whose errors add
-        values = [value for value in a.node.args[:2] if isinstance(value, fx.Node)]
-        found += [Site(name=a.site, kind="attention", node=value, x=None, options=heads) for value in values]
+        found += _of_attention(a.site, a.node, heads)
     return [site for site in found if site.options]
+
+
+def _of_attention(name: str, node: fx.Node, forms: tuple[Form, ...]) -> Iterator[Site]:
+    """Places of one site, whose errors add: q and k; where products are of bf16 also v, twice, since weights
+    that are rounded by as much each move the result as rounded values do.
+    """
+    q, k, v = node.args[:3]
+    for form in forms:
+        for value in (q, k, v, v) if form.word == "sdpa_bf16" else (q, k):
+            if isinstance(value, fx.Node):
+                yield Site(name=name, kind="attention", node=value, x=None, options=(form,))
 
 
 def _shared_peaks(program: Program, sites: list[LinearSite]) -> dict[str, float]:
@@ -145,7 +154,8 @@ def delta_of(site: Site, option: Form, record: ErrorRecord, limits: fake_quant.R
         return (
             fake_quant.table_rows(result, option.weights, fake_quant.range_of(site.weight.detach())) - result
         )
-    return fake_quant.uint8(result) - result
+    rounded = fake_quant.bf16 if option.word == "sdpa_bf16" else fake_quant.uint8
+    return rounded(result) - result
 
 
 @torch.no_grad()

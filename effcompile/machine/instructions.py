@@ -37,6 +37,12 @@ def tile_isas() -> tuple[str, ...]:
     return (*tiles, *isas)
 
 
+def has_bf16_tiles() -> bool:
+    """Whether `amx_bf16` is among them."""
+    found = _found()
+    return best_isa() == "avx512_bf16" and bool(found.get("amx_bf16")) and bool(found.get("avx512_vnni"))
+
+
 def _found() -> Mapping[str, object]:
     """What torch says of this CPU; a torch that cannot tell has none of it."""
     tell: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)

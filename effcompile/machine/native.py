@@ -55,6 +55,18 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
         "-mfma",
         "-mprefer-vector-width=512",
     ),
+    "amx_bf16": (
+        "-mavx512f",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512bw",
+        "-mavx512vnni",
+        "-mavx512bf16",
+        "-mamx-tile",
+        "-mamx-bf16",
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ),
     "avx512_bf16": (
         "-mavx512f",
         "-mavx512vl",

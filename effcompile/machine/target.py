@@ -147,6 +147,7 @@ KERNELS: dict[str, KernelSpec] = {
     "attention/sdpa": _attention(),  # one kernel, heads split by explicit transposes around it
     # sdpa that reads q and k as 8-bit, their scales fixed from calibration inputs
     "attention/sdpa_int8": _attention("int8"),
+    "attention/sdpa_bf16": _attention("bf16"),  # both products of bf16, q, k, v and the result in fp32
     "attention/packed": _attention(),  # one kernel that reads (B, S, H·D) and needs no transposes
     "attention/math": _attention(),  # matmul, softmax, matmul as separate kernels
     "attention/causal": _visited(),  # sdpa told to be causal: no mask is read

@@ -27,6 +27,21 @@ constexpr int64_t CHUNK = 256;  // rows of x that are multiplied with a panel
 constexpr int64_t PART = 12;    // tiles of K: 24 KiB of a panel
 #endif
 
+#if TILED
+// Sums of tiles, [rows / 16][columns][16][16], that are not outputs yet.
+struct Block {
+    int64_t row = 0, rows = 0, from = 0;
+    int columns = 0;
+    const int32_t* sums = nullptr;
+};
+
+struct TileThread {
+    Tiles tiles;
+    Block before;
+    alignas(64) int32_t sums[CHUNK / 32][4 * 256];
+};
+#endif
+
 // ------------------------------------------------------------------ the product
 
 struct Linear {
@@ -111,9 +126,9 @@ struct Linear {
 
 #if TILED
     // The same by tiles: up to 32 outputs, K in parts, so that a part of W stays in the L1 cache for all rows. Meanwhile what the next task
-    // of this thread reads comes nearer.
+    // of this thread reads comes nearer, and the sums of the blocks before become outputs.
     template <int C>
-    void tile_panel(Tiles& tiles, int64_t top, int64_t bottom, int64_t from, int64_t ahead) const {
+    void tile_panel(TileThread& thread, int64_t top, int64_t bottom, int64_t from, int64_t ahead) const {
         const int64_t apart = quads * 64, whole = quads / TILE_ROWS, blocks = (bottom - top + 31) / 32;
         const uint8_t* here = weight + from / LANES * apart;
         const uint8_t* next = here + ahead * C * apart;
@@ -121,7 +136,6 @@ struct Linear {
         const int64_t lines = there && whole ? C * quads / (blocks * whole) : 0;
         alignas(64) uint8_t rest[C * TILE_BYTES];
         if (quads % TILE_ROWS) TilePanel<C>{here, apart}.rest_of(quads, rest);
-        alignas(64) int32_t sums[CHUNK / 32][2 * C * 256];
         for (int64_t part = 0, begin = 0; part == 0 || begin < whole; part++, begin += PART) {
             const TilePanel<C> panel{here + begin * TILE_BYTES, apart};
             const int64_t steps = std::min(PART, whole - begin);
@@ -129,20 +143,31 @@ struct Linear {
             const uint8_t* left = last && quads % TILE_ROWS ? rest : nullptr;
             for (int64_t i = top, block = 0; i < bottom; i += 32, block++) {
                 const int64_t heights[2] = {tiled_height(i, m), i + TILE_ROWS < bottom ? tiled_height(i + TILE_ROWS, m) : 0};
+                if (last) ask_for(i, heights[0] + heights[1], from, C);
                 const int8_t* a = codes + i * stride + begin * STEP * heights[0];
                 const int8_t* below = codes + (i + TILE_ROWS) * stride + begin * STEP * heights[1];
-                tiles.of(heights[0], heights[1]);
-                if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums[block], next, lines);
-                else panel.template multiply<1>(a, below, heights, steps, left, !part, sums[block], next, lines);
-                if (last) write_tiles<C>(i, heights[0] + heights[1], from, sums[block]);
+                thread.tiles.of(heights[0], heights[1]);
+                int32_t* sums = thread.sums[block];
+                const auto work = [&](int64_t step, int64_t of) { write(thread.before, step, of); };
+                if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums, next, lines, work);
+                else panel.template multiply<1>(a, below, heights, steps, left, !part, sums, next, lines, work);
+                thread.before = last ? Block{i, heights[0] + heights[1], from, C, sums} : Block{};
             }
         }
     }
 
-    template <int C>
-    void write_tiles(int64_t i, int64_t rows, int64_t from, const int32_t* sums) const {
-        for (int c = 0; c < C; c++, from += LANES)
-            for (int64_t r = 0; r < rows; r++) write(i + r, from, load_ints(sums + (r / 16 * C + c) * 256 + r % 16 * 16));
+    // Outputs that will be written come nearer.
+    void ask_for(int64_t i, int64_t rows, int64_t from, int columns) const {
+        for (int64_t r = 0; r < rows; r++)
+            for (int c = 0; c < columns; c++) __builtin_prefetch(y + (i + r) * ldy + from + c * LANES, 1);
+    }
+
+    // Part `step` of so many parts of a block.
+    inline void write(const Block& block, int64_t step, int64_t of) const {
+        const int64_t rows = of == PART ? (block.rows + PART - 1) / PART : (block.rows + of - 1) / of;  // no division, mostly
+        for (int64_t r = step * rows; r < std::min(block.rows, (step + 1) * rows); r++)
+            for (int c = 0; c < block.columns; c++)
+                write(block.row + r, block.from + c * LANES, load_ints(block.sums + (r / 16 * block.columns + c) * 256 + r % 16 * 16));
     }
 #endif
 };
@@ -171,7 +196,7 @@ extern "C" void int8_linear(const float* x, int64_t ldx, int64_t m, int64_t k, c
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
 #if TILED
-        Tiles tiles;
+        TileThread thread;
 #endif
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < m; i++) {
@@ -184,18 +209,21 @@ extern "C" void int8_linear(const float* x, int64_t ldx, int64_t m, int64_t k, c
 #endif
             offsets[i] = quantize(x + i * ldx, k, stride, codes + i * stride, row_scales + i);
         }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
         for (int64_t task = 0; task < chunks * panels; task++) {
             const int64_t c = task / panels, p = task % panels, top = c * chunk, bottom = std::min(m, top + chunk);
             const int64_t vecs = std::min<int64_t>(VECS, vectors - p * VECS);
 #if TILED
             if (tiled) {
-                if (vecs > 1) linear.tile_panel<2>(tiles, top, bottom, p * PANEL, threads);
-                else linear.tile_panel<1>(tiles, top, bottom, p * PANEL, threads);
+                if (vecs > 1) linear.tile_panel<2>(thread, top, bottom, p * PANEL, threads);
+                else linear.tile_panel<1>(thread, top, bottom, p * PANEL, threads);
                 continue;
             }
 #endif
             linear.panel<VECS>(vecs, top, bottom, p * PANEL);
         }
+#if TILED
+        linear.write(thread.before, 0, 1);
+#endif
     }
 }

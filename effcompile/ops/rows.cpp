@@ -8,13 +8,22 @@
 namespace {
 
 inline V some_of(const float* p, int64_t count) { return count < W ? (V)words_of(p, count) : load(p); }
-inline void put(float* p, V v, int64_t count) { std::memcpy(p, &v, std::min<int64_t>(count, W) * 4); }
-
-inline float total_of(V v) {
-    float sum = 0;
-    for (int lane = 0; lane < W; lane++) sum += v[lane];
-    return sum;
+inline void put(float* p, V v, int64_t count) {
+    if (count >= W) store(p, v);
+    else std::memcpy(p, &v, count * 4);
 }
+
+template <int H, size_t... I>
+inline V swapped(V v, std::index_sequence<I...>) { return __builtin_shufflevector(v, v, (int)(I ^ H)...); }
+
+template <int H = W / 2>
+inline float total_of(V v) {
+    const V sums = v + swapped<H>(v, std::make_index_sequence<W>());
+    if constexpr (H > 1) return total_of<H / 2>(sums);
+    return sums[0];
+}
+
+constexpr int64_t SUMS = 4;  // that are added to in turn: one would wait for itself
 
 }  // namespace
 
@@ -36,6 +45,35 @@ extern "C" void rms_norm(const float* x, const float* residual, const float* wei
         const float inverse = 1.0f / std::sqrt(total_of(squares) / (float)d + (float)eps);
         from = residual ? s + row * d : from;
         for (int64_t i = 0; i < d; i += W) put(y + row * d + i, some_of(from + i, d - i) * inverse * some_of(weight + i, d - i), d - i);
+    }
+}
+
+// y = (s - mean s) * (variance of s + eps)^(-1/2) * weight + bias with s = x + residual; weight and bias (d) may be null.
+extern "C" void layer_norm(const float* x, const float* residual, const float* weight, const float* bias, double eps, int64_t rows, int64_t d,
+                           float* y, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * d, *other = residual + row * d;
+        float* to = y + row * d;
+        V sums[SUMS] = {}, squares[SUMS] = {};
+        for (int64_t i = 0, turn = 0; i < d; i += W, turn = (turn + 1) % SUMS) {
+            const V v = some_of(from + i, d - i) + some_of(other + i, d - i);
+            put(to + i, v, d - i);
+            sums[turn] = sums[turn] + v;
+        }
+        const float mean = total_of(sums[0] + sums[1] + sums[2] + sums[3]) / (float)d;
+        for (int64_t i = 0, turn = 0; i < d; i += W, turn = (turn + 1) % SUMS) {
+            V v = some_of(to + i, d - i) - mean;
+            if (d - i < W) v = (V)words_of((const float*)&v, d - i);
+            squares[turn] = squares[turn] + v * v;
+        }
+        const float inverse = 1.0f / std::sqrt(total_of(squares[0] + squares[1] + squares[2] + squares[3]) / (float)d + (float)eps);
+        for (int64_t i = 0; i < d; i += W) {
+            V v = (some_of(to + i, d - i) - mean) * inverse;
+            if (weight) v = v * some_of(weight + i, d - i);
+            if (bias) v = v + some_of(bias + i, d - i);
+            put(to + i, v, d - i);
+        }
     }
 }
 

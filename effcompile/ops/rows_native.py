@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
@@ -51,6 +52,15 @@ class RowKernels:
             POINTER,
             ARGUMENT,
         )
+        self.layer_norm = found.layer_norm
+        self.layer_norm.argtypes = (
+            *(POINTER,) * 4,
+            ctypes.c_double,
+            ARGUMENT,
+            ARGUMENT,
+            POINTER,
+            ARGUMENT,
+        )
         self.gate.argtypes = (POINTER, POINTER, ARGUMENT, POINTER, ARGUMENT)
         self.turn.argtypes = (
             *(POINTER,) * 3,
@@ -61,7 +71,7 @@ class RowKernels:
             POINTER,
             ARGUMENT,
         )
-        for call in (self.norm, self.gate, self.turn):
+        for call in (self.norm, self.layer_norm, self.gate, self.turn):
             call.restype = None
 
     def objection(self) -> str | None:
@@ -75,6 +85,8 @@ class RowKernels:
         pairs = [
             (self.rms_norm(x, y, weight, 1e-5)[0], rows.rms_norm_by_torch(x, y, weight, 1e-5)[0]),
             (self.rms_norm(x, None, weight, 1e-5)[0], rows.rms_norm_by_torch(x, None, weight, 1e-5)[0]),
+            (self.add_layer_norm(x, y, weight, None, 1e-5), F.layer_norm(x + y, (22,), weight, None, 1e-5)),
+            (self.add_layer_norm(x, y, weight, weight, 1.0), F.layer_norm(x + y, (22,), weight, weight, 1.0)),
             (self.swiglu(x * 9, y), rows.swiglu_by_torch(x * 9, y)),
             (
                 self.rotary(x.transpose(1, 2), cos.contiguous(), sin.contiguous()),
@@ -106,6 +118,18 @@ class RowKernels:
             torch.get_num_threads(),
         )
         return y, s
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """y of `add_norm.add_layer_norm`, of dense x and residual of one shape."""
+        y, d = torch.empty_like(x), x.shape[-1]
+        self.layer_norm(
+            x.data_ptr(), residual.data_ptr(), None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(), eps, x.numel() // d, d, y.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return y
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Of dense tensors."""

@@ -1,41 +1,14 @@
-// Products of bytes by AMX tiles (Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3): 16 rows of 64 bytes of
-// s8 times 16 outputs of 64 bytes of u8, summed in 32 bits, exactly. A tile of W is sixteen quads of the interleaving
-// [N / 16][K / 4][16][4], 1024 bytes in a row, which is what TDPBSUD reads.
+// Products of bytes by AMX tiles: 16 rows of 64 bytes of s8 times 16 outputs of 64 bytes of u8, summed in 32 bits, exactly. A tile of W is
+// sixteen quads of the interleaving [N / 16][K / 4][16][4], 1024 bytes in a row, which is what TDPBSUD reads.
 
 #pragma once
 
+#include "tiles.h"
+
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace {
-
-constexpr int64_t STEP = 64;           // bytes of K of one tile
-constexpr int64_t TILE_ROWS = 16;      // rows of x, or quads of K, of one tile
-constexpr int64_t TILE_BYTES = 1024;
-
-// Linux gives a process the tiles' registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
-inline bool tiles_permitted() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
-// The registers of a thread: 0 to 3 the sums of two by two tiles, 4 and 5 rows of x, 6 and 7 of W; until `~Tiles`. Rows of x may be fewer
-// than 16: that takes less time, and nothing is read beyond them.
-struct Tiles {
-    int64_t heights[2] = {0, 0};
-
-    void of(int64_t first, int64_t second) {
-        if (first == heights[0] && second == heights[1]) return;
-        heights[0] = first, heights[1] = second;
-        alignas(64) uint8_t config[64] = {1};
-        const int64_t rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
-        for (int t = 0; t < 8; t++)
-            if (rows[t]) config[16 + 2 * t] = STEP, config[48 + t] = (uint8_t)rows[t];
-        _tile_loadconfig(config);
-    }
-    ~Tiles() { _tile_release(); }
-};
 
 // Codes of x as tiles read them: rows in blocks of up to 16, each [K / 64][rows of the block][64] from row * stride on; sixteen lines side by
 // side, since lines that are a row apart would share few sets of a cache. This is where the first 64 codes of a row begin.
@@ -49,10 +22,11 @@ struct TilePanel {
     int64_t apart;
 
     // Adds to the sums of two blocks of rows, or of one where heights[1] is 0, [2][C][16][16], the products of `whole` tiles of K, and
-    // of `rest`, [C][16][64], if there is one; from nothing, if `first`. Each step asks for `lines` more cache lines of `next`.
-    template <int R>
+    // of `rest`, [C][16][64], if there is one; from nothing, if `first`. Each step asks for `lines` more cache lines of `next`, and does
+    // one of `whole` parts of other work, which vector registers do while tiles multiply.
+    template <int R, typename Work>
     void multiply(const int8_t* a, const int8_t* below, const int64_t* heights, int64_t whole, const uint8_t* rest, bool first, int32_t* sums,
-                  const uint8_t*& next, int64_t lines) const {
+                  const uint8_t*& next, int64_t lines, const Work& work) const {
         if (first) {
             _tile_zero(0);
             if constexpr (C > 1) _tile_zero(1);
@@ -70,7 +44,9 @@ struct TilePanel {
             add<R>(a, below, w, w + apart);
             for (int64_t line = 0; line < lines; line++) _mm_prefetch((const char*)(next + line * 64), _MM_HINT_T1);
             a += of_a, below += of_below, w += TILE_BYTES, next += lines * 64;
+            work(step, whole);
         }
+        if (!whole) work(0, 1);
         if (rest) add<R>(a, below, rest, rest + TILE_BYTES);
         _tile_stored(0, sums, 64);
         if constexpr (C > 1) _tile_stored(1, sums + 256, 64);

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from effcompile.ops import (
     attention_workspace,
+    bf16_attention,
     bitmask,
     block_sparse,
     collectives,
@@ -32,6 +33,7 @@ _OTHERS = (
     collectives,
     int8_linear,
     group_linear,
+    bf16_attention,
     wide,
     frozen_codes,
     mask_part,

@@ -1,5 +1,5 @@
-"""The form of each attention: dense, causal, on the tiles it sees, packed, in separate kernels, or with q and
-k in 8 bits.
+"""The form of each attention: dense, causal, on the tiles it sees, packed, in separate kernels, with products
+of bf16, or with q and k in 8 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from effcompile.core.mask import OnlyWhere, Sees, StaysDense
 from effcompile.core.reasons import NotMeasured, Reason, Unsupported
 from effcompile.ir.formats import INT8_STATIC, Form
 from effcompile.ir.plan import Plan
-from effcompile.ir.program import Program, shape_of
+from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
 from effcompile.sites.attention.closed_masks import (
@@ -34,7 +34,7 @@ from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.parts import AttentionSite, attentions, linears
 
 aten = torch.ops.aten
-INT8 = "sdpa_int8"
+INT8, BF16 = "sdpa_int8", "sdpa_bf16"
 #: FlexAttention takes seconds to compile a form: not worth a try on less than this many scores per head.
 _LEAST_FLEX = 1 << 20
 #: Operators between a linear and the heads made of its result: they move elements and change none.
@@ -46,7 +46,8 @@ _MOVING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Pass):
-    """Chooses the form by price. `int8`: q and k in 8 bits too, where the goal allows error.
+    """Chooses the form by price. `bf16`, `int8`: its products of bf16, q and k in 8 bits too, where the goal
+    allows error.
 
     `sdpa` reads a dense mask; `causal` and `tiled` know the mask in closed form (mask/recover.py) and read
     none, and `tiled` visits only what is seen; `flex` does so by FlexAttention; `packed` reads heads as the
@@ -58,13 +59,16 @@ class Attention(Pass):
     """
 
     int8: bool = False
+    bf16: bool = True
 
     name: ClassVar[str] = "attention"
     exact: ClassVar[bool] = True
 
     def measured_options(self) -> dict[str, tuple[Form, ...]]:
         """kind → options whose error has to be measured, as `estimate.sensitivity.measure` takes them."""
-        return {"attention": (Form(word=INT8),)} if self.int8 else {}
+        asked = {INT8: self.int8, BF16: self.bf16}
+        forms = tuple(Form(word=word) for word, wanted in asked.items() if wanted)
+        return {"attention": forms} if forms else {}
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         for module, reason in program.left.items():
@@ -120,12 +124,12 @@ class Attention(Pass):
                 note = _note(seen, site) if seen is not None else None
                 carried = Form(word=form, mask=seen.form if seen is not None else None)
                 options.append(Option(form=carried, cost=cost, by=self.name, note=note))
-        if self.int8 and not context.goal.exact and options and not site.ours:
-            option = self._int8(site, names, context, options[0])
-            if isinstance(option, Option):
-                options.append(option)
-            else:
-                yield option
+        if not context.goal.exact and options and not site.ours:
+            narrower = [self._int8(site, names, context, options[0])] if self.int8 else []
+            if self.bf16 and context.goal.mode == "inference" and dtype_of(site.node) is torch.float32:
+                narrower.append(self._bf16(site, context, options[0]))
+            options += [option for option in narrower if isinstance(option, Option)]
+            yield from (option for option in narrower if isinstance(option, Declined))
         if options:  # the first form that the backend has is what it makes of an unplanned model
             eager = site.eager and any(option.name == "math" for option in options)
             baseline = "math" if eager else options[0].name
@@ -160,6 +164,23 @@ class Attention(Pass):
         return Option(
             form=Form(word=INT8), cost=replace(cost, error_squared=error), by=self.name, requires=requires
         )
+
+    def _bf16(self, site: AttentionSite, context: Context, base: Option) -> Option | Declined:
+        """Its price is one that was measured: what data sheets say of bf16 says nothing of the softmax."""
+        kernel = f"attention/{BF16}"
+        cost, error = price(context, kernel, *site.dims), context.sensitivity.get((site.site, BF16))
+        if cost is None or cost.provenance != Provenance.MEASURED:
+            reason: Reason | None = no_kernel(context, kernel)
+        elif cost.seconds > base.cost.seconds:
+            reason = no_gain(cost, base.cost, base.name)
+        else:
+            reason = None if error is not None else NotMeasured()
+        if reason is not None:
+            return Declined(
+                site=site.site, kind="attention", option=BF16, by=self.name, reason=reason, cost=cost
+            )
+        assert cost is not None and error is not None
+        return Option(form=Form(word=BF16), cost=replace(cost, error_squared=error), by=self.name)
 
 
 def _check_mask(site: AttentionSite, planned: Form | None, found: GraphMask | None) -> None:

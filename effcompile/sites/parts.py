@@ -215,7 +215,7 @@ def add_norms(program: Program) -> list[AddNormSite]:
     names, found = _Names(), []
     for node in program.calls(aten.layer_norm.default):
         add = _node(node.args[0])
-        if add is None or add.target is not aten.add.Tensor or not _same_shapes(add):
+        if add is None or add.target is not aten.add.Tensor or not _same_shapes(add) or add.kwargs:
             continue
         *rows, cols = shape_of(node)
         found.append(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import effcompile
 from effcompile.backends import load_backend
 from effcompile.backends.base import Lowered
+from effcompile.backends.torch.lowered import TorchLowered
 from effcompile.capture import capture
 from effcompile.compiler.apply import apply_passes
 from effcompile.core.goal import Goal
@@ -98,6 +99,7 @@ def cheap(call: KernelCall) -> float:
         return 1e-12 * m * k * n * (1.0 if call.format is None else call.format.bits / 32)
     return {
         "attention/sdpa_int8": 1e-7,
+        "attention/sdpa_bf16": 2e-7,
         "gelu/tanh": 1e-7,
         "embedding/int8": 1e-7,
         "embedding/int8_rows": 1e-7,
@@ -234,6 +236,21 @@ def attention_int8(make: Make, folder: Path) -> None:
     assert {d.option for d in made.plan.decisions if d.kind == "attention"} == {"sdpa_int8"}
     made = make("attention", "quantize", "quantize.options=int8_static", backend="openvino", lower=False)
     assert "sdpa_int8" not in {d.option for d in (*made.plan.decisions, *made.plan.declined)}
+
+
+def attention_bf16(make: Make, folder: Path) -> None:
+    """Its operator stands in the graph of the torch backends, none without it."""
+
+    def called(made: Made) -> set[str]:
+        assert isinstance(made.lowered, TorchLowered)
+        return {str(node.target) for node in made.lowered.program.graph.nodes}
+
+    made = make("attention", backend="torch-eager")
+    assert {d.option for d in made.plan.decisions if d.kind == "attention"} == {"sdpa_bf16"}
+    assert "effcompile.bf16_attention.default" in called(made)
+    made = make("attention", "attention.bf16=no", backend="torch-eager")
+    assert "sdpa_bf16" not in {d.option for d in (*made.plan.decisions, *made.plan.declined)}
+    assert "effcompile.bf16_attention.default" not in called(made)
 
 
 def predicted(make: Make, *spec: str) -> Mapping[str, Any]:
@@ -388,6 +405,7 @@ CHECKS: dict[tuple[str, str], Check] = {
     ("shrink", "sites"): shrink_sites,
     ("shrink", "masks"): shrink_masks,
     ("attention", "int8"): attention_int8,
+    ("attention", "bf16"): attention_bf16,
     ("predict", "method"): predict_method,
     ("predict", "mass"): predict_figure("mass", 0.25),
     ("predict", "least"): predict_least,

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from effcompile.backends.torch.edit_attentions import edit_attentions
 from effcompile.capture.inference import capture
 from effcompile.estimate import fake_quant
 from effcompile.estimate.sensitivity import Sensitivity, describe_generated, generate_inputs, measure
@@ -193,6 +194,21 @@ def test_an_attentions_q_and_k_are_one_site() -> None:
         moved = _RoundedHeads(program, site.node).run(*program.flat_inputs())[0]
         true = float((moved - wanted).norm() / wanted.norm())
         assert true / 3 < math.sqrt(found.errors[site.site, "sdpa_int8"]) < 3 * true
+
+
+def test_an_attention_of_bf16_is_priced_with_its_weights() -> None:
+    """By what the operator itself makes of the model."""
+    program = tiny("bert")
+    inputs = [(program.args, program.kwargs), *generate_inputs(program, 2)]
+    found = measure(program, inputs, {"attention": (form("sdpa_bf16"),)}, budget_seconds=30.0)
+    wanted = program.module(*program.args, **program.kwargs)[0]
+    for site in attentions(program):
+        edited = program.editable("test").tagged({site.site: form("sdpa_bf16")}, "test")
+        edit_attentions(edited)
+        edited.module.recompile()
+        moved = edited.module(*program.args, **program.kwargs)[0]
+        true = float((moved - wanted).norm() / wanted.norm())
+        assert true / 3 < math.sqrt(found.errors[site.site, "sdpa_bf16"]) < 3 * true
 
 
 def test_behind_integers_the_model_is_run_instead() -> None:

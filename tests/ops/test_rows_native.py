@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from effcompile.machine import instructions, native
 from effcompile.ops import rows, rows_native
+from effcompile.ops.add_norm import add_layer_norm
 
 DRAWN = {"max_examples": 40, "deadline": None}
 sizes = st.integers(1, 70)
@@ -141,3 +143,29 @@ def test_every_instruction_set_compiles(isa_name: str) -> None:
     if isinstance(rows_native.kernels(), str):
         pytest.skip("there is no compiler, or this processor is no x86")
     assert native.compiled(rows_native._SOURCE, {"WIDTH": rows_native._WIDTHS[isa_name]}, isa_name).exists()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    d=st.integers(1, 200),
+    weighted=st.booleans(),
+    biased=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_a_residual_sum_with_its_layer_norm(
+    rows: int, d: int, weighted: bool, biased: bool, seed: int
+) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    x, residual = (3 + torch.randn(1, rows, d, generator=drawn) for _ in range(2))
+    weight, bias = (torch.randn(d, generator=drawn) if given else None for given in (weighted, biased))
+    wanted = F.layer_norm(
+        (x + residual).double(), (d,), *(t if t is None else t.double() for t in (weight, bias))
+    )
+    found = add_layer_norm(x, residual, weight, bias, 1e-5)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5 * (1 + rows))
+    x[0, 0, 0] = torch.nan
+    assert add_layer_norm(x, residual, weight, bias, 1e-5)[0, 0].isnan().all()
+    turned = x.transpose(1, 2)
+    wide = residual.transpose(1, 2)
+    assert add_layer_norm(turned, wide, None, None, 1e-5).shape == turned.shape

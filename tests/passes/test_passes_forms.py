@@ -59,6 +59,28 @@ def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: P
         assert option.requires == {f"{layer}.query": ("int8_static",), f"{layer}.key": ("int8_static",)}
 
 
+def test_attention_of_bf16_needs_error_and_its_measurement(bert: Program) -> None:
+    def price(call: KernelCall) -> float | None:
+        return {"attention/sdpa": 2e-3, "attention/sdpa_bf16": 1e-3}.get(call.kernel)
+
+    found = attentions(bert)
+    exact, refused = split(Attention().propose(bert, context(price, goal=Goal())))
+    assert all([o.name for o in c.options] == ["sdpa"] for c in exact.values())
+    assert "sdpa_bf16" not in {d.option for d in refused}
+    _, refused = split(Attention().propose(bert, context(price, sensitivity={})))
+    assert {words(d.reason) for d in refused if d.option == "sdpa_bf16"} == {
+        "its error at the output was not measured"
+    }
+    errors = {(site.site, "sdpa_bf16"): 1e-7 for site in found}
+    choices, _ = split(Attention().propose(bert, context(price, sensitivity=errors)))
+    assert all(choices[site.site].option("sdpa_bf16").cost.error_squared == 1e-7 for site in found)
+    slower = context(lambda call: 3e-3 if "bf16" in call.kernel else 1e-3, sensitivity=errors)
+    _, refused = split(Attention().propose(bert, slower))
+    assert {words(d.reason) for d in refused if d.option == "sdpa_bf16"} == {
+        "not faster: 3.00 ms against 1.00 ms (sdpa)"
+    }
+
+
 def with_turned_query(program: Program) -> Program:
     """A copy in which q of the first attention is negated right before it."""
     edited = program.editable("test")
@@ -81,7 +103,7 @@ def test_int8_attention_is_not_offered_where_q_is_no_linears_result(bert: Progra
 def test_attention_is_not_packed_where_heads_are_not_split_before_it(bert: Program) -> None:
     edited = with_turned_query(bert)
     _, declined = split(Attention().propose(edited, context(lambda call: 1e-3)))
-    assert [words(d.reason) for d in declined if d.option != "sdpa_int8"] == [
+    assert [words(d.reason) for d in declined if d.option == "packed"] == [
         "the heads of q are not split right before it, so packing would add a transpose"
     ]
 

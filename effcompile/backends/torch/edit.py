@@ -24,11 +24,12 @@ from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.formats import FP32, INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import group_codes, two_of_four
+from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear
-from effcompile.sites.parts import LinearSite, embeddings, linears
+from effcompile.sites.parts import LinearSite, add_norms, argument, embeddings, linears
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
@@ -59,6 +60,7 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
     fuse_followers(edited)
     _edit_embeddings(edited, editor)
     edit_attentions(edited)
+    _edit_norms(edited)
     edited.graph.eliminate_dead_code()
     edited.graph.lint()
     # only what the graph reads
@@ -78,6 +80,16 @@ def tidy(module: fx.GraphModule) -> None:
         elif functional and node.target is aten.clone.default and not node.kwargs:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+
+
+def _edit_norms(program: Program) -> None:
+    """`fused`: a residual sum and its LayerNorm as one operator; the sum stays where others read it."""
+    for site in add_norms(program):
+        if program.word_at(site.site) == "fused":
+            settings = tuple(argument(site.node, name) for name in ("weight", "bias", "eps"))
+            site.node.target, site.node.kwargs = add_layer_norm.default, {}
+            site.node.args = (*site.add.args[:2], *settings)  # type: ignore[arg-type]
+            site.node.meta[SITE] = site.site
 
 
 class _Editor:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from effcompile.ir.program import Program, dtype_of, shape_of
+from effcompile.ops.bf16_attention import bf16_attention
 from effcompile.sites.parts import AttentionSite, argument, attentions
 
 aten = torch.ops.aten
@@ -30,12 +31,18 @@ def inlined(graph: fx.Graph, function: Callable[..., object], *args: object) -> 
 
 
 def edit_attentions(program: Program) -> None:
-    """`math`: matmul, softmax and matmul as separate kernels, by torch's own decomposition."""
+    """`math`: matmul, softmax and matmul as separate kernels, by torch's own decomposition. `sdpa_bf16`: the
+    operator of ops/bf16_attention.py.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     added: dict[fx.Node, fx.Node] = {}
     for site in attentions(program):
         site.node.meta[SITE] = site.site
         _group(site.node)
+        if program.word_at(site.site) == "sdpa_bf16":
+            given = tuple(argument(site.node, name) for name in (*names[:4], "is_causal", "scale"))
+            site.node.target, site.node.kwargs = bf16_attention.default, {}
+            site.node.args = given  # type: ignore[assignment]
         if program.word_at(site.site) != "math" or site.ours:
             continue
         args = [argument(site.node, name) for name in names]

@@ -16,11 +16,13 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.measure_linears import Body, as_run_by, linears, sparse
 from effcompile.core import gpu
 from effcompile.core.timing import SETTLED, median_seconds
+from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
 from effcompile.ir.formats import INT8_TOKEN
 from effcompile.machine.target import Dims, KernelCall
+from effcompile.ops import bf16_attention, rows_native
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
-from effcompile.ops import rows_native
+from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.ops.tiles import TileList
 from effcompile.sites.attention import predictor as _registers_too  # noqa: F401 - the same
@@ -124,6 +126,13 @@ def _attention(function: Forward) -> Callable[[Dims, str], Body]:
         return lambda: function(q, k, v).transpose(1, 2).reshape(b, sq, h * d)
 
     return make
+
+
+def _bf16_attention(dims: Dims, engine: str) -> Body | None:
+    """None on a GPU, and where neither a kernel of ours nor oneDNN has such products."""
+    on_cpu = torch.get_default_device().type == "cpu"
+    there = bf16_attention.fallback_reason() is None or has_bf16_products()
+    return _attention(bf16_attention.bf16_attention.default)(dims, engine) if on_cpu and there else None
 
 
 def _seeing(function: Forward) -> Callable[[Dims, str], Body]:
@@ -230,6 +239,16 @@ def _add_norm(
     return F.layer_norm(x + residual, (x.shape[-1],), weight, bias)
 
 
+def _add_norm_of_ours(dims: Dims, engine: str) -> Body | None:
+    """Compiled, for eager execution; Inductor fuses the two by itself."""
+    on_cpu = torch.get_default_device().type == "cpu"
+    if engine != "eager" or isinstance(rows_native.kernels(), str) or not on_cpu:
+        return None
+    x, residual = torch.randn(dims), torch.randn(dims)
+    weight, bias = torch.randn(dims[1]), torch.randn(dims[1])
+    return lambda: add_layer_norm.default(x, residual, weight, bias, 1e-5)
+
+
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -279,6 +298,7 @@ def _rows(kernel: str, dims: Dims, engine: str) -> Body | None:
 _KERNELS: dict[str, Callable[[Dims, str], Body | None]] = {
     "matmul/fp32": _on_random(torch.matmul, lambda d: [(d[0], d[1], d[2]), (d[0], d[2], d[3])]),
     "attention/sdpa": _attention(F.scaled_dot_product_attention),
+    "attention/sdpa_bf16": _bf16_attention,
     "attention/math": _attention(_math),
     "attention/causal": _seeing(_causal),
     "attention/tiled": _seeing(_tiled),
@@ -289,6 +309,7 @@ _KERNELS: dict[str, Callable[[Dims, str], Body | None]] = {
     "norm/layer": _on_random(_norm, lambda d: [d, d[1:], d[1:]]),
     "norm/rms": _on_random(_rms, lambda d: [d, d[1:]]),
     "add_norm/split": _on_random(_add_norm, lambda d: [d, d, d[1:], d[1:]]),
+    "add_norm/fused": _add_norm_of_ours,
     **{
         f"rows/{kernel}": functools.partial(_rows, kernel)
         for kernel in ("rms_norm", "add_rms_norm", "swiglu", "rotary")

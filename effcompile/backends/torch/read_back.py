@@ -36,6 +36,7 @@ from effcompile.ir.formats import (
 )  # fmt: skip
 from effcompile.ir.program import Program, module_path
 from effcompile.ops import group_codes
+from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
 from effcompile.ops.int8_linear import int8_linear
@@ -279,6 +280,7 @@ def _attentions(module: fx.GraphModule) -> dict[str, Form]:
     forms: dict[object, str] = {
         aten.scaled_dot_product_attention: "sdpa",
         aten._scaled_dot_product_attention_math: "math",
+        ours.bf16_attention: "sdpa_bf16",
         ours.attention: "tiled",
         ours.attention_flex: "flex",
         ours.attention_guarded: "tiled",
@@ -354,6 +356,8 @@ def _structure(program: Program, found: Mapping[str, Form]) -> dict[str, Form]:
     head.
     """
     result = {site.site: Form(word="split") for site in add_norms(program)}
+    fused = program.graph.find_nodes(op="call_function", target=add_layer_norm.default)
+    result |= {node.meta[SITE]: Form(word="fused") for node in fused}
     for site in linears(program):
         if f"{site.site}:rows" in program.tags:
             last = site.x.target in _ROWS_LAST

@@ -10,19 +10,21 @@ from form_names import KNOWN, form
 from torch_formats import where_there
 
 from effcompile.backends.torch import TorchEager, measure, measure_linears
+from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
-from effcompile.ops import rows_native
+from effcompile.ops import bf16_attention, rows_native
 
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {
     "attention/packed",
     "attention/sdpa_int8",
-    "add_norm/fused",
     "linear/2:4",
     "linear/w8",
     "embedding/int8",
     *(kernel for kernel in KERNELS if kernel.startswith("rows/") and isinstance(rows_native.kernels(), str)),
+    *(["add_norm/fused"] if isinstance(rows_native.kernels(), str) else []),
+    *([] if bf16_attention.fallback_reason() is None or has_bf16_products() else ["attention/sdpa_bf16"]),
 }
 
 

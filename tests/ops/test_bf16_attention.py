@@ -1,0 +1,176 @@
+"""Attention in products of bf16: as torch has it of the same rounded numbers, whatever shape, mask
+and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.flop_counter import FlopCounterMode
+
+from effcompile.core import torch_compat_memory
+from effcompile.core.errors import LoweringError
+from effcompile.machine import instructions
+from effcompile.ops import bf16_attention as module
+from effcompile.ops.bf16_attention import bf16_attention, fallback_reason, told
+from effcompile.ops.workspace import workspace_bytes
+
+#: A result is a mean of values with weights that are rounded to 8 bits each.
+CLOSE = {"rtol": 1e-2, "atol": 8e-3}
+
+
+@pytest.fixture(params=["here", "by torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "by torch":
+        monkeypatch.setattr(module, "kernels", lambda: "asked for")
+    return str(request.param)
+
+
+def heads(batch: int, count: int, rows: int, width: int, seed: int) -> Tensor:
+    """(B, H, S, D) as linears make them, heads side by side."""
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, rows, count, width, generator=drawn).transpose(1, 2)
+
+
+def wanted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """In fp64, of the rounded numbers."""
+    q, k, v = (each.bfloat16().double() for each in (q, k, v))
+    mask = mask.double() if mask is not None and mask.is_floating_point() else mask
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    ).float()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    groups=st.integers(1, 2),
+    shared=st.integers(1, 3),
+    queries=st.integers(1, 70),
+    keys=st.integers(1, 100),
+    width=st.integers(1, 100),
+    masked=st.sampled_from(["no", "bool", "row", "numbers", "causal"]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_equals_torch(
+    batch: int,
+    groups: int,
+    shared: int,
+    queries: int,
+    keys: int,
+    width: int,
+    masked: str,
+    threads: int,
+    seed: int,
+) -> None:
+    q = heads(batch, groups * shared, queries, width, seed)
+    k, v = heads(batch, groups, keys, width, seed + 1), heads(batch, groups, keys, width, seed + 2)
+    drawn = torch.Generator().manual_seed(seed)
+    mask = {
+        "bool": lambda: torch.rand(batch, 1, queries, keys, generator=drawn) < 0.6,
+        "row": lambda: torch.rand(batch, 1, 1, keys, generator=drawn) < 0.6,
+        "numbers": lambda: torch.randn(1, groups * shared, queries, keys, generator=drawn),
+    }.get(masked, lambda: None)()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = bf16_attention(q, k, v, mask, masked == "causal", 0.2)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, wanted(q, k, v, mask, masked == "causal", 0.2), **CLOSE)
+    assert found.transpose(1, 2).is_contiguous()
+
+
+def test_what_sees_nothing_and_what_is_no_number(way: str) -> None:
+    q, k, v = heads(1, 2, 9, 40, 0), heads(1, 2, 50, 40, 1), heads(1, 2, 50, 40, 2)
+    seen = torch.rand(1, 1, 9, 50) < 0.5
+    seen[..., 7] = True
+    seen[..., 3, :] = False
+    assert not bf16_attention(q, k, v, seen)[:, :, 3].any()
+    added = torch.zeros(9, 50).masked_fill(~seen[0, 0], -torch.inf)
+    assert not bf16_attention(q, k, v, added)[:, :, 3].any()
+    q[0, 1, 5, 2] = torch.nan
+    found = bf16_attention(q, k, v)
+    assert found[0, 1, 5].isnan().all() and found.isnan().sum() == 40
+    q[0, 1, 5, 2], v[0, 0, 7] = 0.0, torch.inf
+    assert not bf16_attention(q, k, v)[0, 0].isfinite().any()
+
+
+def test_far_scores_are_not_lost(way: str) -> None:
+    q, k, v = (50 * heads(1, 1, 33, 64, seed) for seed in range(3))
+    torch.testing.assert_close(
+        bf16_attention(q, k, v) / 50, wanted(q, k, v, None, False, 64**-0.5) / 50, rtol=2e-2, atol=2e-2
+    )
+
+
+def test_other_layouts_and_dtypes() -> None:
+    q, k, v = (heads(2, 3, 17, 24, seed) for seed in range(3))
+    right = bf16_attention(q, k, v)
+    strided = (torch.randn(2, 3, 17, 48)[..., ::2].copy_(each) for each in (q, k, v))
+    torch.testing.assert_close(bf16_attention(*strided), right, **CLOSE)
+    wide = bf16_attention(q.double(), k.double(), v.double())
+    assert wide.dtype is torch.float64
+    torch.testing.assert_close(wide.float(), right, **CLOSE)
+
+
+def test_workspace_is_what_the_allocator_hands_out(way: str) -> None:
+    q, k, v = heads(2, 4, 65, 40, 0), heads(2, 2, 90, 40, 1), heads(2, 2, 90, 40, 2)
+    bf16_attention(q, k, v)
+    with torch_compat_memory.watched_memory("cpu") as peak:
+        made = bf16_attention(q, k, v)
+    beside = workspace_bytes(bf16_attention.default, (q, k, v))
+    assert beside is not None
+    assert peak() - made.nbytes <= beside
+    if way == "here" and fallback_reason() is None:
+        assert peak() - made.nbytes == beside
+
+
+def test_operator() -> None:
+    q, k, v = (heads(1, 2, 8, 16, seed) for seed in range(3))
+    opcheck(bf16_attention.default, (q, k, v), test_utils=("test_schema", "test_faketensor"))
+    with FlopCounterMode(display=False) as counter:
+        bf16_attention(q, k, v)
+    assert counter.get_total_flops() == 4 * 2 * 8 * 8 * 16
+
+
+@pytest.mark.skipif(not instructions.has_bf16_tiles(), reason="this processor has no AMX of bf16")
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def _anew(self) -> Iterator[None]:
+        module.kernels.cache_clear()
+        yield
+        module.kernels.cache_clear()
+
+    def test_here(self) -> None:
+        assert fallback_reason() is None and told() == "amx_bf16"
+
+    def test_a_system_that_gives_no_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Refused:
+            permitted = staticmethod(lambda: 0)
+
+        monkeypatch.setattr(module, "library", lambda *_: Refused())
+        assert fallback_reason() == "the system does not give this process AMX's tiles"
+
+    def test_a_compiler_that_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuses(*_: object) -> None:
+            raise LoweringError("the compiler does not know -mamx-bf16")
+
+        monkeypatch.setattr(module, "library", refuses)
+        assert "does not know" in str(fallback_reason())
+        q = heads(1, 1, 4, 8, 0)
+        torch.testing.assert_close(bf16_attention(q, q, q), wanted(q, q, q, None, False, 8**-0.5), **CLOSE)
+
+    def test_wrong_kernels_are_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = module.kernels()
+        assert not isinstance(made, str)
+        right = module.TileKernels.attention
+        monkeypatch.setattr(module.TileKernels, "attention", lambda *given: right(*given) * 1.05)
+        assert "wrong attention" in str(made.objection())
