@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["CodedRows"]
+__all__ = ["CodedRows", "flat_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +40,9 @@ class CodedRows:
         """Of the codes, the scales and the sums."""
         scales = start + self.rows * self.row_bytes
         return start, scales, scales + 4 * self.rows * self.groups
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """x (..., K) as (M, K) with adjacent columns."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()

@@ -2,8 +2,8 @@
 groups inside.
 
 `group_codes.py` defines it. On an x86 CPU with a C++ compiler the kernels of `group_linear.cpp` run, made for
-few rows: with one, it is as fast as its weight is read. Elsewhere torch computes the same. As
-`int8_linear.py`, it is defined without custom_op.
+few rows: with one, it is as fast as its weight is read. Many rows run in those of `group_tiles.cpp` where a
+CPU has AMX. Elsewhere torch computes the same. As `int8_linear.py`, it is defined without custom_op.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
-from effcompile.ops import group_codes
+from effcompile.ops import group_codes, group_tiles
 from effcompile.ops import group_native as native
 from effcompile.ops.instruction_sets import whose, why_torch
 from effcompile.ops.int8_codes import AFTER
@@ -38,7 +38,9 @@ def fallback_reason() -> str | None:
 
 def told() -> str:
     """Whose kernels compute these linears here, for a report."""
-    return whose(native.kernels())
+    few = native.kernels()
+    many = few if isinstance(few, str) else group_tiles.kernels()
+    return whose(few) if isinstance(many, str) else f"{whose(few)}; {many.isa} from {group_tiles.ROWS} rows"
 
 
 def refusal(group: int) -> Unsupported | None:
@@ -68,7 +70,8 @@ def group_linear_on_cpu(
             stacklevel=2,
         )
         return group_codes.linear_by_torch(x, weight, n, bias, after)
-    return found.linear(x, weight, n, None if bias is None else bias.contiguous(), after)
+    best = group_tiles.kernels_for(x) or found
+    return best.linear(x, weight, n, None if bias is None else bias.contiguous(), after)
 
 
 _LIBRARY.impl("group_linear", group_linear_on_cpu, "CPU")
@@ -120,8 +123,7 @@ def workspace_bytes(name: str, args: object) -> int | None:
         return None
     x, _, n = args[:3]
     k = int(x.shape[-1])
-    return (
-        native.workspace_bytes(x)
-        if fallback_reason() is None
-        else 8 * (int(x.numel()) + n * k + int(x.numel()) // k * n)
-    )
+    if fallback_reason() is not None:
+        return 8 * (int(x.numel()) + n * k + int(x.numel()) // k * n)
+    many = group_tiles.kernels_for(x)
+    return native.workspace_bytes(x) if many is None else many.workspace_bytes(x)

@@ -2,7 +2,7 @@
 how they are called.
 
 As `int8_native.py` has it: compiled at the first use for the best set that this CPU has, compared once with
-torch, the next best else.
+torch, the next best else. Many rows are taken by `group_tiles.py` where this CPU has AMX.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import group_codes, int8_codes
-from effcompile.ops.coded_rows import CodedRows
+from effcompile.ops.coded_rows import CodedRows, flat_rows
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("group_linear.cpp")
@@ -73,8 +73,7 @@ class GroupKernels:
         """See `group_linear.group_linear`, which has checked the arguments."""
         k = x.shape[-1]
         result = x.new_empty((*x.shape[:-1], n))
-        flat = x.reshape(-1, k)
-        flat = flat if flat.stride(1) == 1 or k == 1 else flat.contiguous()
+        flat = flat_rows(x)
         room = _room(flat)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, scales, sums = room.addresses(workspace.data_ptr())

@@ -17,7 +17,7 @@ from effcompile.core.errors import LoweringError
 from effcompile.machine.instructions import tile_isas
 from effcompile.machine.native import library
 from effcompile.ops import int8_codes
-from effcompile.ops.coded_rows import CodedRows
+from effcompile.ops.coded_rows import CodedRows, flat_rows
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("int8_linear.cpp")
@@ -97,8 +97,7 @@ class ByteKernels:
         """See `int8_linear.int8_linear`, which has checked the arguments."""
         n, k = scales.shape[0], x.shape[-1]
         result = x.new_empty((*x.shape[:-1], n))
-        flat = x.reshape(-1, k)
-        flat = flat if flat.stride(1) == 1 or k == 1 else flat.contiguous()
+        flat = flat_rows(x)
         room = self.room(flat)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, row_scales, sums = room.addresses(workspace.data_ptr())

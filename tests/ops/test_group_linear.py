@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from effcompile.core import torch_compat_memory
 from effcompile.core.errors import UsageError
 from effcompile.machine import instructions, native
-from effcompile.ops import group_codes, group_native, int8_codes
+from effcompile.ops import group_codes, group_native, group_tiles, int8_codes
 from effcompile.ops.group_linear import fallback_reason, group_linear, refusal, told
 from effcompile.ops.workspace import workspace_bytes
 
@@ -33,15 +33,16 @@ def _compiler() -> None:
     assert reason is None or "no C++ compiler" in reason or "x86" in reason, reason
 
 
-@pytest.fixture(params=["here", *instructions.integer_isas(), "by torch"])
+@pytest.fixture(params=["here", "tiles", *instructions.integer_isas(), "by torch"])
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every instruction set that this machine has, narrow ones too."""
+    """Every instruction set that this machine has, narrow ones too; AMX's tiles of few rows, too."""
     if request.param == "by torch":
         monkeypatch.setattr(group_native, "kernels", lambda: "asked for")
         with pytest.warns(RuntimeWarning, match="asked for"):
             yield request.param
         return
-    if request.param != "here":
+    monkeypatch.setattr(group_tiles, "ROWS", 1 if request.param == "tiles" else 1 << 30)
+    if request.param not in ("here", "tiles"):
         made = group_native.GroupKernels(request.param)
         monkeypatch.setattr(group_native, "kernels", lambda: made)
     yield request.param
@@ -91,17 +92,33 @@ def whole(m: int, k: int) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @given(
     m=st.integers(1, 40), k=st.integers(1, LARGEST), n=st.integers(1, LARGEST), bits=st.sampled_from(BITS),
-    threads=st.integers(1, 3), seed=st.integers(0, 99),
+    threads=st.integers(1, 3), seed=st.integers(0, 99), from_rows=st.sampled_from((1, 1 << 30)),
 )  # fmt: skip
-def test_equals_numpy_to_the_bit(m: int, k: int, n: int, bits: int, threads: int, seed: int) -> None:
+def test_equals_numpy_to_the_bit(
+    m: int, k: int, n: int, bits: int, threads: int, seed: int, from_rows: int
+) -> None:
     _, codes, scales = numbers(m, k, n, bits, seed)
     x = whole(m, k)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(product(x, codes, scales, bits), by_numpy(x, codes, scales))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group_tiles, "ROWS", from_rows)
+            assert torch.equal(product(x, codes, scales, bits), by_numpy(x, codes, scales))
     finally:
         torch.set_num_threads(before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(m=st.integers(1, 60), k=st.integers(1, LARGEST), n=st.integers(1, 90), bits=st.sampled_from(BITS))
+def test_tiles_are_the_few_rows_kernels_to_the_bit(m: int, k: int, n: int, bits: int) -> None:
+    """Any numbers, so that a text read at once is the text read token by token."""
+    found, tiles = group_native.kernels(), group_tiles.kernels()
+    if isinstance(found, str) or isinstance(tiles, str):
+        pytest.skip("this processor has no AMX, or no C++ compiler is there")
+    x, codes, scales = numbers(m, k, n, bits)
+    given = (group_codes.pack(codes, scales, bits), n, torch.randn(n), "silu")
+    assert torch.equal(tiles.linear(x, *given), found.linear(x, *given))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -204,6 +221,7 @@ def test_layouts_of_x(leading: tuple[int, ...]) -> None:
 
 def test_rows_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_native, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(group_tiles, "ROWS", 1 << 30)
     _, codes, scales = numbers(101, 70, 90, 4)
     x = whole(101, 70)
     assert torch.equal(product(x, codes, scales, 4), by_numpy(x, codes, scales))
@@ -218,14 +236,15 @@ def test_as_an_operator() -> None:
     assert counter.get_total_flops() == 2 * 6 * 40 * 18
 
 
-def test_workspace_is_what_the_allocator_says() -> None:
-    x, codes, scales = numbers(37, 50, 24, 8)
+@pytest.mark.parametrize("rows", [1, 37])
+def test_workspace_is_what_the_allocator_says(rows: int) -> None:
+    x, codes, scales = numbers(rows, 50, 24, 8)
     arguments = (x, group_codes.pack(codes, scales, 8), 24)
     group_linear(*arguments)
     with torch_compat_memory.watched_memory("cpu") as peak:
         group_linear(*arguments)
     if fallback_reason() is None:
-        assert workspace_bytes(group_linear.default, arguments) == peak() - 4 * 37 * 24
+        assert workspace_bytes(group_linear.default, arguments) == peak() - 4 * rows * 24
 
 
 @pytest.mark.parametrize(
@@ -260,6 +279,41 @@ def test_wrong_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.objection() is None
     monkeypatch.setattr(group_native.GroupKernels, "linear", lambda *arguments: linear(*arguments) * 1.01)
     assert "wrong product" in str(made.objection())
+
+
+def test_tiles_take_rows_in_chunks() -> None:
+    """So many columns that a core's cache holds the codes of fewer rows than there are."""
+    found, tiles = group_native.kernels(), group_tiles.kernels()
+    if isinstance(found, str) or isinstance(tiles, str):
+        pytest.skip("this processor has no AMX, or no C++ compiler is there")
+    x, codes, scales = numbers(37, 50_000, 17, 4)
+    packed = group_codes.pack(codes, scales, 4)
+    assert torch.equal(tiles.linear(x, packed, 17, None, "none"), found.linear(x, packed, 17, None, "none"))
+
+
+def test_wrong_tiles_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = group_tiles.kernels()
+    if isinstance(made, str):
+        pytest.skip("this processor has no AMX, or no C++ compiler is there")
+    assert made.objection() is None
+    assert f"amx_int8 from {group_tiles.ROWS} rows" in told()
+    by_torch = group_codes.linear_by_torch
+    monkeypatch.setattr(group_codes, "linear_by_torch", lambda *arguments: by_torch(*arguments) * 1.01)
+    assert "wrong product" in str(made.objection())
+
+
+def test_other_processors_have_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_tiles, "kernels", lambda: "no AMX")
+    x, codes, scales = numbers(40, 64, 16, 4)
+    torch.testing.assert_close(product(x, codes, scales, 4), by_numpy(x, codes, scales), rtol=1e-5, atol=1e-5)
+    assert "amx" not in told()
+
+
+def test_tiles_compile() -> None:
+    """On a processor without AMX, too."""
+    if fallback_reason() is not None:
+        pytest.skip("there is no compiler, or this processor is no x86")
+    assert native.compiled(group_tiles._SOURCE, {"WIDTH": group_tiles._WIDTH}, group_tiles.ISA).exists()
 
 
 @pytest.mark.parametrize("isa", sorted(group_native.TILES))
