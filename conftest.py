@@ -38,6 +38,6 @@ def _own_calibration_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setattr("effcompile.ir.plan.FAR_APART", 1e9)
         patch.setattr("effcompile.core.timing.PATIENCE", 0.02)
         patch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.05)
-        patch.setattr("effcompile.proof.training.confirm._TIMING_SECONDS", 0.0)
+        patch.setattr("effcompile.proof.training.timed._TIMING_SECONDS", 0.0)
         patch.setattr("effcompile.compiler.measure._MOST", 4)
         yield

@@ -62,12 +62,7 @@ def confirmed(
         other, then = taken.plan, "the first plan is faster, and stays"
         del taken
         taken = rebuilt(before)
-    text = (
-        _TIMES
-        + " did not agree: kernels were timed again and the plan was solved again ({name}: "
-        + _TIMES
-        + ")"
-    )
+    text = _TIMES + " did not agree: kernels were timed and the plan solved again ({name}: " + _TIMES + ")"
     return _noted(taken, Because(text, (*first, then, *_times(taken.plan))), *other.notes)
 
 
@@ -102,9 +97,7 @@ def stale_timings(machine: Machine, candidates: Sequence[Candidate]) -> list[Rea
         predicted, measured = candidate.predicted_seconds, candidate.measured_seconds
         if predicted and measured and predicted > _FAR_OFF * measured and machine.distrust(candidate.backend):
             text = (
-                "{name}: "
-                + _TIMES
-                + ": its kernel times look stale and are forgotten; the next plan takes them again"
+                "{name}: " + _TIMES + ": its kernels' times look stale, and are taken anew by the next plan"
             )
             notes.append(Because(text, (candidate.backend, predicted, measured)))
     return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def compare(program: Program, model: nn.Module, outcomes: Sequence[Outcome]) -> 
     inputs = program.flat_inputs()
     with as_reference(model), torch.inference_mode():
         runs: dict[str, Callable[[], Any]] = {ORIGINAL: lambda: model(*program.args, **program.kwargs)}
-        runs |= {outcome.plan.backend: _call(outcome, inputs) for outcome in outcomes}
+        runs |= {outcome.plan.backend: partial(outcome.lowered, *inputs) for outcome in outcomes}
         if any(tensor.is_cuda for tensor in inputs):
             runs = {name: _awaited(run) for name, run in runs.items()}
         first = interleaved(runs, 1, repeats=1)
@@ -77,7 +78,3 @@ def _awaited(run: Callable[[], object]) -> Callable[[], object]:
         torch.cuda.synchronize()
 
     return call
-
-
-def _call(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> Callable[[], object]:
-    return lambda: outcome.lowered(*inputs)

@@ -42,11 +42,11 @@ _LIBRARY.define(
 
 
 @functools.cache
-def kernels() -> TileKernels | str:
+def kernels() -> AttentionTiles | str:
     """The kernel that this machine runs, or why there is none."""
     if not has_bf16_tiles():
         return "this processor has no AMX of bf16"
-    return best_of(TileKernels, (_ISA,))
+    return best_of(AttentionTiles, (_ISA,))
 
 
 def fallback_reason() -> str | None:
@@ -59,7 +59,7 @@ def told() -> str:
     return whose(kernels())
 
 
-class TileKernels:
+class AttentionTiles:
     """The compiled kernel."""
 
     def __init__(self, isa: str, instead: str = "") -> None:

@@ -90,7 +90,7 @@ def test_prices_of_another_minute_are_taken_again_and_the_faster_plan_stays(
     found = confirmed(in_turn(first, first), in_turn(other), lambda plan: replace(first, plan=plan))
     assert found.plan.measured is not None and found.plan.measured.seconds == 2 * share
     assert {Because("first"), Because("second")} <= set(found.plan.notes)
-    assert any("timed again and the plan was solved again" in str(note) for note in found.plan.notes)
+    assert any("timed and the plan solved again" in str(note) for note in found.plan.notes)
 
 
 def test_nothing_is_solved_again_while_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:

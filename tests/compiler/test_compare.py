@@ -12,7 +12,7 @@ from torch import nn
 
 from effcompile.compiler import measure
 from effcompile.core import timing
-from effcompile.proof.training import confirm
+from effcompile.proof.training import timed
 
 
 @pytest.mark.parametrize(("later", "rounds"), [(1.0, 3), (0.5, 6)])
@@ -42,5 +42,5 @@ def test_rounds_are_added_until_no_figure_moves(
     [([1.0], False), ([1.0, 1.01], True), ([1.0, 1.2], False), ([1.2, 1.0, 1.01], True), ([9.0, 9.3], True)],
 )
 def test_a_step_is_run_until_its_fastest_has_come_twice(samples: list[float], enough: bool) -> None:
-    assert confirm._repeated(samples) is enough
-    assert timing.SETTLED < confirm._SETTLED_IF_LONG
+    assert timed._repeated(samples) is enough
+    assert timing.SETTLED < timed._SETTLED_IF_LONG

@@ -13,13 +13,13 @@ warnings.filterwarnings("ignore")
 import torch
 from train_helpers import gpt2
 from effcompile.compiler import optimize_training
-from effcompile.proof.training import confirm
+from effcompile.proof.training import timed
 from effcompile.core import timing
 from effcompile.core.goal import Goal
 from effcompile.ops import offload
 from effcompile.passes.training import checkpoint
 
-timing.PATIENCE, confirm._TIMING_SECONDS, checkpoint.SECONDS_PER_BLOCK = 0.02, 0.0, 0.1
+timing.PATIENCE, timed._TIMING_SECONDS, checkpoint.SECONDS_PER_BLOCK = 0.02, 0.0, 0.1
 folder, model = sys.argv[1], gpt2(layers=1, n_positions=64)[0]
 ids = torch.randint(1, 96, (4, 48))
 batch = {"input_ids": ids, "labels": ids}

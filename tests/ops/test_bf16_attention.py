@@ -171,6 +171,6 @@ class TestChoice:
     def test_wrong_kernels_are_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made = module.kernels()
         assert not isinstance(made, str)
-        right = module.TileKernels.attention
-        monkeypatch.setattr(module.TileKernels, "attention", lambda *given: right(*given) * 1.05)
+        right = module.AttentionTiles.attention
+        monkeypatch.setattr(module.AttentionTiles, "attention", lambda *given: right(*given) * 1.05)
         assert "wrong attention" in str(made.objection())

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +20,6 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import HostUse, Unmeasured
 from effcompile.core.reasons import Because, Reason
-from effcompile.core.timing import SETTLED
 from effcompile.core.units import format_seconds
 from effcompile.ir.figures import Check, Totals
 from effcompile.ir.footprint import excess
@@ -35,6 +33,7 @@ from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64, rounded_otherwise
 from effcompile.proof.training.in_parts import eager_in_parts, inseparable, without_dropout
 from effcompile.proof.training.lean import lean, products_in_fp32
+from effcompile.proof.training.timed import timed
 from effcompile.runtime.training import TrainingExecutable, planned
 from effcompile.search.training.moved import RefutedError, host_use, too_coarse
 from effcompile.search.training.prepare import Prepared
@@ -51,10 +50,6 @@ _IN_FP32 = (
     "compared with the model's own step run leanly, its 16-bit products in fp32 and rounded once: "
     "here they are slow"
 )
-#: Seconds that timing the step beside the original may take, once both have run.
-_TIMING_SECONDS = 20.0
-#: Seconds of a long step, and the share that its figure may move.
-_LONG, _SETTLED_IF_LONG = 2.0, 0.05
 #: Seconds of an original step (predicted) that are waited for where a lean one is faster: it is run three
 #: times.
 _PATIENT = 60.0
@@ -112,7 +107,7 @@ def verified(
         ours = _updated(work, runner, step, states, found)
     room.tidy()
     with work.progress.step("time the steps"):
-        seconds, eager_seconds = _timed(work, runner, step, found, ours, together=refusal is None)
+        seconds, eager_seconds = timed(work, runner, step, found, ours, together=refusal is None)
     there = (
         states.resident_bytes
         if states is not None and work.optimizer is not None and work.optimizer.state
@@ -367,44 +362,3 @@ def _on_device(
 
 def _update(whole: updates.Steps | None) -> float:
     return 0.0 if whole is None else whole.update_seconds
-
-
-def _repeated(samples: list[float]) -> bool:
-    """Whether the two fastest are one, but for what a figure may move; that of a long step, of which each is
-    seconds of a shared machine, may move more.
-    """
-    fastest = sorted(samples)[:2]
-    if len(fastest) < 2:
-        return False
-    return fastest[1] <= fastest[0] * (1 + (_SETTLED_IF_LONG if fastest[0] > _LONG else SETTLED))
-
-
-def _timed(
-    work: Work,
-    runner: StepRunner,
-    step: Callable[[], torch.Tensor],
-    found: verify.Result,
-    ours: updates.Steps | None,
-    *,
-    together: bool,
-) -> tuple[float, float]:
-    """Seconds of the planned and (`together`) of the original step, run in turn: the fastest of each, until
-    it has come twice.
-
-    A step that is long is not run once more where its time is known from whole steps.
-    """
-    samples: dict[str, list[float]] = {"ours": [], "eager": []}
-    rounds = 1 if found.seconds > _TIMING_SECONDS else 10
-    if ours is not None and found.seconds > _TIMING_SECONDS > 0:
-        samples["ours"].append(ours.step_seconds)
-    runs = {"ours": step, "eager": work.eager_loss} if together else {"ours": step}
-    runner.sink = lambda name, gradient: None
-    start = perf_counter()
-    while not all(samples[name] for name in runs) or (
-        perf_counter() - start < _TIMING_SECONDS
-        and len(samples["ours"]) < rounds
-        and not all(_repeated(samples[name]) for name in runs)
-    ):
-        for name, run in runs.items():
-            samples[name].append(verify.seconds(run, work.model, work.leaves))
-    return min(samples["ours"]), min(samples["eager"], default=0.0)

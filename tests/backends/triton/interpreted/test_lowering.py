@@ -19,7 +19,7 @@ from effcompile.backends.triton import attention_calls, group_quant, linears, lo
 from effcompile.backends.triton.backend import Triton
 from effcompile.compiler import measure
 from effcompile.machine.target import KernelCall
-from effcompile.proof.training import confirm
+from effcompile.proof.training import timed
 
 SIZES = {
     "vocab_size": 40,
@@ -51,7 +51,7 @@ def llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the interpreter takes tells nothing: no more rounds than there must be."""
-    monkeypatch.setattr(confirm, "_TIMING_SECONDS", 0.0)
+    monkeypatch.setattr(timed, "_TIMING_SECONDS", 0.0)
     monkeypatch.setattr(measure, "_BUDGET", 0.0)
     monkeypatch.setattr(measure, "_LEAST", 1)
 

@@ -1,0 +1,59 @@
+"""How long a planned step takes, beside the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from effcompile.backends.torch.training import StepRunner
+from effcompile.core.timing import SETTLED
+from effcompile.proof.training import updates, verify
+from effcompile.search.training.work import Work
+
+#: Seconds that timing a step beside the original may take, once both have run.
+_TIMING_SECONDS = 20.0
+#: Seconds of a long step, and the share that its figure may move.
+_LONG, _SETTLED_IF_LONG = 2.0, 0.05
+
+
+def _repeated(samples: list[float]) -> bool:
+    """Whether the two fastest are one, but for what a figure may move; that of a long step, of which each is
+    seconds of a shared machine, may move more.
+    """
+    fastest = sorted(samples)[:2]
+    if len(fastest) < 2:
+        return False
+    return fastest[1] <= fastest[0] * (1 + (_SETTLED_IF_LONG if fastest[0] > _LONG else SETTLED))
+
+
+def timed(
+    work: Work,
+    runner: StepRunner,
+    step: Callable[[], torch.Tensor],
+    found: verify.Result,
+    ours: updates.Steps | None,
+    *,
+    together: bool,
+) -> tuple[float, float]:
+    """Seconds of the planned and (`together`) of the original step, run in turn: the fastest of each, until
+    it has come twice.
+
+    A step that is long is not run once more where its time is known from whole steps.
+    """
+    samples: dict[str, list[float]] = {"ours": [], "eager": []}
+    rounds = 1 if found.seconds > _TIMING_SECONDS else 10
+    if ours is not None and found.seconds > _TIMING_SECONDS > 0:
+        samples["ours"].append(ours.step_seconds)
+    runs = {"ours": step, "eager": work.eager_loss} if together else {"ours": step}
+    runner.sink = lambda name, gradient: None
+    start = perf_counter()
+    while not all(samples[name] for name in runs) or (
+        perf_counter() - start < _TIMING_SECONDS
+        and len(samples["ours"]) < rounds
+        and not all(_repeated(samples[name]) for name in runs)
+    ):
+        for name, run in runs.items():
+            samples[name].append(verify.seconds(run, work.model, work.leaves))
+    return min(samples["ours"]), min(samples["eager"], default=0.0)
