@@ -12,11 +12,10 @@ from torch import nn
 
 from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend
-from effcompile.capture import variants
 from effcompile.compiler import measure
 from effcompile.compiler.borne_out import confirmed, stale_timings
 from effcompile.compiler.settle import Outcome, Workshop, as_saved, let_go, settle, settle_all
-from effcompile.core import gpu
+from effcompile.core import effort, gpu
 from effcompile.core.errors import (
     EffcompileError,
     FormatError,
@@ -28,8 +27,7 @@ from effcompile.core.errors import (
 from effcompile.core.findings import NotBuilt
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
-from effcompile.core.types import Args, Inputs, Kwargs
-from effcompile.estimate import sensitivity
+from effcompile.core.types import Args, Kwargs
 from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.figures import Candidate
 from effcompile.ir.plan import Plan
@@ -43,6 +41,7 @@ from effcompile.search import captured
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import (
     backends_for,
+    generated,
     measured_options,
     plans_for,
     replaced_weights,
@@ -164,7 +163,13 @@ def _best_of(
     outcomes, told = _settle_all(shop, search, plans, candidates)
 
     def measured() -> Outcome:
-        return _finish(shop, outcomes, told)
+        best = _finish(shop, outcomes, told)
+        took = (best.plan.measured.seconds if best.plan.measured else None) or 0.0
+        late = [pair for pair in plans if _undecided(pair[0], told, took)]
+        if late and machine.here and not effort.is_low() and asked.goal.minimize == "time":
+            outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
+            best = _finish(shop, outcomes, told)
+        return best
 
     def solved_again() -> Outcome:
         _rest(outcomes)
@@ -192,7 +197,7 @@ def _best_of(
 def _workshop(task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal) -> Workshop:
     """What every round needs: inputs, what the model returns for them, and what it is called by."""
     model, progress = task.model, task.request.progress
-    inputs = list(program.calibration) or ([] if goal.exact else _generated(program))
+    inputs = list(program.calibration) or ([] if goal.exact else generated(program))
     seen = [*inputs[:8], *stress_of(program, goal)]
     flat = [program.flat_inputs(args, kwargs) for args, kwargs in seen] or [program.flat_inputs()]
     with progress.step("reference outputs"):
@@ -210,29 +215,21 @@ def _stressed(shop: Workshop, best: Outcome) -> Outcome:
     return replace(best, plan=replace(best.plan, stress=stressed(run, best.program, shop.stress, shop.goal)))
 
 
-def _generated(program: Program) -> list[Inputs]:
-    """Inputs to calibrate static quantisers with: shaped like the example, and at the other sizes and
-    paddings it will meet.
-
-    Ranges taken from full sequences alone do not hold for padded ones: the error of NNCF's int8 BERT-base is
-    2.8e-2 on inputs like its calibration's and 5.3e-2 with a padded mask.
-    """
-    like_example = sensitivity.generate_inputs(program, 4, seed=1)
-    other = [variants(replace(program, args=args, kwargs=kwargs)) for args, kwargs in like_example[:2]]
-    return [*like_example, *((args, kwargs) for found in other for _, args, kwargs in found[1:])]
-
-
 def _settle_all(
     shop: Workshop,
     search: Search,
     plans: Sequence[tuple[Backend, Plan]],
     candidates: Sequence[Candidate],
     built: Sequence[Outcome] = (),
+    before: Sequence[Outcome] = (),
+    beside: float = 0.0,
 ) -> tuple[list[Outcome], list[Candidate]]:
     """Lower and verify every backend on the shortlist; a backend that fails is told and passed over while
     another works.
 
-    `built`: outcomes of an earlier solve, which are taken where the plan is still the same.
+    `built`: outcomes of an earlier solve, which are taken where the plan is still the same. `before`: those
+    of other backends, of which the best was measured to take `beside` seconds: what by its prediction may be
+    as fast is built, too.
 
     Raises:
         EffcompileError: all failed; the first one's error.
@@ -240,9 +237,8 @@ def _settle_all(
 
     def settled(backend: Backend, plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | Reason:
         best = min((o.plan.certificate.objective for o in outcomes), default=math.inf)
-        worth_building = (
-            SHORTLIST * backend.slack * best if search.machine.target.device == "cpu" else math.inf
-        )
+        on_cpu = search.machine.target.device == "cpu"
+        worth_building = backend.slack * max(SHORTLIST * best, beside) if on_cpu else math.inf
         if plan.certificate.objective > worth_building:
             return NotBuilt(times=plan.certificate.objective / best)
         if (same := next((each for each in built if plan.same_choices(each.plan)), None)) is not None:
@@ -250,7 +246,13 @@ def _settle_all(
         _rest(outcomes)
         return settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building)
 
-    return settle_all(plans, candidates, settled)
+    return settle_all(plans, candidates, settled, before)
+
+
+def _undecided(backend: Backend, told: Sequence[Candidate], seconds: float) -> bool:
+    """Whether a backend was not built though by its prediction it takes no more than was measured."""
+    (of,) = (each for each in told if each.backend == backend.name)
+    return isinstance(of.note, NotBuilt) and (of.predicted_seconds or math.inf) <= backend.slack * seconds
 
 
 def _rest(outcomes: Sequence[Outcome]) -> None:
@@ -263,13 +265,9 @@ def _priced_again(built: Plan, plan: Plan) -> Plan:
     applied = {d.site: d.applied for d in built.decisions}
     decisions = tuple(replace(d, applied=applied.get(d.site, d.applied)) for d in plan.decisions)
     return replace(
-        built,
-        decisions=decisions,
-        declined=plan.declined,
-        certificate=plan.certificate,
-        predicted=plan.predicted,
-        baseline=plan.baseline,
-    )
+        built, decisions=decisions, declined=plan.declined, certificate=plan.certificate,
+        predicted=plan.predicted, baseline=plan.baseline,
+    )  # fmt: skip
 
 
 def _finish(shop: Workshop, outcomes: Sequence[Outcome], candidates: Sequence[Candidate]) -> Outcome:
@@ -287,7 +285,7 @@ def _finish(shop: Workshop, outcomes: Sequence[Outcome], candidates: Sequence[Ca
             best = min(outcomes, key=lambda o: (o.lowered.weight_bytes, seconds[o.plan.backend]))
         errors = {outcome.plan.backend: worst(outcome.checks) for outcome in outcomes}
         told = tuple(
-            replace(c, measured_seconds=seconds.get(c.backend), error=errors.get(c.backend))
+            replace(c, measured_seconds=seconds.get(c.backend), error=errors.get(c.backend), note=None)
             if c.backend in errors
             else c
             for c in candidates

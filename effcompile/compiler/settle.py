@@ -98,6 +98,7 @@ def settle_all(
     plans: Sequence[tuple[Backend, Plan]],
     candidates: Sequence[Candidate],
     settled: Callable[[Backend, Plan, Sequence[T]], T | Reason],
+    before: Sequence[T] = (),
 ) -> tuple[list[T], list[Candidate]]:
     """Carry out every backend's plan; a backend that fails is told and passed over while another works.
 
@@ -106,11 +107,12 @@ def settle_all(
         candidates: the backends that were considered.
         settled: lowers a plan and verifies it, or says why it is not carried out, given what was built
             before.
+        before: of other backends.
 
     Raises:
         EffcompileError: all failed; the first one's error.
     """
-    outcomes: list[T] = []
+    outcomes: list[T] = [*before]
     failures: list[EffcompileError] = []
     notes: dict[str, Reason] = {}
     for backend, plan in plans:

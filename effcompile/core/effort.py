@@ -50,6 +50,12 @@ def within(effort: str) -> Iterator[None]:
         _purse.reset(token)
 
 
+def is_low() -> bool:
+    """Whether what may turn out to be better, and is not predicted to be, is left alone."""
+    purse = _purse.get()
+    return purse is not None and purse.times < 1
+
+
 def allowed(seconds: float) -> float:
     """Seconds that a solve may take which usually has so many."""
     purse = _purse.get()

@@ -5,11 +5,13 @@ these prices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from effcompile.backends import load_backend, refusal, usable_backends
 from effcompile.backends.base import Backend
+from effcompile.capture import variants
 from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
 from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
@@ -175,3 +177,15 @@ def plans_for(
 def stress_of(program: Program, goal: Goal) -> list[Inputs]:
     """What a robust goal also calibrates with."""
     return [(args, kwargs) for _, args, kwargs in stress_inputs(program)] if goal.robust else []
+
+
+def generated(program: Program) -> list[Inputs]:
+    """Inputs to calibrate static quantisers with: shaped like the example, and at the other sizes and
+    paddings it will meet.
+
+    Ranges taken from full sequences alone do not hold for padded ones: the error of NNCF's int8 BERT-base is
+    2.8e-2 on inputs like its calibration's and 5.3e-2 with a padded mask.
+    """
+    like_example = sensitivity.generate_inputs(program, 4, seed=1)
+    other = [variants(replace(program, args=args, kwargs=kwargs)) for args, kwargs in like_example[:2]]
+    return [*like_example, *((args, kwargs) for found in other for _, args, kwargs in found[1:])]
