@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from effcompile.core.kernel_cache import mended
-from effcompile.core.torch_compat_inductor import for_this_capability
+from effcompile.core.torch_compat_inductor import compiling
 from effcompile.core.types import Value
 
 #: What a placeholder or a result of the joint graph is, and the index of the flat input or output that it
@@ -239,7 +239,6 @@ def elementwise_kernel(
         Exception: whatever Inductor raises where it cannot compile (there is no C++ compiler, say).
     """
     from torch._guards import TracingContext, tracing
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -261,7 +260,7 @@ def elementwise_kernel(
         # or else Inductor is free to choose their strides
         output.meta["user_visible_output_idxs"] = list(range(len(results)))
         output.meta["original_output_strides"] = [tuple(node.meta["val"].stride()) for node in results]
-        with tracing(TracingContext(mode)), config.patch(for_this_capability()):
+        with tracing(TracingContext(mode)), compiling():
             compiled: Any = compile_fx_inner(traced, examples, is_inference=True)
     return compiled, compiled.source_code.partition("def call(")[2].partition("\ndef ")[0].count(
         " = empty_strided"

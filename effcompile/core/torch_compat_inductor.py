@@ -6,6 +6,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -14,15 +16,57 @@ import torch
 from effcompile.core.kernel_cache import mended
 
 
-def freezing() -> Any:
+def freezing() -> AbstractContextManager[None]:
     """A context in which compilation turns the weights of a module into constants and folds what is computed
     from them.
     """
-    import torch._inductor.config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     mended(cache_dir())
-    return torch._inductor.config.patch({"freezing": True, **for_this_capability()})
+    return compiling(freezing=True)
+
+
+@contextlib.contextmanager
+def compiling(**settings: bool) -> Iterator[None]:
+    """Within, Inductor compiles by these settings, and for the instruction set that is picked here."""
+    import torch._inductor.config
+
+    with torch._inductor.config.patch({**settings, **for_this_capability()}), _one_instruction_set():
+        yield
+
+
+@contextlib.contextmanager
+def _one_instruction_set() -> Iterator[None]:
+    """Within, Inductor knows the best instruction set of this CPU only, which it takes.
+
+    It compiles and loads a library for each that the CPU has before it picks the first: ten builds where
+    there is AMX, seven CPU seconds with an empty cache, of which two are for the one that is picked.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    asked = os.environ.get("ATEN_CPU_CAPABILITY") or config.cpp.simdlen is not None
+    found = None if asked else _best_instruction_set()
+    if found is None:
+        yield
+        return
+    every = cpu_vec_isa.valid_vec_isa_list
+    cpu_vec_isa.valid_vec_isa_list = lambda: [found]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = every
+
+
+@cache
+def _best_instruction_set() -> Any | None:
+    """The first of Inductor's list that the CPU has and that builds here; None where it is to look itself."""
+    from torch._inductor import cpu_vec_isa
+
+    if not hasattr(cpu_vec_isa, "x86_isa_checker"):
+        return None
+    names = set(cpu_vec_isa.x86_isa_checker())  # none on another CPU
+    able = (isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= names)
+    return next((isa for isa in able if isa), None)  # its truth is its build
 
 
 def for_this_capability() -> dict[str, int]:

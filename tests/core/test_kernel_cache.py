@@ -14,7 +14,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor import cpu_vec_isa
 
 from effcompile.core.kernel_cache import mended, unfinished
-from effcompile.core.torch_compat_inductor import for_this_capability, freezing
+from effcompile.core.torch_compat_inductor import (
+    _best_instruction_set,
+    compiling,
+    for_this_capability,
+    freezing,
+)
 from effcompile.ops.fused import Fused, TileLayout
 
 WHOLE = Path(_ctypes.__file__).read_bytes()
@@ -80,3 +85,38 @@ def test_code_for_one_capability_is_not_taken_for_another(monkeypatch: pytest.Mo
         assert inductor_config.cpp.simdlen == 256
     monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: None)  # "default": no vectors at all
     assert for_this_capability() == {"cpp.simdlen": 1}
+
+
+class _Set:
+    """An instruction set of Inductor that notes when it is built."""
+
+    def __init__(self, name: str, builds: bool, built: list[str]) -> None:
+        self.name, self.builds, self.built = name, builds, built
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __bool__(self) -> bool:
+        self.built.append(self.name)
+        return self.builds
+
+
+def test_only_the_instruction_set_that_is_picked_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compiles the vector headers of torch, a second of CPU, and the worse ones are never taken."""
+    built: list[str] = []
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512", "avx512_vnni"])
+    names = {"avx512 avx512_vnni amx_tile": True, "avx512 avx512_vnni": False, "avx512": True, "avx2": True}
+    sets = [_Set(name, builds, built) for name, builds in names.items()]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", sets)
+    every = cpu_vec_isa.valid_vec_isa_list
+    _best_instruction_set.cache_clear()
+    try:
+        with compiling():
+            assert str(cpu_vec_isa.pick_vec_isa()) == "avx512"
+        assert built == ["avx512 avx512_vnni", "avx512"]
+        assert cpu_vec_isa.valid_vec_isa_list is every
+        with inductor_config.patch({"cpp.simdlen": 256}), compiling():  # another than the best is asked for
+            assert cpu_vec_isa.valid_vec_isa_list is every
+    finally:
+        _best_instruction_set.cache_clear()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -18,7 +19,7 @@ from effcompile.planner.remat import (
     solve_chain,
 )
 from effcompile.planner.remat import chain as chain_module
-from effcompile.planner.remat.count import _System
+from effcompile.planner.remat.count import CountVerdict, _System
 from effcompile.planner.remat.links import variants
 from effcompile.planner.remat.walk import Walk, walk
 
@@ -92,6 +93,27 @@ def test_many_identical_stages_are_proven_by_z3(count: int) -> None:
     assert solution.gap <= 0.01
     assert solution.solver.startswith("z3")
     assert "dynamic" not in solution.solver
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_z3_has_little_time_for_what_is_proven_already(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It spent two thirds of every solve's seconds on a second proof of chains of a few stages."""
+    problem = realistic_chain(12, 6, options=8, groupable=False)
+    low, high = frontier_budgets(problem, 2)
+    given: list[float] = []
+
+    def gives_up(_: object, target: int, *, grain: int, deadline: float) -> CountVerdict:
+        given.append(deadline - time.monotonic())
+        return CountVerdict("unknown")
+
+    monkeypatch.setattr(chain_module.Certifier, "cheaper", gives_up)
+    if not exact:
+        monkeypatch.setattr(chain_module, "walk", lambda *_, **__: Walk(None, False))
+    solution = solve_chain(
+        replace(problem, budget=low + (high - low) // 3), reference_seconds=8.0, timeout=LONG
+    )
+    assert solution.status == (OPTIMAL if exact else UNPROVEN)
+    assert (max(given) < 0.2 * LONG) is exact
 
 
 def test_groups_go_below_one_entering_value_per_stage() -> None:
