@@ -4,6 +4,7 @@ starts.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -124,10 +125,12 @@ def prepare(*, own_process: bool) -> None:
 def keep_what_is_loaded() -> None:
     """Where the process is the command's own, libraries and the model stay to its end: Python's collector,
     asked whenever graphs of a large model are let go, need not look at them each time (a tenth of planning
-    BERT-base).
+    BERT-base). At that end it does: libraries that are bound by nanobind (triton) report at length what is
+    left over.
     """
     if _process["own"]:
         gc.freeze()
+        atexit.register(gc.unfreeze)
 
 
 def check_current_folder() -> None:

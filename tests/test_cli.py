@@ -348,10 +348,23 @@ def test_what_is_loaded_is_left_to_the_collector_of_a_process_that_others_share(
 ) -> None:
     frozen: list[bool] = []
     monkeypatch.setattr(console.gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(console.atexit, "register", lambda _: None)
     monkeypatch.setattr(console, "_process", {"own": not own})
     console.prepare(own_process=own)
     console.keep_what_is_loaded()
     assert frozen == [True] * own
+
+
+def test_what_is_loaded_is_given_back_without_a_word() -> None:
+    """triton, which Inductor loads, said at the end of every optimize what it had left over, in 30 lines."""
+    pytest.importorskip("triton")
+    said = (
+        "import triton, torch; from triton.runtime.cache import triton_key\n"
+        "triton_key(); from effcompile import console\n"
+        "console.prepare(own_process=True); console.keep_what_is_loaded()"
+    )
+    done = subprocess.run([sys.executable, "-c", said], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 #: Says as which descriptor the next file is opened, once the streams are prepared.
