@@ -1,0 +1,159 @@
+"""What planned generations keep: encoder-decoders beside generate(), declared memories, the time of planning.
+
+    python benchmarks/generation_bars.py seq2seq [--max-error 0.05] [--new 64]  # T5, BART, Whisper
+    python benchmarks/generation_bars.py budgets                       # ten memories, three models
+    python benchmarks/generation_bars.py planning [--shape qwen2.5-0.5b]   # seconds, cold
+
+Weights are random. Texts of exact plans must be equal; of others only the times are told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+import transformers
+from generation import AUTO, SHAPES, model_of
+
+import effcompile
+from effcompile.core import torch_compat_memory
+
+#: T5-small, BART-base and Whisper-tiny as they are published.
+_SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "t5": {
+        "d_model": 512,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_heads": 8,
+        "vocab_size": 32128,
+        "decoder_start_token_id": 0,
+    },
+    "bart": {
+        "d_model": 768,
+        "encoder_layers": 6,
+        "decoder_layers": 6,
+        "encoder_ffn_dim": 3072,
+        "decoder_ffn_dim": 3072,
+        "encoder_attention_heads": 12,
+        "decoder_attention_heads": 12,
+        "vocab_size": 50265,
+    },
+    "whisper": {
+        "d_model": 384,
+        "encoder_layers": 4,
+        "decoder_layers": 4,
+        "encoder_ffn_dim": 1536,
+        "decoder_ffn_dim": 1536,
+        "encoder_attention_heads": 6,
+        "decoder_attention_heads": 6,
+        "vocab_size": 51865,
+    },
+}
+_SMALL = {"num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2000, "hidden_size": 256}
+_BUDGETED: dict[str, dict[str, Any]] = {
+    "llama": {**_SMALL, "num_key_value_heads": 2, "intermediate_size": 704},
+    "gpt2": {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 2000, "n_positions": 512},
+    "mistral": {**_SMALL, "num_key_value_heads": 2, "intermediate_size": 704, "sliding_window": 64},
+}
+
+
+def made(kind: str, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    model = getattr(transformers, AUTO.get(kind, "AutoModelForCausalLM")).from_config(config).eval().float()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    for name in ("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "suppress_tokens"):
+        setattr(model.generation_config, name, None)
+    return model
+
+
+def seq2seq(options: argparse.Namespace) -> None:
+    for kind, settings in _SEQ2SEQ.items():
+        model = made(kind, settings)
+        text = torch.randint(3, 2000, (1, 128))
+        sound = torch.randn(1, 80, 3000)
+        given = {"input_features": sound} if kind == "whisper" else {"input_ids": text}
+        how = {"max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False}
+        goal = {"context": 2 * options.new, "prompt": 1, "new": options.new, "max_error": options.max_error}
+        planned = effcompile.optimize(model, inputs=given, mode="generation", **goal)
+        times: dict[str, list[float]] = {"ours": [], "theirs": []}
+        tokens: dict[str, torch.Tensor] = {}
+        for _ in range(options.rounds):
+            for name, one in (("ours", planned), ("theirs", model)):
+                start = time.perf_counter()
+                tokens[name] = one.generate(**given, **how)
+                times[name].append(time.perf_counter() - start)
+        ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
+        same = "equal" if torch.equal(*tokens.values()) else "other tokens"
+        print(
+            f"{kind:8} generate() {statistics.median(times['theirs']):6.3f} s, ours "
+            f"{statistics.median(times['ours']):6.3f} s, {ratio:.2f} times faster; {same}; "
+            f"{planned.plan.backend}; load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+
+
+def budgets(options: argparse.Namespace) -> None:
+    """The peak that the plan says was measured, and one watched here over a call of the whole context."""
+    context, over = 256, 0
+    for kind, settings in _BUDGETED.items():
+        model = made(kind, settings)
+        how = {"mode": "generation", "context": context, "prompt": 128, "new": 128, "max_error": 0.5}
+        goal = {**how, "backend": "torch-eager"}
+        most = effcompile.optimize(model, **{**goal, "max_error": None}).plan.measured.peak_bytes
+        for part in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3):
+            memory = int(most * part)
+            try:
+                planned = effcompile.optimize(model, memory=memory, **goal)
+            except effcompile.EffcompileError as error:
+                print(f"{kind:8} {memory:>11,} B  {str(error).splitlines()[0][:120]}", flush=True)
+                continue
+            weights = planned.plan.measured.weight_bytes
+            ids = torch.randint(3, 2000, (1, 128))
+            with torch_compat_memory.watched_memory("cpu") as peak:
+                planned.generate(ids, max_new_tokens=context - 128, min_new_tokens=context - 128)
+            held, said = weights + peak(), planned.plan.measured.peak_bytes
+            over += held > memory or said > memory
+            print(f"{kind:8} {memory:>11,} B  planned {said:>11,}  watched {held:>11,}", flush=True)
+    print(f"{over} above their memory")
+
+
+def planning(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["EFFCOMPILE_CACHE"] = folder
+        model = model_of(options.shape, 1024)
+        start, cpu = time.perf_counter(), time.process_time()
+        goal = {"context": 1024, "prompt": 512, "new": 128, "max_error": 0.6}
+        planned = effcompile.optimize(model, mode="generation", **goal)
+        wall, used = time.perf_counter() - start, time.process_time() - cpu
+    planned.report()
+    print(
+        f"{options.shape}: planned cold in {wall:.1f} s ({used:.1f} CPU s of this process), of which the "
+        f"solve {planned.plan.certificate.seconds:.2f} s; load {os.getloadavg()[0]:.1f}, "
+        f"{torch.get_num_threads()} threads"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("seq2seq", "budgets", "planning"))
+    parser.add_argument("--max-error", type=float)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(options.threads)
+    {"seq2seq": seq2seq, "budgets": budgets, "planning": planning}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()
