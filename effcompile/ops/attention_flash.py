@@ -23,9 +23,7 @@ from effcompile.ops.attention_kernel import SoftmaxSums, shape_of
 from effcompile.ops.attention_spans import Shape, Span, SpanGroup, groups, hidden_of, key_heads, spans
 from effcompile.ops.attention_terms import NeededGradients, Terms, part, sink_rows
 from effcompile.ops.sums import sum_dtype
-
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from effcompile.ops.torch_attention import BACKWARD, FORWARD, runs_in
 
 #: What a span costs beside its products, in multiplications: about 60 µs at 35e9 a second.
 _SPAN_COST = 2_000_000
@@ -88,7 +86,8 @@ def backward(
 
 def _takes(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
     """Whether the flash kernel computes this."""
-    return not terms.softcap and q.shape[3] == v.shape[3] and q.numel() > 0 and k.numel() > 0
+    some = q.numel() > 0 and k.numel() > 0
+    return some and not terms.softcap and q.shape[3] == v.shape[3] and runs_in(q.dtype)
 
 
 def _is_everything(span: Span, shape: Shape) -> bool:
@@ -143,7 +142,7 @@ class _Call:
         """(out (b, h, r, D), lse (b, h, r)) of a span."""
         given = *self._operands(span), self._mask(span)
         q, k, v, mask = _folded(*given) or given
-        out, lse = _FORWARD(q, k, v, is_causal=span.causal, attn_mask=mask, scale=self.terms.scale)
+        out, lse = FORWARD(q, k, v, is_causal=span.causal, attn_mask=mask, scale=self.terms.scale)
         if mask is not None and not self._all_see(span):
             lse = lse.masked_fill((mask == -torch.inf).all(3), -torch.inf)
         return _unfolded(out, given[0]), _unfolded(lse, given[0])
@@ -153,7 +152,7 @@ class _Call:
         at = (span.batch, span.heads, span.rows)
         operands = *self._operands(span), self._mask(span), given.grad[at], given.out[at], given.lse[at]
         q, k, v, mask, grad, out, lse = _folded(*operands) or operands
-        found = _BACKWARD(grad, q, k, v, out, lse, 0.0, span.causal, attn_mask=mask, scale=self.terms.scale)
+        found = BACKWARD(grad, q, k, v, out, lse, 0.0, span.causal, attn_mask=mask, scale=self.terms.scale)
         dq, dk, dv = (_unfolded(x, like) for x, like in zip(found, operands[:3], strict=True))
         return dq, dk, dv
 
@@ -180,7 +179,7 @@ class _Call:
                 for h in (span.heads, self._key_heads(span))
             )
             q, k, v = rows(self.q), keys(self.k, of_keys=True), keys(self.v, of_keys=True)
-            part_of_out, part_of_lse = _FORWARD(
+            part_of_out, part_of_lse = FORWARD(
                 q, k, v, is_causal=span.causal, attn_mask=mask, scale=self.terms.scale
             )
             if mask is not None and not self._all_see(span):
@@ -202,7 +201,7 @@ class _Call:
                 partial(_windows, entry=entry, group=group, heads=h)
                 for h in (span.heads, self._key_heads(span))
             )
-            found = _BACKWARD(
+            found = BACKWARD(
                 rows(given.grad), rows(self.q), keys(self.k, of_keys=True), keys(self.v, of_keys=True),
                 rows(given.out), rows(given.lse[..., None])[..., 0], 0.0, span.causal, attn_mask=mask,
                 scale=self.terms.scale,

@@ -18,6 +18,7 @@ from effcompile.ops.attention_flash import rows_per_span
 from effcompile.ops.attention_kernel import EMPTY_SCORES, SCORES, rows_per_block, shape_of
 from effcompile.ops.attention_terms import Terms
 from effcompile.ops.sums import sum_dtype
+from effcompile.ops.torch_attention import runs_in
 
 _FORM = {f.name for f in fields(Terms)}
 
@@ -39,7 +40,7 @@ def workspace_bytes(name: str, args: Sequence[object], kwargs: Kwargs) -> int | 
     terms = Terms.of(*rest[:6], **{key: value for key, value in kwargs.items() if key in _FORM})
     sizes = _Sizes(q, k, v, terms, listed=len(rest) > 6 and bool(rest[6]))
     derives_bias = backward and terms.bias is not None and kwargs.get("bias_gradient", True)
-    flash = not terms.softcap and q.shape[3] == v.shape[3] and not derives_bias
+    flash = not terms.softcap and q.shape[3] == v.shape[3] and not derives_bias and runs_in(q.dtype)
     body = sizes.flash(backward=backward) if flash else sizes.tiled(backward=backward, most=SCORES)
     if backward and terms.uniform_empty and terms.sink is None:
         body = max(body, sizes.tiled(backward=True, most=EMPTY_SCORES))

@@ -31,7 +31,7 @@ def test_numbers_and_workspaces_hold(setting: str) -> None:
             f"with {setting}"
         )
     name, _, value = setting.partition("=")
-    tests = [str(HERE / "test_loss_head_ops.py"), str(HERE / "test_products.py")]
+    files = ("test_loss_head_ops.py", "test_products.py", "test_attention.py", "test_attention_memory.py")
     command = [
         sys.executable,
         "-m",
@@ -40,8 +40,8 @@ def test_numbers_and_workspaces_hold(setting: str) -> None:
         "-p",
         "no:cacheprovider",
         "-k",
-        "workspace or precisions or product",
-        *tests,
+        "workspace or precisions or product or (precision and bf16) or (never_more and dtype1)",
+        *(str(HERE / file) for file in files),
     ]
     environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
