@@ -23,6 +23,7 @@ from effcompile.machine.instructions import has_bf16_tiles
 from effcompile.machine.native import library
 from effcompile.ops.cached_attention import mask_strides, masks_so
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, whose, why_torch
+from effcompile.ops.torch_attention import runs_in
 
 __all__ = ["bf16_attention", "by_torch", "fallback_reason", "told", "workspace_bytes"]
 
@@ -174,10 +175,13 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
 def by_torch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """The same by torch, which rounds the result to bf16, too."""
-    q, k, v = (each.bfloat16() for each in (query, key, value))
+    """The same by torch, which rounds the result to bf16, too; in fp32, of rounded numbers, where it has no
+    such kernel.
+    """
+    dtype = torch.bfloat16 if runs_in(torch.bfloat16) else torch.float32
+    q, k, v = (each.bfloat16().to(dtype) for each in (query, key, value))
     if mask is not None and mask.dtype is not torch.bool:
-        mask = mask.bfloat16()
+        mask = mask.to(dtype)
     gqa = query.shape[1] != key.shape[1]
     made = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=gqa)
     return made.transpose(1, 2).contiguous().transpose(1, 2).to(query.dtype)
@@ -207,9 +211,10 @@ def workspace_bytes(name: str, args: object) -> int | None:
     query, key, value = args[:3]
     found = kernels()
     if isinstance(found, str):
+        size = 2 if runs_in(torch.bfloat16) else 4
         mask = args[3] if len(args) > 3 else None
-        masked = 2 * int(mask.numel()) if isinstance(mask, Tensor) else 0
+        masked = size * int(mask.numel()) if isinstance(mask, Tensor) else 0
         rows, keys = min(_TORCH_ROWS, int(query.shape[2])), min(_TORCH_KEYS, int(key.shape[2]))
         scores = torch.get_num_threads() * rows * (6 * keys + 8 * int(query.shape[3]) + 16)
-        return 6 * int(query.numel()) + 2 * int(key.numel() + value.numel()) + masked + scores
+        return size * int(3 * query.numel() + key.numel() + value.numel()) + masked + scores
     return found.room(query, key)

@@ -25,6 +25,7 @@ from effcompile.ops import flex_attention as _registers  # noqa: F401 - the oper
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.ops.tiles import TileList
+from effcompile.ops.torch_attention import runs_in
 from effcompile.sites.attention import predictor as _registers_too  # noqa: F401 - the same
 
 _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machines we saw
@@ -131,7 +132,7 @@ def _attention(function: Forward) -> Callable[[Dims, str], Body]:
 def _bf16_attention(dims: Dims, engine: str) -> Body | None:
     """None on a GPU, and where neither a kernel of ours nor oneDNN has such products."""
     on_cpu = torch.get_default_device().type == "cpu"
-    there = bf16_attention.fallback_reason() is None or has_bf16_products()
+    there = bf16_attention.fallback_reason() is None or (has_bf16_products() and runs_in(torch.bfloat16))
     return _attention(bf16_attention.bf16_attention.default)(dims, engine) if on_cpu and there else None
 
 

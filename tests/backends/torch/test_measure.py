@@ -14,8 +14,15 @@ from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 from effcompile.ops import bf16_attention, rows_native
+from effcompile.ops.torch_attention import runs_in
 
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}
+
+
+def _has_bf16_attention() -> bool:
+    return bf16_attention.fallback_reason() is None or (has_bf16_products() and runs_in(torch.bfloat16))
+
+
 ABSENT = {
     "attention/packed",
     "attention/sdpa_int8",
@@ -24,7 +31,7 @@ ABSENT = {
     "embedding/int8",
     *(kernel for kernel in KERNELS if kernel.startswith("rows/") and isinstance(rows_native.kernels(), str)),
     *(["add_norm/fused"] if isinstance(rows_native.kernels(), str) else []),
-    *([] if bf16_attention.fallback_reason() is None or has_bf16_products() else ["attention/sdpa_bf16"]),
+    *([] if _has_bf16_attention() else ["attention/sdpa_bf16"]),
 }
 
 
