@@ -5,6 +5,7 @@ Results are for this machine and torch's current thread count.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.measure_linears import Body, as_run_by, linears, sparse
 from effcompile.core import gpu
 from effcompile.core.timing import SETTLED, median_seconds
+from effcompile.core.torch_compat_inductor import compiling
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
 from effcompile.ir.formats import INT8_TOKEN
@@ -64,7 +66,8 @@ def _one_operator(call: KernelCall) -> bool:
 
 def _measured(call: KernelCall, engine: str, device: str) -> float | None:
     held, make = call.format, _KERNELS.get(call.kernel)
-    with torch.no_grad(), torch.device(device):
+    inductor = compiling() if engine == "inductor" else contextlib.nullcontext()
+    with torch.no_grad(), torch.device(device), inductor:
         if call.kernel == "linear/sparse":
             body = in_turn([sparse(call.dims) for _ in range(copies(call))])
         elif make is not None:

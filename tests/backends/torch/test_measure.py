@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from form_names import KNOWN, form
+from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
 from torch_formats import where_there
 
 from effcompile.backends.torch import TorchEager, measure, measure_linears
@@ -102,6 +105,19 @@ def test_what_inductor_compiles_is_timed_for_each(timed: list[str]) -> None:
     for engine in ("eager", "inductor"):
         measure.measure(call, engine)
     assert timed == ["eager", "inductor"]
+
+
+def test_kernels_of_inductor_are_timed_as_it_compiles_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache gave them for another ATEN_CPU_CAPABILITY, and it built every instruction set first."""
+    seen: list[int | None] = []
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: SimpleNamespace(bit_width=lambda: 256))
+    noted = lambda dims, engine: lambda: seen.append(inductor_config.cpp.simdlen)  # noqa: E731
+    monkeypatch.setitem(measure._KERNELS, "norm/layer", noted)
+    for engine, width in (("eager", None), ("inductor", 256)):
+        seen.clear()
+        measure.measure(KernelCall("norm/layer", DIMS["norm/layer"]), engine)
+        assert set(seen) == {width}
 
 
 @pytest.mark.parametrize("name", ["int8_token", "int8_groups", where_there("w4"), where_there("w8_channel")])
