@@ -18,7 +18,7 @@ from effcompile.report.groups import DecisionGroup, groups, refusals
 from effcompile.report.html_charts import plan_charts
 from effcompile.report.html_parts import document, section, table
 from effcompile.report.ledger import Ledger, choice, ledger_of
-from effcompile.report.names import Template, collapse
+from effcompile.report.names import Template, collapse, inputs_told
 from effcompile.report.plots import frontier_plot
 from effcompile.report.reasons import words
 
@@ -96,7 +96,7 @@ def _plan_sections(plan: Plan) -> Iterable[str]:
 
 def _head(plan: Plan) -> str:
     verdict = f.verdict(plan)
-    facts = [f"{format_count(plan.parameters)} parameters", plan.goal.mode, *plan.inputs]
+    facts = [f"{format_count(plan.parameters)} parameters", plan.goal.mode, *inputs_told(plan.inputs)]
     shortfalls = "".join(f'<p class="bad">{escape(line)}</p>' for line in f.shortfalls(plan))
     return (
         f'<header><p class="brand">effcompile</p><h1>{escape(plan.model)}</h1><p '

@@ -52,6 +52,21 @@ def printed(templates: Sequence[Template]) -> list[str]:
     return [f"{t.text} ({t.count})" if t.count > 1 and len(templates) > 1 else t.text for t in templates]
 
 
+def inputs_told(lines: Iterable[str]) -> list[str]:
+    """A plan's inputs, `name [sizes] dtype` each; those that differ in a number of their names alone, as the
+    layers of a cache do, as one.
+    """
+    alike: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        alike.setdefault((_INDEX.sub("\0", name), rest), []).append(name)
+    return [
+        f"{template.text} {rest}" if rest else template.text
+        for (_, rest), names in alike.items()
+        for template in collapse(names)
+    ]
+
+
 def _boxes(members: set[tuple[int, ...]]) -> list[Box]:
     """Index tuples as a few products of sets: first-axis values with equal remainders share a box."""
     if members == {()}:

@@ -18,7 +18,7 @@ from effcompile.report.devices import print_devices
 from effcompile.report.groups import DecisionGroup, RefusalGroup, groups, refusals
 from effcompile.report.ledger import Ledger, LedgerFigure, choice, ledger_of
 from effcompile.report.levers import print_levers
-from effcompile.report.names import Template, collapse, printed
+from effcompile.report.names import Template, collapse, inputs_told, printed
 from effcompile.report.page import BAD, DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
 from effcompile.report.reasons import words
 from effcompile.report.step import print_memory
@@ -76,7 +76,7 @@ def print_plan(
 
 def _head(page: Page, plan: Plan) -> None:
     title = f"plan for {plan.model} ({format_count(plan.parameters)} parameters) · {plan.goal.mode}"
-    inputs = page.text(" · ".join(plan.inputs)).plain
+    inputs = page.text(" · ".join(inputs_told(plan.inputs))).plain
     rest = page.cut(page.text(f" · {title}").plain, page.width - len(" effcompile"))
     fits = inputs and cell_len(f" effcompile{rest} - {inputs}") <= page.width
     page.line(

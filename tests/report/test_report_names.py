@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effcompile.report.groups import groups, refusals, saved_seconds
-from effcompile.report.names import collapse
+from effcompile.report.names import collapse, inputs_told
 
 LAYERS = [f"encoder.layer.{i}" for i in range(12)]
 
@@ -89,3 +89,13 @@ def test_equal_reasons_are_one_row_with_the_range_of_their_figures() -> None:
     bf16 = next(r for r in refusals(samples.declined()) if r.option == "bf16")
     assert len(bf16.sites) == 72
     assert bf16.reason == "not faster: 1.71–7.11 ms against 900 µs–3.74 ms (fp32)"
+
+
+def test_the_layers_of_a_cache_are_one_input() -> None:
+    """What differs in more than a number stays apart, in order of first appearance."""
+    sizes = "[batch=2 × past=12 × 64] float32"
+    lines = ["tokens [2 × seq=3] int64", "mask [2 × seq=3] int64"]
+    layers = [f"past_{at} {sizes}" for at in range(48)]
+    others = ["past_48 [2 × 50 × 64] float32", "scale"]
+    assert inputs_told([*lines, *layers, *others]) == [*lines, f"past_{{0–47}} {sizes}", *others]
+    assert inputs_told([]) == []
