@@ -32,8 +32,6 @@ _LARGE = 256 << 20
 _STRIDE = 7919
 #: Multiplications of a slow product that are timed, and its rows at the least.
 _TIMED, _LEAST_ROWS = 1 << 25, 2
-#: Times its budget from which on a call is so long that the first is as good as the second.
-_LONG_TIMES = 4
 #: Backward kernels that read their random state on the host, and its operands' names.
 _SEEDED = (
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
@@ -130,13 +128,11 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
             # kernels are compiled, their tiles chosen, and what libraries keep is taken, at the first call
             call()
         with torch_compat_memory.watched_memory("cuda" if on_gpu else "cpu") as peak:
-            start = perf_counter()
             result = call()
-            watched = perf_counter() - start
         results = _made_bytes(result, args)
         workspace = peak() - sum(map(gpu.rounded, results) if on_gpu else results)
         del result
-        seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each, watched)
+        seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each)
         return Measured(
             seconds=times * seconds, workspace=max(0, workspace), results=results if times == 1 else ()
         )
@@ -188,17 +184,11 @@ def _operand(node: fx.Node) -> Value:
         return source.target(*args, **kwargs)[node.args[1]]  # type: ignore[operator]
 
 
-def _seconds(call: Callable[[], object], budget: float, first: float) -> float:
-    """The median of warm calls; of a call that takes longer than the budget, the faster of two.
-
-    `first`: of the call before. It is one of the two where it was so long that caches, and being watched, are
-    little of it.
-    """
+def _seconds(call: Callable[[], object], budget: float) -> float:
+    """The median of warm calls; of a call that takes longer than the budget, the faster of two."""
     start = perf_counter()
     call()
     once = perf_counter() - start
-    if min(first, once) > _LONG_TIMES * budget:
-        return min(first, once)
     if once < budget:
         return median_seconds(call, min_rounds=2, budget=budget - once, settled=SETTLED)
     start = perf_counter()

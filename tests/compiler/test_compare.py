@@ -44,25 +44,3 @@ def test_rounds_are_added_until_no_figure_moves(
 def test_a_step_is_run_until_its_fastest_has_come_twice(samples: list[float], enough: bool) -> None:
     assert timed._repeated(samples) is enough
     assert timing.SETTLED < timed._SETTLED_IF_LONG
-
-
-@pytest.mark.parametrize(("each", "runs"), [(3.0, ["ours", "eager"]), (0.5, ["ours", "eager"] * 2)])
-def test_a_long_step_that_was_verified_is_one_sample_of_its_time(
-    each: float, runs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def run(step: str, *_: object) -> float:
-        asked.append(step)
-        return each
-
-    monkeypatch.setattr(timed.verify, "seconds", run)
-    monkeypatch.setattr(timed, "_TIMING_SECONDS", 20.0)
-    ran: Any = SimpleNamespace(seconds=each)
-    work: Any = SimpleNamespace(eager_loss="eager", model=None, leaves=None)
-    step: Any = "ours"
-    assert timed.timed(work, SimpleNamespace(), step, ran, None, ran) == (each, each)  # type: ignore[arg-type]
-    assert asked == runs
-    asked.clear()
-    assert timed.timed(work, SimpleNamespace(), step, ran, None, None) == (each, 0.0)  # type: ignore[arg-type]
-    assert asked == [name for name in runs if name == "ours"]

@@ -107,8 +107,7 @@ def verified(
         ours = _updated(work, runner, step, states, found)
     room.tidy()
     with work.progress.step("time the steps"):
-        theirs_once = wanted if refusal is None else None
-        seconds, eager_seconds = timed(work, runner, step, found, ours, theirs_once)
+        seconds, eager_seconds = timed(work, runner, step, found, ours, together=refusal is None)
     there = (
         states.resident_bytes
         if states is not None and work.optimizer is not None and work.optimizer.state

@@ -34,28 +34,26 @@ def timed(
     step: Callable[[], torch.Tensor],
     found: verify.Result,
     ours: updates.Steps | None,
-    wanted: verify.Result | None,
+    *,
+    together: bool,
 ) -> tuple[float, float]:
-    """Seconds of the planned and of the original step (where it was run as it is: `wanted`), in turn: the
-    fastest of each, until it has come twice.
+    """Seconds of the planned and (`together`) of the original step, run in turn: the fastest of each, until
+    it has come twice.
 
-    A step that is long is not run once more where its time is known from whole steps, and the run that was
-    verified is one of its samples.
+    A step that is long is not run once more where its time is known from whole steps.
     """
-    ran = {"ours": found} if wanted is None else {"ours": found, "eager": wanted}
-    short = found.seconds <= _TIMING_SECONDS
-    samples = {name: [each.seconds] * (short and each.seconds > _LONG) for name, each in ran.items()}
-    rounds = 10 if short else 1
-    if ours is not None and not short and _TIMING_SECONDS > 0:
+    samples: dict[str, list[float]] = {"ours": [], "eager": []}
+    rounds = 1 if found.seconds > _TIMING_SECONDS else 10
+    if ours is not None and found.seconds > _TIMING_SECONDS > 0:
         samples["ours"].append(ours.step_seconds)
-    runs = {"ours": step, "eager": work.eager_loss}
+    runs = {"ours": step, "eager": work.eager_loss} if together else {"ours": step}
     runner.sink = lambda name, gradient: None
     start = perf_counter()
-    while not all(samples.values()) or (
+    while not all(samples[name] for name in runs) or (
         perf_counter() - start < _TIMING_SECONDS
         and len(samples["ours"]) < rounds
-        and not all(map(_repeated, samples.values()))
+        and not all(_repeated(samples[name]) for name in runs)
     ):
-        for name, times in samples.items():
-            times.append(verify.seconds(runs[name], work.model, work.leaves))
-    return min(samples["ours"]), min(samples.get("eager", [0.0]))
+        for name, run in runs.items():
+            samples[name].append(verify.seconds(run, work.model, work.leaves))
+    return min(samples["ours"]), min(samples["eager"], default=0.0)
