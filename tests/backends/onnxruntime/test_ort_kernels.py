@@ -17,7 +17,10 @@ ABSENT = {
     "linear/int4_groups",
     "linear/w8_channel",
     "embedding/int8_rows",
-    *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "tiles", "flex")),
+    *(
+        f"attention/{form}"
+        for form in ("math", "sdpa_int8", "sdpa_bf16", "tiled", "tiled_scores", "tiles", "flex")
+    ),
 }
 ABSENT |= {kernel for kernel in KERNELS if kernel.startswith(("predict/", "rows/"))}
 
