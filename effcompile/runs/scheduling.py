@@ -176,4 +176,10 @@ def _with_defaults(
     stage: Stage, batch: Batch, max_error: float | None, passes: Sequence[str] | None
 ) -> Stage:
     changes: dict[str, Any] = {"batch": batch, "max_error": max_error, "passes": passes}
-    return replace(stage, **{name: value for name, value in changes.items() if getattr(stage, name) is None})
+    whole = replace(stage, **{name: value for name, value in changes.items() if getattr(stage, name) is None})
+    if coded := [item for item in whole.passes or () if item.partition(".")[0] == "frozen"]:
+        raise UsageError(
+            f"passes = {coded}: a run carries its weights from stage to stage as they are, so that a base is "
+            "not held as codes there. Leave it out, or plan the one step by effcompile.optimize."
+        )
+    return whole

@@ -118,3 +118,10 @@ def test_a_run_that_grew_is_resumed_to_the_bit(tmp_path) -> None:
             torch.equal(value, run.model.state_dict()[name])
             for name, value in again.model.state_dict().items()
         )
+
+
+def test_a_base_is_not_held_as_codes_in_a_run() -> None:
+    """It was left out without a word."""
+    with pytest.raises(UsageError, match=r"passes = \['frozen.as_given=false'\]: a run carries its weights"):
+        made(Stage(steps=1, passes=["offload", "frozen.as_given=false"]))
+    made(Stage(steps=1, passes=["no-frozen"]))
