@@ -18,10 +18,8 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-inline V some(const float* x, int64_t count) { return count >= W ? load(x) : count > 0 ? (V)words_of(x, count) : V{}; }
-
 // 32 numbers as pairs of bf16, rounded to nearest even.
-inline V paired(const float* x, int64_t count) { return (V)_mm512_cvtne2ps_pbh((__m512)some(x + W, count - W), (__m512)some(x, count)); }
+inline V paired(const float* x, int64_t count) { return (V)_mm512_cvtne2ps_pbh((__m512)some_of(x + W, count - W), (__m512)some_of(x, count)); }
 inline VU narrow(V x) { return (VU)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
 
 struct Sizes {
@@ -72,8 +70,8 @@ void lay_values(const float* x, int64_t apart, const Sizes& s, float* to) {
         for (int64_t d = 0; d < s.deep(); d += W, to += WORDS)
             for (int64_t pair = 0; pair < W; pair++) {
                 const int64_t first = key + 2 * pair;
-                const VU low = first < s.keys ? narrow(some(x + first * apart + d, s.width - d)) : VU{};
-                const VU high = first + 1 < s.keys ? narrow(some(x + (first + 1) * apart + d, s.width - d)) : VU{};
+                const VU low = first < s.keys ? narrow(some_of(x + first * apart + d, s.width - d)) : VU{};
+                const VU high = first + 1 < s.keys ? narrow(some_of(x + (first + 1) * apart + d, s.width - d)) : VU{};
                 store(to + pair * W, (V)(low | high << 16));
             }
 }
@@ -105,7 +103,7 @@ inline void multiply(const float* a, int64_t of_a, const float* b, int64_t of_co
 inline V score(const float* scores, int64_t key, int64_t seen, float scale, const void* mask, bool added) {
     const int64_t here = seen - key;
     V v = load(scores + key) * scale;
-    if (mask && added) v = v + some(static_cast<const float*>(mask) + key, here) * LOG2_E;
+    if (mask && added) v = v + some_of(static_cast<const float*>(mask) + key, here) * LOG2_E;
     if (mask && !added) {
         const __mmask16 there = here < W ? (__mmask16)((1u << here) - 1) : (__mmask16)-1;
         const __m128i bytes = _mm_maskz_loadu_epi8(there, static_cast<const uint8_t*>(mask) + key);
@@ -170,9 +168,7 @@ void attend(const Sizes& s, const Room& room, const float* q, int64_t of_q, int6
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = d; i < std::min(s.width, d + 32); i += W) {
                 const V v = inverse[r] == 0.0f ? V{} : load(room.out + r * ROWS + i - d) * inverse[r];
-                float* to = out + (top + r) * of_out + i;
-                if (s.width - i >= W) store(to, v);
-                else std::memcpy(to, &v, (s.width - i) * sizeof(float));
+                put(out + (top + r) * of_out + i, v, s.width - i);
             }
     }
 }

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
-from effcompile.core.errors import LoweringError
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import has_bf16_tiles
 from effcompile.machine.native import library
 from effcompile.ops.cached_attention import mask_strides, masks_so
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, whose, why_torch
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, whose, why_torch, with_tiles
 from effcompile.ops.torch_attention import runs_in
 
 __all__ = ["bf16_attention", "by_torch", "fallback_reason", "told", "workspace_bytes"]
@@ -66,9 +65,7 @@ class AttentionTiles:
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when it cannot be compiled, or the system does not give the tiles."""
         self.isa, self.instead = isa, instead
-        found = library(_SOURCE, {}, isa)
-        if not found.permitted():
-            raise LoweringError("the system does not give this process AMX's tiles")
+        found = with_tiles(library(_SOURCE, {}, isa))
         self.floats, self.call = found.scratch_floats, found.attention_tiles
         self.floats.argtypes, self.floats.restype = (_SIX,), ARGUMENT
         self.call.argtypes = (

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effcompile.core.errors import LoweringError
 from effcompile.machine.instructions import tile_isas
 from effcompile.machine.native import library
 from effcompile.ops import group_codes, int8_codes
 from effcompile.ops.coded_rows import flat_rows
 from effcompile.ops.group_codes import GROUP
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, with_tiles
 
 _SOURCE = Path(__file__).with_name("group_tiles.cpp")
 _WIDTH = 16  # 32-bit words of a vector
@@ -63,10 +62,7 @@ class TileKernels:
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled, or the system does not give AMX's registers."""
         self.isa, self.instead = isa, instead
-        found = library(_SOURCE, {"WIDTH": _WIDTH}, isa)
-        if not found.permitted():
-            raise LoweringError("the system does not give this process AMX's tiles")
-        self.call = found.group_tiles
+        self.call = with_tiles(library(_SOURCE, {"WIDTH": _WIDTH}, isa)).group_tiles
         self.call.argtypes, self.call.restype = _ARGUMENTS, None
 
     def workspace_bytes(self, x: Tensor) -> int:

@@ -49,6 +49,17 @@ def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
     )
 
 
+def with_tiles(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library of kernels that multiply by AMX's tiles.
+
+    Raises:
+        LoweringError: the system does not give them to this process.
+    """
+    if not found.permitted():
+        raise LoweringError("the system does not give this process AMX's tiles")
+    return found
+
+
 def why_torch(found: Checked | str) -> str | None:
     """Why torch computes instead; None where there are kernels."""
     return found if isinstance(found, str) else None

@@ -25,9 +25,7 @@ constexpr int PANEL = VECS * W;  // outputs of a tile
 #if TILED
 constexpr int64_t CHUNK = 256;  // rows of x that are multiplied with a panel
 constexpr int64_t PART = 12;    // tiles of K: 24 KiB of a panel
-#endif
 
-#if TILED
 // Sums of tiles, [rows / 16][columns][16][16], that are not outputs yet.
 struct Block {
     int64_t row = 0, rows = 0, from = 0;
@@ -93,7 +91,7 @@ struct Linear {
         const int64_t here = std::min<int64_t>(W, n - from);
         if (here == W) return store(y + row * ldy + from, result(row, sums, load(scales + from), bias ? load(bias + from) : V{}));
         const V z = result(row, sums, (V)words_of(scales + from, here), bias ? (V)words_of(bias + from, here) : V{});
-        std::memcpy(y + row * ldy + from, &z, here * sizeof(float));
+        put(y + row * ldy + from, z, here);
     }
 
     inline V result(int64_t row, VI sums, V scale, V added) const {

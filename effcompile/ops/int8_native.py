@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effcompile.core.errors import LoweringError
 from effcompile.machine.instructions import tile_isas
 from effcompile.machine.native import library
 from effcompile.ops import int8_codes
 from effcompile.ops.coded_rows import CodedRows, flat_rows
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, with_tiles
 
 _SOURCE = Path(__file__).with_name("int8_linear.cpp")
 
@@ -83,9 +82,7 @@ class ByteKernels:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
         found = library(_SOURCE, macros(isa), isa)
-        if TILED.get(isa) and not found.permitted():
-            raise LoweringError("the system does not give this process AMX's tiles")
-        self.call = found.int8_linear
+        self.call = (with_tiles(found) if TILED.get(isa) else found).int8_linear
         self.call.argtypes, self.call.restype = _ARGUMENTS, None
 
     def room(self, x: Tensor) -> CodedRows:

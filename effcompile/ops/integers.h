@@ -62,8 +62,15 @@ inline VI words_of(const float* x, int64_t count) {  // `count` of them, then ze
     return words;
 }
 
-template <int H, size_t... I>
-inline VI turned(VI v, std::index_sequence<I...>) { return __builtin_shufflevector(v, v, (int)(I ^ H)...); }
+// The first `count` of them, or as many as a vector has.
+inline V some_of(const float* p, int64_t count) { return count >= W ? load(p) : count > 0 ? (V)words_of(p, count) : V{}; }
+inline void put(float* p, V v, int64_t count) {
+    if (count >= W) store(p, v);
+    else std::memcpy(p, &v, count * sizeof(float));
+}
+
+template <int H, typename T, size_t... I>
+inline T turned(T v, std::index_sequence<I...>) { return __builtin_shufflevector(v, v, (int)(I ^ H)...); }
 
 template <int H = W / 2>
 inline int32_t largest_lane(VI v) {
@@ -72,9 +79,9 @@ inline int32_t largest_lane(VI v) {
     return most[0];
 }
 
-template <int H = W / 2>
-inline int32_t sum_of_lanes(VI v) {
-    const VI sums = v + turned<H>(v, std::make_index_sequence<W>());
+template <int H = W / 2, typename T>
+inline auto sum_of_lanes(T v) {
+    const T sums = v + turned<H>(v, std::make_index_sequence<W>());
     if constexpr (H > 1) return sum_of_lanes<H / 2>(sums);
     return sums[0];
 }

@@ -7,22 +7,6 @@
 
 namespace {
 
-inline V some_of(const float* p, int64_t count) { return count < W ? (V)words_of(p, count) : load(p); }
-inline void put(float* p, V v, int64_t count) {
-    if (count >= W) store(p, v);
-    else std::memcpy(p, &v, count * 4);
-}
-
-template <int H, size_t... I>
-inline V swapped(V v, std::index_sequence<I...>) { return __builtin_shufflevector(v, v, (int)(I ^ H)...); }
-
-template <int H = W / 2>
-inline float total_of(V v) {
-    const V sums = v + swapped<H>(v, std::make_index_sequence<W>());
-    if constexpr (H > 1) return total_of<H / 2>(sums);
-    return sums[0];
-}
-
 constexpr int64_t SUMS = 4;  // that are added to in turn: one would wait for itself
 
 }  // namespace
@@ -42,7 +26,7 @@ extern "C" void rms_norm(const float* x, const float* residual, const float* wei
             }
             squares = squares + v * v;
         }
-        const float inverse = 1.0f / std::sqrt(total_of(squares) / (float)d + (float)eps);
+        const float inverse = 1.0f / std::sqrt(sum_of_lanes(squares) / (float)d + (float)eps);
         from = residual ? s + row * d : from;
         for (int64_t i = 0; i < d; i += W) put(y + row * d + i, some_of(from + i, d - i) * inverse * some_of(weight + i, d - i), d - i);
     }
@@ -61,13 +45,13 @@ extern "C" void layer_norm(const float* x, const float* residual, const float* w
             put(to + i, v, d - i);
             sums[turn] = sums[turn] + v;
         }
-        const float mean = total_of(sums[0] + sums[1] + sums[2] + sums[3]) / (float)d;
+        const float mean = sum_of_lanes(sums[0] + sums[1] + sums[2] + sums[3]) / (float)d;
         for (int64_t i = 0, turn = 0; i < d; i += W, turn = (turn + 1) % SUMS) {
             V v = some_of(to + i, d - i) - mean;
             if (d - i < W) v = (V)words_of((const float*)&v, d - i);
             squares[turn] = squares[turn] + v * v;
         }
-        const float inverse = 1.0f / std::sqrt(total_of(squares[0] + squares[1] + squares[2] + squares[3]) / (float)d + (float)eps);
+        const float inverse = 1.0f / std::sqrt(sum_of_lanes(squares[0] + squares[1] + squares[2] + squares[3]) / (float)d + (float)eps);
         for (int64_t i = 0; i < d; i += W) {
             V v = (some_of(to + i, d - i) - mean) * inverse;
             if (weight) v = v * some_of(weight + i, d - i);

@@ -7,6 +7,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -127,7 +128,7 @@ class Attention(Pass):
         if not context.goal.exact and options and not site.ours:
             narrower = [self._int8(site, names, context, options[0])] if self.int8 else []
             if self.bf16 and context.goal.mode == "inference" and dtype_of(site.node) is torch.float32:
-                narrower.append(self._bf16(site, context, options[0]))
+                narrower.append(self._narrower(BF16, site, context, options[0]))
             options += [option for option in narrower if isinstance(option, Option)]
             yield from (option for option in narrower if isinstance(option, Declined))
         if options:  # the first form that the backend has is what it makes of an unplanned model
@@ -144,43 +145,45 @@ class Attention(Pass):
     def _int8(
         self, site: AttentionSite, names: Mapping[fx.Node, str], context: Context, base: Option
     ) -> Option | Declined:
-        kernel = f"attention/{INT8}"
-        cost, error = price(context, kernel, *site.dims), context.sensitivity.get((site.site, INT8))
         made_by = [names.get(_source(value)) for value in site.node.args[:2]]
-        if cost is None or cost.provenance != Provenance.MEASURED:  # no data sheet tells which runtime has it
-            reason: Reason | None = no_kernel(context, kernel)
-        elif None in made_by:
-            reason = Unsupported("q or k is not a linear's result as it stands")
-        elif cost.seconds > base.cost.seconds:
-            reason = no_gain(cost, base.cost, base.name)
-        else:
-            reason = None if error is not None else NotMeasured()
-        if reason is not None:
-            return Declined(
-                site=site.site, kind="attention", option=INT8, by=self.name, reason=reason, cost=cost
-            )
-        assert cost is not None and error is not None
+        unmade = Unsupported("q or k is not a linear's result as it stands") if None in made_by else None
         requires = {linear: (INT8_STATIC.name,) for linear in made_by if linear is not None}
-        return Option(
-            form=Form(word=INT8), cost=replace(cost, error_squared=error), by=self.name, requires=requires
-        )
+        return self._narrower(INT8, site, context, base, unmade, requires)
 
-    def _bf16(self, site: AttentionSite, context: Context, base: Option) -> Option | Declined:
-        """Its price is one that was measured: what data sheets say of bf16 says nothing of the softmax."""
-        kernel = f"attention/{BF16}"
-        cost, error = price(context, kernel, *site.dims), context.sensitivity.get((site.site, BF16))
+    def _narrower(
+        self,
+        word: str,
+        site: AttentionSite,
+        context: Context,
+        base: Option,
+        impossible: Reason | None = None,
+        requires: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> Option | Declined:
+        """A form that makes an error, by a price that was measured: no data sheet tells which runtime has the
+        kernel, nor what its softmax takes.
+        """
+        kernel = f"attention/{word}"
+        cost, error = price(context, kernel, *site.dims), context.sensitivity.get((site.site, word))
+        reason: Reason | None
         if cost is None or cost.provenance != Provenance.MEASURED:
-            reason: Reason | None = no_kernel(context, kernel)
+            reason = no_kernel(context, kernel)
+        elif impossible is not None:
+            reason = impossible
         elif cost.seconds > base.cost.seconds:
             reason = no_gain(cost, base.cost, base.name)
         else:
             reason = None if error is not None else NotMeasured()
         if reason is not None:
             return Declined(
-                site=site.site, kind="attention", option=BF16, by=self.name, reason=reason, cost=cost
+                site=site.site, kind="attention", option=word, by=self.name, reason=reason, cost=cost
             )
         assert cost is not None and error is not None
-        return Option(form=Form(word=BF16), cost=replace(cost, error_squared=error), by=self.name)
+        return Option(
+            form=Form(word=word),
+            cost=replace(cost, error_squared=error),
+            by=self.name,
+            requires=dict(requires),
+        )
 
 
 def _check_mask(site: AttentionSite, planned: Form | None, found: GraphMask | None) -> None:
