@@ -27,6 +27,7 @@ from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
+from effcompile.ops.bf16_attention import told
 from effcompile.passes import PASSES, load_passes
 from effcompile.report.reasons import words
 from effcompile.search import pricing
@@ -248,6 +249,7 @@ def attention_bf16(make: Make, folder: Path) -> None:
     made = make("attention", backend="torch-eager")
     assert {d.option for d in made.plan.decisions if d.kind == "attention"} == {"sdpa_bf16"}
     assert "effcompile.bf16_attention.default" in called(made)
+    assert made.lowered is not None and made.lowered.settings["attentions of bf16"] == told()
     made = make("attention", "attention.bf16=no", backend="torch-eager")
     assert "sdpa_bf16" not in {d.option for d in (*made.plan.decisions, *made.plan.declined)}
     assert "effcompile.bf16_attention.default" not in called(made)

@@ -26,6 +26,8 @@ from effcompile.core.types import Forward, Outputs
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
+from effcompile.ops.bf16_attention import bf16_attention
+from effcompile.ops.bf16_attention import told as attentions_told
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_linear import told as groups_told
 from effcompile.ops.int8_linear import int8_linear
@@ -223,11 +225,15 @@ def lower_inductor(program: Program) -> TorchLowered:
 
 
 def _kernels(program: Program) -> dict[str, str]:
-    """Which instruction set multiplies bytes, where the program has such linears, and why not a
-    better one.
+    """Which instruction set multiplies bytes or bf16, where the program has such operators of ours, and why
+    not a better one.
     """
     used = {node.target for node in program.graph.nodes}
-    ours = {"int8 linears": (int8_linear, int8_told), "linears in groups": (group_linear, groups_told)}
+    ours = {
+        "int8 linears": (int8_linear, int8_told),
+        "linears in groups": (group_linear, groups_told),
+        "attentions of bf16": (bf16_attention, attentions_told),
+    }
     return {name: told() for name, (operator, told) in ours.items() if operator.default in used}
 
 
