@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from effcompile.ir.formats import LINEAR_FORMATS, TABLE_FORMATS, TWO_OF_FOUR, Form, WeightFormat
+from effcompile.ir.formats import LINEAR_FORMATS, TABLE_FORMATS, TWO_OF_FOUR, Form, WeightFormat, in_bytes
 
 KNOWN = {**TABLE_FORMATS, **LINEAR_FORMATS, TWO_OF_FOUR.name: TWO_OF_FOUR}
 
@@ -16,10 +16,11 @@ def held(name: str) -> WeightFormat:
     """`w4`, `w4g64`, `sparse16@0.90`, `unstructured@0.90`."""
     if (grouped := re.fullmatch(r"(w\d)g(\d+)", name)) is not None:
         return KNOWN[grouped[1]].grouped_by(int(grouped[2]))
-    if (sparse := re.fullmatch(r"(?:sparse(\d+)|unstructured)@([\d.]+)", name)) is not None:
-        return WeightFormat(
+    if (sparse := re.fullmatch(r"(?:sparse(\d+)|unstructured)@([\d.]+)(\+int8)?", name)) is not None:
+        found = WeightFormat(
             family="sparse", block=int(sparse[1] or 1), density=round(1 - float(sparse[2]), 4)
         )
+        return in_bytes(found) if sparse[3] else found
     return KNOWN[name]
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch.nn import functional as F  # noqa: N812 - its customary name
 
 from effcompile.estimate import fake_quant
-from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, Form
+from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, INT8_TOKEN, Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges, weight_of
 
@@ -29,6 +29,16 @@ MERGED = Form(word="merged", weights=INT8_DYNAMIC)
 Weight = Callable[[], torch.Tensor]
 #: (site, option) → the weight that a linear has under an option that changes nothing else.
 Weights = Mapping[tuple[str, str], Weight]
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A weight (N, K) in the place of the given one, in bytes as the rows that it meets are."""
+
+    weight: Weight
+
+    def __call__(self) -> torch.Tensor:
+        return fake_quant.weight(self.weight(), INT8_TOKEN)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -165,7 +175,7 @@ def result_of(
     """What a linear or a GELU gives under the option, of what enters it."""
     if site.kind == "gelu":
         return F.gelu(x, approximate="tanh")
-    held = option.weights
+    held = INT8_TOKEN if isinstance(site.replaced.get(option), Coded) else option.weights
     moved = F.linear(x if held is None else fake_quant.activation(x, held, limits), _stored(site, option))
     if held is not None and held.activation == "bf16":
         # the product is rounded before the bias is added, in fp32

@@ -71,11 +71,12 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """How it is printed: `w4`, `w4g64`, `sparse16@0.90`, `2:4`."""
+        """How it is printed: `w4`, `w4g64`, `sparse16@0.90`, `sparse16@0.90+int8`, `2:4`."""
         if self.family == "sparse":
             sparsity = 1 - self.density
             head = "unstructured" if self.block == 1 else f"sparse{self.block}"
-            return f"{head}@{sparsity:.2f}" if sparsity < 0.99 else f"{head}@{sparsity:.4f}"
+            share = f"{sparsity:.2f}" if sparsity < 0.99 else f"{sparsity:.4f}"
+            return f"{head}@{share}+int8" if self.bits == 8 else f"{head}@{share}"
         return f"{self.family}g{self.group}" if self.group not in (0, USUAL_GROUP) else self.family
 
     def stored_bytes(self, n: int, k: int) -> int:
@@ -159,6 +160,12 @@ TABLE_FORMATS = _table((FP32, TABLE_INT8, TABLE_INT8_ROWS))
 def sparse_format(kept: int, blocks: int, block: int) -> WeightFormat:
     """The format that keeps so many of all blocks of that side."""
     return WeightFormat(family="sparse", block=block, density=round(kept / blocks, 4))
+
+
+def in_bytes(sparse: WeightFormat) -> WeightFormat:
+    """The same pattern as codes of 8 bits, multiplied as `int8_token`."""
+    coded = {"bits": 8, "scale": "channel", "scale_bytes": 4, "activation": INT8_TOKEN.activation}
+    return replace(sparse, **coded)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

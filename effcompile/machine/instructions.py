@@ -33,8 +33,8 @@ def integer_isas() -> tuple[str, ...]:
 def tile_isas() -> tuple[str, ...]:
     """Those with products of bytes, of tiles too: `amx_int8` before the rest."""
     isas = integer_isas()
-    tiles = ("amx_int8",) if "avx512_vnni" in isas and _found().get("amx_int8") else ()
-    return (*tiles, *isas)
+    there = "avx512_vnni" in isas and _found().get("amx_int8") and torch_compat.has_avx512_bf16()
+    return ("amx_int8", *isas) if there else isas
 
 
 def has_bf16_tiles() -> bool:

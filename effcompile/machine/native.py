@@ -31,51 +31,15 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fa
 SOURCES = Path(__file__).parents[1] / "ops"
 _SECONDS = 120  # for one compilation: some second of work on an idle machine
 
+_WIDE = ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512")
 #: Instruction set → the compiler's flags for it. Named flags and not -march=native, so that machines may
 #: share the cache.
 ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
-    "avx512": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
-    "avx512_vnni": (
-        "-mavx512f",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx512bw",
-        "-mavx512vnni",
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ),
-    "amx_int8": (
-        "-mavx512f",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx512bw",
-        "-mavx512vnni",
-        "-mamx-tile",
-        "-mamx-int8",
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ),
-    "amx_bf16": (
-        "-mavx512f",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx512bw",
-        "-mavx512vnni",
-        "-mavx512bf16",
-        "-mamx-tile",
-        "-mamx-bf16",
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ),
-    "avx512_bf16": (
-        "-mavx512f",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx512bw",
-        "-mavx512bf16",
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ),
+    "avx512": _WIDE,
+    "avx512_vnni": (*_WIDE, "-mavx512vnni"),
+    "amx_int8": (*_WIDE, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8"),
+    "amx_bf16": (*_WIDE, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": (*_WIDE, "-mavx512bf16"),
     "avx2": ("-mavx2", "-mfma"),
     "avx_vnni": ("-mavx2", "-mfma", "-mavxvnni"),
     "generic": (),

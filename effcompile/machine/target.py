@@ -72,6 +72,16 @@ def _sparse_linear() -> KernelSpec:
     return KernelSpec("M K N Z B", "fp32", lambda d: 2.0 * d[0] * d[3] * d[4] ** 2, size)
 
 
+def _sparse_bytes() -> KernelSpec:
+    """The same in 8 bits, activations too, with a scale per row of both."""
+
+    def size(d: Dims) -> float:
+        m, k, n, kept, block = d
+        return kept * block**2 + 4.0 * (m * k + m * n)
+
+    return KernelSpec("M K N Z B", "int8", lambda d: 2.0 * d[0] * d[3] * d[4] ** 2, size, on_cpu_only=True)
+
+
 def _two_of_four() -> KernelSpec:
     """The dense product's FLOPs and bytes: what torch's kernels save of the bytes they lose to padding few
     rows (pytorch #111339).
@@ -138,6 +148,7 @@ KERNELS: dict[str, KernelSpec] = {
     **{f"linear/{family}": _linear(held) for family, held in LINEAR_FORMATS.items()},
     "linear/2:4": _two_of_four(),  # bf16 or fp16, two of every four weights of a row on sparse tensor cores
     "linear/sparse": _sparse_linear(),  # fp32, block-sparse weight with its pattern as constants
+    "linear/sparse_int8": _sparse_bytes(),
     "matmul/fp32": KernelSpec(
         "B M K N",
         "fp32",

@@ -18,9 +18,19 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// 32 numbers as pairs of bf16, rounded to nearest even.
+// 32 numbers as pairs of bf16, rounded to nearest even; and those that are bf16.
 inline V paired(const float* x, int64_t count) { return (V)_mm512_cvtne2ps_pbh((__m512)some_of(x + W, count - W), (__m512)some_of(x, count)); }
 inline VU narrow(V x) { return (VU)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+inline V paired(const uint16_t* x, int64_t count) {
+    const __mmask32 there = count >= 32 ? (__mmask32)-1 : count > 0 ? (__mmask32)((1u << count) - 1) : 0;
+    return (V)_mm512_maskz_loadu_epi16(there, x);
+}
+// 16 of them, one in each word.
+inline VU spread(const float* x, int64_t count) { return narrow(some_of(x, count)); }
+inline VU spread(const uint16_t* x, int64_t count) {
+    const __mmask16 there = count >= W ? (__mmask16)-1 : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
+    return (VU)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, x));
+}
 
 struct Sizes {
     int64_t batch, heads, groups, queries, keys, width;
@@ -47,14 +57,16 @@ struct Room {
 };
 
 // Rows of x as tiles of the left side: [rows / 16][deep / 32][16][32] of bf16, zeros beyond.
-void lay_rows(const float* x, int64_t apart, int64_t rows, int64_t width, int64_t deep, float* to) {
+template <typename T>
+void lay_rows(const T* x, int64_t apart, int64_t rows, int64_t width, int64_t deep, float* to) {
     for (int64_t r = 0; r < ROWS; r++)
         for (int64_t d = 0; d < deep; d += 32)
             store(to + (r / 16 * (deep / 32) + d / 32) * WORDS + r % 16 * W, r < rows ? paired(x + r * apart + d, width - d) : V{});
 }
 
 // Keys as tiles of the right side: [keys / 16][deep / 32][16 pairs][16 keys].
-void lay_keys(const float* x, int64_t apart, const Sizes& s, float* to) {
+template <typename T>
+void lay_keys(const T* x, int64_t apart, const Sizes& s, float* to) {
     V rows[W];
     for (int64_t key = 0; key < s.wide(); key += W)
         for (int64_t d = 0; d < s.deep(); d += 32, to += WORDS) {
@@ -65,13 +77,14 @@ void lay_keys(const float* x, int64_t apart, const Sizes& s, float* to) {
 }
 
 // Values so: [keys / 32][deep / 16][16 pairs of keys][16].
-void lay_values(const float* x, int64_t apart, const Sizes& s, float* to) {
+template <typename T>
+void lay_values(const T* x, int64_t apart, const Sizes& s, float* to) {
     for (int64_t key = 0; key < s.wide(); key += 32)
         for (int64_t d = 0; d < s.deep(); d += W, to += WORDS)
             for (int64_t pair = 0; pair < W; pair++) {
                 const int64_t first = key + 2 * pair;
-                const VU low = first < s.keys ? narrow(some_of(x + first * apart + d, s.width - d)) : VU{};
-                const VU high = first + 1 < s.keys ? narrow(some_of(x + (first + 1) * apart + d, s.width - d)) : VU{};
+                const VU low = first < s.keys ? spread(x + first * apart + d, s.width - d) : VU{};
+                const VU high = first + 1 < s.keys ? spread(x + (first + 1) * apart + d, s.width - d) : VU{};
                 store(to + pair * W, (V)(low | high << 16));
             }
 }
@@ -147,7 +160,8 @@ float weigh(float* scores, int64_t seen, int64_t wide, float scale, const void* 
 }
 
 // Queries [top, top + rows) of one head, of keys and values that are laid.
-void attend(const Sizes& s, const Room& room, const float* q, int64_t of_q, int64_t top, int64_t rows, const char* mask, int64_t of_mask,
+template <typename T>
+void attend(const Sizes& s, const Room& room, const T* q, int64_t of_q, int64_t top, int64_t rows, const char* mask, int64_t of_mask,
             bool added, bool causal, float scale, float* out, int64_t of_out) {
     const int64_t seen = causal ? std::min(s.keys, top + rows) : s.keys, wide = up(seen, 32), deep = s.deep();
     lay_rows(q + top * of_q, of_q, rows, s.width, deep, room.queries);
@@ -173,22 +187,12 @@ void attend(const Sizes& s, const Room& room, const float* q, int64_t of_q, int6
     }
 }
 
-}  // namespace
-
-extern "C" int64_t permitted() { return tiles_permitted(); }
-
-// Floats of `scratch` that each thread needs.
-extern "C" int64_t scratch_floats(const int64_t* sizes) {
-    return up(Room::floats({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]}), 16);
-}
-
-// q (batch, heads, queries, width) and k, v (batch, groups, keys, width), with strides of (batch, heads, rows), in elements, and numbers of a
-// row side by side → out likewise. `causal`: query i sees keys up to i. `scratch` is 64 bytes aligned.
-extern "C" void attention_tiles(const float* q, const float* k, const float* v, const void* mask, float* out, const int64_t* sizes,
-                                const int64_t* of_q, const int64_t* of_k, const int64_t* of_v, const int64_t* of_out, const int64_t* of_mask,
-                                int64_t added, int64_t causal, float scale, float* scratch, int64_t threads) {
+template <typename T>
+void all_heads(const T* q, const T* k, const T* v, const void* mask, float* out, const int64_t* sizes, const int64_t* of_q, const int64_t* of_k,
+               const int64_t* of_v, const int64_t* of_out, const int64_t* of_mask, int64_t added, int64_t causal, float scale, float* scratch,
+               int64_t apart, int64_t threads) {
     const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
-    const int64_t apart = scratch_floats(sizes), unit = added ? 4 : 1;
+    const int64_t unit = added ? 4 : 1;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         Tiles tiles;
@@ -206,4 +210,26 @@ extern "C" void attention_tiles(const float* q, const float* k, const float* v, 
                            added, causal, scale, out + b * of_out[0] + h * of_out[1], of_out[2]);
             }
     }
+}
+
+}  // namespace
+
+extern "C" int64_t permitted() { return tiles_permitted(); }
+
+// Floats of `scratch` that each thread needs.
+extern "C" int64_t scratch_floats(const int64_t* sizes) {
+    return up(Room::floats({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]}), 16);
+}
+
+// q (batch, heads, queries, width) and k, v (batch, groups, keys, width), with strides of (batch, heads, rows), in elements, and numbers of a
+// row side by side → out likewise, in fp32; q, k, v are fp32 or, `narrow`, bf16. `causal`: query i sees keys up to i. `scratch` is 64 bytes aligned.
+extern "C" void attention_tiles(const void* q, const void* k, const void* v, const void* mask, float* out, const int64_t* sizes, const int64_t* of_q,
+                                const int64_t* of_k, const int64_t* of_v, const int64_t* of_out, const int64_t* of_mask, int64_t added,
+                                int64_t causal, int64_t narrow, float scale, float* scratch, int64_t threads) {
+    const auto run = [&](auto* none) {
+        typedef decltype(none) At;
+        all_heads((At)q, (At)k, (At)v, mask, out, sizes, of_q, of_k, of_v, of_out, of_mask, added, causal, scale, scratch, scratch_floats(sizes), threads);
+    };
+    if (narrow) run((const uint16_t*)nullptr);
+    else run((const float*)nullptr);
 }

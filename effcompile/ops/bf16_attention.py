@@ -72,8 +72,7 @@ class AttentionTiles:
             *(POINTER,) * 5,
             _SIX,
             *(_THREE,) * 5,
-            ARGUMENT,
-            ARGUMENT,
+            *(ARGUMENT,) * 3,
             ctypes.c_float,
             POINTER,
             ARGUMENT,
@@ -89,7 +88,7 @@ class AttentionTiles:
     ) -> Tensor:
         """See `bf16_attention_on_cpu`. The result lies in memory as (B, S, H, D)."""
         batch, heads, queries, width = query.shape
-        made = query.new_empty((batch, queries, heads, width)).transpose(1, 2)
+        made = torch.empty((batch, queries, heads, width)).transpose(1, 2)
         sizes, threads = _sizes(query, key), torch.get_num_threads()
         scratch = torch.empty(self.room(query, key), dtype=torch.uint8)
         start = -(-scratch.data_ptr() // _LINE) * _LINE
@@ -98,7 +97,8 @@ class AttentionTiles:
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
             made.data_ptr(), sizes, _THREE(*query.stride()[:3]), _THREE(*key.stride()[:3]),
             _THREE(*value.stride()[:3]), _THREE(*made.stride()[:3]), _THREE(*strides),
-            mask is not None and mask.dtype is torch.float32, is_causal, scale, start, threads,
+            mask is not None and mask.dtype is torch.float32, is_causal,
+            query.dtype is torch.bfloat16, scale, start, threads,
         )  # fmt: skip
         return made
 
@@ -134,7 +134,8 @@ def bf16_attention_on_cpu(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """(B, H, S, D) in fp32, for query (B, H, S, D), key and value (B, G, K, D) with H a multiple of G.
+    """(B, H, S, D) in fp32, for query (B, H, S, D), key and value (B, G, K, D) with H a multiple of G, in
+    fp32 or bf16.
 
     `mask` (B or 1, H or 1, S or 1, K): a bool that says what is seen, or numbers that are added. A query that
     sees nothing gets zeros, as by `scaled_dot_product_attention`.
@@ -153,11 +154,14 @@ bf16_attention = torch.ops.effcompile.bf16_attention
 
 
 def _expanded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask of four axes, one row for each query."""
+    """A mask of four axes, one row for each query, its keys side by side: one that says the same of all keys
+    of a query is written out.
+    """
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
-    return mask.expand(*mask.shape[:2], query.shape[2], key.shape[2])
+    mask = mask.expand(*mask.shape[:2], query.shape[2], key.shape[2])
+    return mask.contiguous() if mask.stride(3) != 1 else mask
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -165,8 +169,13 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     dense = query.stride(3) == key.stride(3) == value.stride(3) == 1
     same = key.shape == value.shape and key.shape[3] == query.shape[3] and not query.shape[1] % key.shape[1]
     masked = mask is None or masks_so(mask, query.shape[2], key.shape[2])
-    whole = query.dtype is key.dtype is value.dtype is torch.float32
+    whole = query.dtype is key.dtype is value.dtype and query.dtype in (torch.float32, torch.bfloat16)
     return dense and same and masked and whole and min(*query.shape, *key.shape) > 0
+
+
+def _result(query: Tensor) -> torch.dtype:
+    """Of the attention: the query's, and fp32 of bf16."""
+    return torch.float32 if query.dtype is torch.bfloat16 else query.dtype
 
 
 def by_torch(
@@ -181,13 +190,14 @@ def by_torch(
         mask = mask.to(dtype)
     gqa = query.shape[1] != key.shape[1]
     made = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=gqa)
-    return made.transpose(1, 2).contiguous().transpose(1, 2).to(query.dtype)
+    return made.transpose(1, 2).contiguous().transpose(1, 2).to(_result(query))
 
 
 @torch.library.register_fake("effcompile::bf16_attention", lib=_LIBRARY)
 def _(query, key, value, mask=None, is_causal=False, scale=None):  # type: ignore[no-untyped-def]
     batch, heads, rows, _ = query.shape
-    return query.new_empty((batch, rows, heads, value.shape[3])).transpose(1, 2)
+    made = query.new_empty((batch, rows, heads, value.shape[3]), dtype=_result(query))
+    return made.transpose(1, 2)
 
 
 @register_flop_formula(torch.ops.effcompile.bf16_attention)

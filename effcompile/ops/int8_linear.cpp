@@ -14,34 +14,20 @@
 #define KIND 0
 #include "integers.h"
 #if TILED
-#include "tiles_of_bytes.h"
+#include "tiled_linear.h"
 #endif
 
 namespace {
 
+#if !TILED
 constexpr int LANES = 16;  // outputs that are interleaved
+#endif
 constexpr int PER_LANES = LANES / W;
 constexpr int PANEL = VECS * W;  // outputs of a tile
-#if TILED
-constexpr int64_t CHUNK = 256;  // rows of x that are multiplied with a panel
-constexpr int64_t PART = 12;    // tiles of K: 24 KiB of a panel
-
-// Sums of tiles, [rows / 16][columns][16][16], that are not outputs yet.
-struct Block {
-    int64_t row = 0, rows = 0, from = 0;
-    int columns = 0;
-    const int32_t* sums = nullptr;
-};
-
-struct TileThread {
-    Tiles tiles;
-    Block before;
-    alignas(64) int32_t sums[CHUNK / 32][4 * 256];
-};
-#endif
 
 // ------------------------------------------------------------------ the product
 
+template <typename T>
 struct Linear {
     int64_t m, n, k, quads;
     const uint8_t* weight;  // [N / LANES][quads][LANES][4]
@@ -52,7 +38,7 @@ struct Linear {
     int64_t stride;
     const float* row_scales;
     const int32_t* offsets;
-    float* y;
+    T* y;
     int64_t ldy;
 
     // R rows from row i times the outputs [from, from + V * W).
@@ -89,7 +75,7 @@ struct Linear {
 
     inline void write(int64_t row, int64_t from, VI sums) const {
         const int64_t here = std::min<int64_t>(W, n - from);
-        if (here == W) return store(y + row * ldy + from, result(row, sums, load(scales + from), bias ? load(bias + from) : V{}));
+        if (here == W) return put(y + row * ldy + from, result(row, sums, load(scales + from), bias ? load(bias + from) : V{}), W);
         const V z = result(row, sums, (V)words_of(scales + from, here), bias ? (V)words_of(bias + from, here) : V{});
         put(y + row * ldy + from, z, here);
     }
@@ -121,53 +107,6 @@ struct Linear {
             rows<ROWS, NV>(end - i, i, from);
         }
     }
-
-#if TILED
-    // The same by tiles: up to 32 outputs, K in parts, so that a part of W stays in the L1 cache for all rows. Meanwhile what the next task
-    // of this thread reads comes nearer, and the sums of the blocks before become outputs.
-    template <int C>
-    void tile_panel(TileThread& thread, int64_t top, int64_t bottom, int64_t from, int64_t ahead) const {
-        const int64_t apart = quads * 64, whole = quads / TILE_ROWS, blocks = (bottom - top + 31) / 32;
-        const uint8_t* here = weight + from / LANES * apart;
-        const uint8_t* next = here + ahead * C * apart;
-        const bool there = next + C * apart <= weight + (n + LANES - 1) / LANES * apart;
-        const int64_t lines = there && whole ? C * quads / (blocks * whole) : 0;
-        alignas(64) uint8_t rest[C * TILE_BYTES];
-        if (quads % TILE_ROWS) TilePanel<C>{here, apart}.rest_of(quads, rest);
-        for (int64_t part = 0, begin = 0; part == 0 || begin < whole; part++, begin += PART) {
-            const TilePanel<C> panel{here + begin * TILE_BYTES, apart};
-            const int64_t steps = std::min(PART, whole - begin);
-            const bool last = begin + steps == whole;
-            const uint8_t* left = last && quads % TILE_ROWS ? rest : nullptr;
-            for (int64_t i = top, block = 0; i < bottom; i += 32, block++) {
-                const int64_t heights[2] = {tiled_height(i, m), i + TILE_ROWS < bottom ? tiled_height(i + TILE_ROWS, m) : 0};
-                if (last) ask_for(i, heights[0] + heights[1], from, C);
-                const int8_t* a = codes + i * stride + begin * STEP * heights[0];
-                const int8_t* below = codes + (i + TILE_ROWS) * stride + begin * STEP * heights[1];
-                thread.tiles.of(heights[0], heights[1]);
-                int32_t* sums = thread.sums[block];
-                const auto work = [&](int64_t step, int64_t of) { write(thread.before, step, of); };
-                if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums, next, lines, work);
-                else panel.template multiply<1>(a, below, heights, steps, left, !part, sums, next, lines, work);
-                thread.before = last ? Block{i, heights[0] + heights[1], from, C, sums} : Block{};
-            }
-        }
-    }
-
-    // Outputs that will be written come nearer.
-    void ask_for(int64_t i, int64_t rows, int64_t from, int columns) const {
-        for (int64_t r = 0; r < rows; r++)
-            for (int c = 0; c < columns; c++) __builtin_prefetch(y + (i + r) * ldy + from + c * LANES, 1);
-    }
-
-    // Part `step` of so many parts of a block.
-    inline void write(const Block& block, int64_t step, int64_t of) const {
-        const int64_t rows = of == PART ? (block.rows + PART - 1) / PART : (block.rows + of - 1) / of;  // no division, mostly
-        for (int64_t r = step * rows; r < std::min(block.rows, (step + 1) * rows); r++)
-            for (int c = 0; c < block.columns; c++)
-                write(block.row + r, block.from + c * LANES, load_ints(block.sums + (r / 16 * block.columns + c) * 256 + r % 16 * 16));
-    }
-#endif
 };
 
 }  // namespace
@@ -176,11 +115,11 @@ struct Linear {
 extern "C" int64_t permitted() { return tiles_permitted(); }
 #endif
 
-// x (M, K), fp32, rows ldx apart → y (M, N). `codes` (M, K to the next multiple of four, or for tiles of 64, 64 bytes aligned), `row_scales`
-// (M) and `offsets` (M) are workspace. Rows are taken in chunks of `chunk`, so that their codes stay in a core's cache.
-extern "C" void int8_linear(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t* weight, const float* scales, const float* bias,
-                            int64_t n, int64_t after, float* y, int8_t* codes, float* row_scales, int32_t* offsets, int64_t chunk,
-                            int64_t threads) {
+namespace {
+
+template <typename T>
+void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t* weight, const float* scales, const float* bias, int64_t n,
+               int64_t after, T* y, int8_t* codes, float* row_scales, int32_t* offsets, int64_t chunk, int64_t threads) {
     const int64_t quads = (k + 3) / 4, vectors = (n + W - 1) / W, panels = (vectors + VECS - 1) / VECS;
 #if TILED
     const bool tiled = m >= TILED && k > 32;
@@ -190,7 +129,11 @@ extern "C" void int8_linear(const float* x, int64_t ldx, int64_t m, int64_t k, c
     const int64_t stride = 4 * quads;
 #endif
     const int64_t chunks = (m + chunk - 1) / chunk;
-    const Linear linear{m, n, k, quads, weight, scales, bias, (int)after, codes, stride, row_scales, offsets, y, n};
+    const Linear<T> linear{m, n, k, quads, weight, scales, bias, (int)after, codes, stride, row_scales, offsets, y, n};
+#if TILED
+    const Results<T> results{{n, scales, bias, row_scales, offsets}, (int)after, y, n};
+    const TiledLinear<Results<T>> by_tiles{m, n, quads, weight, codes, stride, results};
+#endif
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
 #if TILED
@@ -213,15 +156,31 @@ extern "C" void int8_linear(const float* x, int64_t ldx, int64_t m, int64_t k, c
             const int64_t vecs = std::min<int64_t>(VECS, vectors - p * VECS);
 #if TILED
             if (tiled) {
-                if (vecs > 1) linear.tile_panel<2>(thread, top, bottom, p * PANEL, threads);
-                else linear.tile_panel<1>(thread, top, bottom, p * PANEL, threads);
+                if (vecs > 1) by_tiles.template panel<2>(thread, top, bottom, p * PANEL, threads);
+                else by_tiles.template panel<1>(thread, top, bottom, p * PANEL, threads);
                 continue;
             }
 #endif
-            linear.panel<VECS>(vecs, top, bottom, p * PANEL);
+            linear.template panel<VECS>(vecs, top, bottom, p * PANEL);
         }
 #if TILED
-        linear.write(thread.before, 0, 1);
+        by_tiles.finish(thread);
 #endif
     }
+}
+
+}  // namespace
+
+// x (M, K), fp32, rows ldx apart → y (M, N), in fp32 or, by the second, in bf16. `codes` (M, K to the next multiple of four, or for tiles of 64, 64 bytes aligned), `row_scales`
+// (M) and `offsets` (M) are workspace. Rows are taken in chunks of `chunk`, so that their codes stay in a core's cache.
+#define EACH_ARGUMENT(T) \
+    const float *x, int64_t ldx, int64_t m, int64_t k, const uint8_t *weight, const float *scales, const float *bias, int64_t n, int64_t after, \
+        T *y, int8_t *codes, float *row_scales, int32_t *offsets, int64_t chunk, int64_t threads
+
+extern "C" void int8_linear(EACH_ARGUMENT(float)) {
+    linear_of(x, ldx, m, k, weight, scales, bias, n, after, y, codes, row_scales, offsets, chunk, threads);
+}
+
+extern "C" void int8_linear_narrow(EACH_ARGUMENT(uint16_t)) {
+    linear_of(x, ldx, m, k, weight, scales, bias, n, after, y, codes, row_scales, offsets, chunk, threads);
 }

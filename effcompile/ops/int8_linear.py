@@ -21,14 +21,15 @@ from effcompile.ops import int8_native as native
 from effcompile.ops.instruction_sets import whose, why_torch
 from effcompile.ops.int8_codes import AFTER, linear_by_torch
 
-__all__ = ["fallback_reason", "int8_linear", "refusal", "told", "workspace_bytes"]
+__all__ = ["check", "fallback_reason", "int8_linear", "refusal", "told", "workspace_bytes"]
 
 #: Products of two codes (at most 127²) that a sum of 32 bits holds.
 _DEEPEST = 1 << 17
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _LIBRARY.define(
-    "int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, str after='none') -> Tensor"
+    "int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None, str after='none', "
+    "bool narrow=False) -> Tensor"
 )
 
 
@@ -54,19 +55,26 @@ def refusal(k: int) -> Unsupported | None:
 
 
 def int8_linear_on_cpu(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None, after: str = "none"
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    after: str = "none",
+    narrow: bool = False,
 ) -> Tensor:
-    """after(x Wᵀ + bias), (..., N) in fp32, for W as `int8_codes.pack` gives it and its scales (N).
+    """after(x Wᵀ + bias), (..., N) in fp32 or, if `narrow`, in bf16, for W as `int8_codes.pack` gives it and
+    its scales (N).
 
     Raises:
         UsageError: shapes or dtypes that do not fit.
     """
-    _check(x, weight, scales, bias, after)
+    check(x, weight, scales, bias, after)
     found = native.kernels()
     if isinstance(found, str):
         _warn(found)
-        return linear_by_torch(x, weight, scales, bias, after)
-    return found.linear(x, weight, scales, None if bias is None else bias.contiguous(), after)
+        made = linear_by_torch(x, weight, scales, bias, after)
+        return made.bfloat16() if narrow else made
+    return found.linear(x, weight, scales, None if bias is None else bias.contiguous(), after, narrow)
 
 
 _LIBRARY.impl("int8_linear", int8_linear_on_cpu, "CPU")
@@ -77,7 +85,8 @@ def _warn(reason: str) -> None:
     warnings.warn(f"Linears in 8 bits are computed by torch, slowly: {reason}.", RuntimeWarning, stacklevel=3)
 
 
-def _check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> None:
+def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> None:
+    """Raises UsageError for arguments of a linear in 8 bits that do not fit."""
     n, k = scales.shape[0] if scales.dim() == 1 else -1, x.shape[-1] if x.dim() else -1
     fits = (
         weight.shape == (-(-n // 16), -(-k // 4), 16, 4)
@@ -100,8 +109,8 @@ def _check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after
 
 
 @torch.library.register_fake("effcompile::int8_linear", lib=_LIBRARY)
-def _(x, weight, scales, bias=None, after="none"):  # type: ignore[no-untyped-def]
-    return x.new_empty((*x.shape[:-1], scales.shape[0]))
+def _(x, weight, scales, bias=None, after="none", narrow=False):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], scales.shape[0]), dtype=torch.bfloat16 if narrow else None)
 
 
 @register_flop_formula(torch.ops.effcompile.int8_linear)

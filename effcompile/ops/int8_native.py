@@ -82,23 +82,27 @@ class ByteKernels:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
         found = library(_SOURCE, macros(isa), isa)
-        self.call = (with_tiles(found) if TILED.get(isa) else found).int8_linear
-        self.call.argtypes, self.call.restype = _ARGUMENTS, None
+        found = with_tiles(found) if TILED.get(isa) else found
+        self.call, self.narrow = found.int8_linear, found.int8_linear_narrow
+        for call in (self.call, self.narrow):
+            call.argtypes, call.restype = _ARGUMENTS, None
 
     def room(self, x: Tensor) -> CodedRows:
         """Each row is one group; four of its codes are read at a time, or as many as a tile has."""
         depth = _DEPTH if TILED.get(self.isa) else 4
         return CodedRows.of(x, 1, -(-int(x.shape[-1]) // depth) * depth)
 
-    def linear(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str, narrow: bool = False
+    ) -> Tensor:
         """See `int8_linear.int8_linear`, which has checked the arguments."""
         n, k = scales.shape[0], x.shape[-1]
-        result = x.new_empty((*x.shape[:-1], n))
+        result = x.new_empty((*x.shape[:-1], n), dtype=torch.bfloat16 if narrow else None)
         flat = flat_rows(x)
         room = self.room(flat)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
-        self.call(
+        (self.narrow if narrow else self.call)(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
             None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(),
             codes, row_scales, sums, max(1, _CHUNK // room.row_bytes), torch.get_num_threads(),

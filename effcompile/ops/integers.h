@@ -69,6 +69,18 @@ inline void put(float* p, V v, int64_t count) {
     else std::memcpy(p, &v, count * sizeof(float));
 }
 
+// The same as bf16, rounded to nearest even.
+inline void put(uint16_t* p, V v, int64_t count) {
+#ifdef __AVX512BF16__
+    const __m256i halves = (__m256i)_mm512_cvtneps_pbh((__m512)v);
+#else
+    const VU u = (VU)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, is_nan = (VU)((u & 0x7fffffff) > 0x7f800000);
+    const VH halves = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), VH);
+#endif
+    if (count >= W) std::memcpy(p, &halves, sizeof(halves));
+    else std::memcpy(p, &halves, count * sizeof(uint16_t));
+}
+
 template <int H, typename T, size_t... I>
 inline T turned(T v, std::index_sequence<I...>) { return __builtin_shufflevector(v, v, (int)(I ^ H)...); }
 
@@ -96,16 +108,22 @@ inline int32_t largest_bits(const float* x, int64_t count) {
     return largest_lane(bits);
 }
 
+// What numbers are multiplied with to be codes, where the largest has these bits: 0 where it is infinite, NaN, or as good as 0. Their scale is
+// NaN in the first two cases, so that results are.
+inline float scale_of(int32_t largest_bits, float* scale) {
+    float largest;
+    std::memcpy(&largest, &largest_bits, 4);
+    const bool finite = largest_bits < 0x7f800000, some = finite && largest > LEAST;
+    *scale = !finite ? NAN : some ? largest / 127.0f : 0.0f;
+    return some ? 127.0f / largest : 0.0f;
+}
+
 // Codes of `count` numbers that share a scale, then zeros up to `padded`; returns 128 times the sum of the codes. Where one is infinite or
 // NaN the scale is NaN and the codes are 0, so that results are NaN. Codes are side by side, or RUN of them, and the next `apart` bytes on.
 template <int64_t RUN = 0>
 inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int64_t apart = 0) {
-    const int32_t most = largest_bits(x, count);
-    float largest;
-    std::memcpy(&largest, &most, 4);
-    const bool finite = most < 0x7f800000, some = finite && largest > LEAST;
-    const float inverse = some ? 127.0f / largest : 0.0f;
-    *scale = !finite ? NAN : some ? largest / 127.0f : 0.0f;
+    const float inverse = scale_of(largest_bits(x, count), scale);
+    const bool finite = inverse != 0.0f;
     VI sums = {};
     for (int64_t i = 0; i < padded; i += W) {
         VI whole = rounded((V)(count - i < W ? words_of(x + i, std::max<int64_t>(count - i, 0)) : load_ints(x + i)) * inverse);
@@ -120,7 +138,7 @@ inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* c
 
 // ------------------------------------------------------------------ what may follow a product
 
-enum After { NOTHING, GELU, GELU_TANH, SILU };
+enum After { NOTHING, GELU, GELU_TANH, SILU, GELU_SHORT };
 
 // 2^t for t <= 0, to a unit in the last place or two: a polynomial of the fraction in [-1/2, 1/2] (Cephes, exp2f), the whole part into the
 // exponent. No less than 2^-100: what it is multiplied with afterwards then makes no subnormal numbers, which take a hundred times as long.
@@ -164,10 +182,31 @@ inline V gelu(V x) {
     return x * where(x < 0.0f, tail, 1.0f - tail);
 }
 
+#if WIDTH == 16
+inline V above(V x, float least) { return (V)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x); }  // NaN stays one
+inline V below(V x, float most) { return (V)_mm512_min_ps(_mm512_set1_ps(most), (__m512)x); }
+#else
+inline V above(V x, float least) { return where(x < least, V{} + least, x); }
+inline V below(V x, float most) { return where(x > most, V{} + most, x); }
+#endif
+
+// The same to 4e-04, a tenth of what bytes are rounded by: the best polynomial of x^2 for (Phi(x) - 1/2) / x on [-4, 4].
+inline V gelu_short(V x) {
+    const V from = above(x, -4.0f), within = below(from, 4.0f), u = within * within;
+    V p = u * 2.27816126e-08f - 1.59861194e-06f;
+    p = p * u + 4.79557273e-05f;
+    p = p * u - 0.000814017655f;
+    p = p * u + 0.0087723996f;
+    p = p * u - 0.0645731369f;
+    p = p * u + 0.397883369f;
+    return from * (within * p + 0.5f);
+}
+
 inline V followed(V x, int after) {
     if (after == GELU) return gelu(x);
     if (after == GELU_TANH) return x * sigmoid((x * x * 0.044715f + 1.0f) * x * 1.5957691216057308f);
     if (after == SILU) return x * sigmoid(x);
+    if (after == GELU_SHORT) return gelu_short(x);
     return x;
 }
 

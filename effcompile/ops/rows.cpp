@@ -3,13 +3,7 @@
 // Compiled once per instruction set by machine/native.py, which passes WIDTH, the 32-bit words of a vector register.
 
 #define KIND 0
-#include "integers.h"
-
-namespace {
-
-constexpr int64_t SUMS = 4;  // that are added to in turn: one would wait for itself
-
-}  // namespace
+#include "norm_row.h"
 
 // y = s * (mean s^2 + eps)^(-1/2) * weight with s = x + residual, all (rows, d) but weight (d). `residual` and `s` are null together.
 extern "C" void rms_norm(const float* x, const float* residual, const float* weight, double eps, int64_t rows, int64_t d, float* y, float* s,
@@ -36,29 +30,7 @@ extern "C" void rms_norm(const float* x, const float* residual, const float* wei
 extern "C" void layer_norm(const float* x, const float* residual, const float* weight, const float* bias, double eps, int64_t rows, int64_t d,
                            float* y, int64_t threads) {
 #pragma omp parallel for num_threads((int)threads) if (threads > 1 && rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *from = x + row * d, *other = residual + row * d;
-        float* to = y + row * d;
-        V sums[SUMS] = {}, squares[SUMS] = {};
-        for (int64_t i = 0, turn = 0; i < d; i += W, turn = (turn + 1) % SUMS) {
-            const V v = some_of(from + i, d - i) + some_of(other + i, d - i);
-            put(to + i, v, d - i);
-            sums[turn] = sums[turn] + v;
-        }
-        const float mean = sum_of_lanes(sums[0] + sums[1] + sums[2] + sums[3]) / (float)d;
-        for (int64_t i = 0, turn = 0; i < d; i += W, turn = (turn + 1) % SUMS) {
-            V v = some_of(to + i, d - i) - mean;
-            if (d - i < W) v = (V)words_of((const float*)&v, d - i);
-            squares[turn] = squares[turn] + v * v;
-        }
-        const float inverse = 1.0f / std::sqrt(sum_of_lanes(squares[0] + squares[1] + squares[2] + squares[3]) / (float)d + (float)eps);
-        for (int64_t i = 0; i < d; i += W) {
-            V v = (some_of(to + i, d - i) - mean) * inverse;
-            if (weight) v = v * some_of(weight + i, d - i);
-            if (bias) v = v + some_of(bias + i, d - i);
-            put(to + i, v, d - i);
-        }
-    }
+    for (int64_t row = 0; row < rows; row++) layer_norm_row(x + row * d, residual + row * d, weight, bias, (float)eps, d, y + row * d);
 }
 
 // y = silu(gate) * up, all (count).

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from effcompile.core.reasons import NotMeasured, Reason
+from effcompile.core.reasons import NotMeasured, Reason, Unsupported
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
-from effcompile.sites.parts import add_norms, gelus
+from effcompile.sites.parts import AddNormSite, add_norms, gelus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,11 @@ class Fuse(Pass):
                     options=(),
                     covers=frozenset([norm.node, norm.add]),
                 )
-                yield from self._pair(context, empty, "add_norm", ("split", "fused"), (norm.rows, norm.cols))
+                twice = _computed_twice(context, norm)
+                forms = ("split",) if twice else ("split", "fused")
+                if twice:
+                    yield Declined(site=norm.site, kind="norm", option="fused", by=self.name, reason=twice)
+                yield from self._pair(context, empty, "add_norm", forms, (norm.rows, norm.cols))
         if not self.gelu:
             return
         found = gelus(program)
@@ -92,3 +96,10 @@ class Fuse(Pass):
                 options.append(Option(form=Form(word=name), cost=cost, by=self.name))
         if options:
             yield replace(empty, baseline=options[0].name, options=tuple(options))
+
+
+def _computed_twice(context: Context, norm: AddNormSite) -> Unsupported | None:
+    """Why the sum would be computed twice, once for its other readers; None where it would not."""
+    if len(norm.add.users) == 1 or not context.backend.startswith("torch"):
+        return None
+    return Unsupported("others read the residual sum too, and torch's kernel of both gives the norm alone")

@@ -7,14 +7,14 @@ Legend: weight (N, K), block side b, grid (R, C) = (N / b, K / b).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from effcompile.ir.formats import TWO_OF_FOUR, WeightFormat, sparse_format
+from effcompile.ir.formats import TWO_OF_FOUR, WeightFormat, in_bytes, sparse_format
 from effcompile.sparse import BLOCKS, saliency
-from effcompile.sparse.forms import pattern_format
+from effcompile.sparse.forms import coded_bytes, pattern_format, stored_bytes
 
 #: A weight with a larger share of kept entries is no sparse weight; there is nothing to gain.
 MOST_KEPT = 0.75
@@ -37,6 +37,25 @@ class SparseForm:
     @property
     def density(self) -> float:
         return self.kept / self.blocks
+
+    @property
+    def coded(self) -> bool:
+        """Whether what is kept is held in bytes."""
+        return self.format.bits == 8
+
+    @property
+    def kernel(self) -> str:
+        return "linear/sparse_int8" if self.coded else "linear/sparse"
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Of a weight (N, K) in this form."""
+        if self.coded:
+            return coded_bytes(self.mask(), self.block)
+        return stored_bytes(self.kept, self.block, n, k)
+
+    def in_bytes(self) -> SparseForm:
+        """The same blocks as bytes, which changes results."""
+        return replace(self, format=in_bytes(self.format), given=False)
 
 
 def fitting(shape: Sequence[int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from effcompile.core import torch_compat
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
 from effcompile.core.reasons import NoKernel, NotMeasured, Reason, SparseSpeed, Unsupported
+from effcompile.estimate.perturb import Coded
 from effcompile.ir.formats import FP32, TWO_OF_FOUR, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -34,7 +35,6 @@ from effcompile.passes.two_of_four import on_cores
 from effcompile.passes.weight_saliency import SALIENCIES, SaliencyScores, check_shares, load_masks
 from effcompile.sites.parts import LinearSite, linears, weight_of
 from effcompile.sparse import BLOCKS
-from effcompile.sparse.forms import stored_bytes
 from effcompile.sparse.pattern import check_block
 
 BASELINE = FP32.name
@@ -88,7 +88,9 @@ class Sparsify(Pass):
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         forms = self._forms(program)
         if context.goal.exact:
-            for option in sorted({f.format.name for _, found in forms for f in found if not f.given}):
+            for option in sorted(
+                {f.format.name for _, found in forms for f in found if not (f.given or f.coded)}
+            ):
                 yield no_error_allowed("linear", option, self.name)
         yield from self._misfits(program)
         tied = readers(program)
@@ -97,7 +99,8 @@ class Sparsify(Pass):
             assert weight is not None
             half = weight.element_size() == 2
             base = price(context, "linear/bf16" if half else f"linear/{BASELINE}", *site.dims)
-            possible = [form for form in found if form.given or not context.goal.exact]
+            served = [form for form in found if not form.coded or context.backend.startswith("torch")]
+            possible = [form for form in served if form.given or not context.goal.exact]
             missing = no_kernel(context, f"linear/{BASELINE}") if base is None and not half else None
             reason = missing or _tied(weight, tied)
             items = [
@@ -120,7 +123,7 @@ class Sparsify(Pass):
         """(site, option) → the pruned weight (N, K), for those whose error has to be measured."""
         tied = readers(program)
         return {
-            (site.site, form.format.name): functools.partial(keep, weight_of(program, site), form)
+            (site.site, form.format.name): _replacement(weight_of(program, site), form)
             for site, found in self._forms(program)
             if not _tied(weight_of(program, site), tied)
             for form in found
@@ -181,7 +184,9 @@ class Sparsify(Pass):
                 found += pruned_forms(weight, self.sparsity, blocks, functools.partial(scores.of, site))
             unique = {form.format.name: form for form in reversed(found)}
             if unique:
-                result.append((site, list(reversed(unique.values()))))
+                forms = list(reversed(unique.values()))
+                coded = [form.in_bytes() for form in forms if form.format != TWO_OF_FOUR]
+                result.append((site, forms + coded))
         return result
 
     def _pruned(self, known: list[LinearSite]) -> list[LinearSite]:
@@ -236,14 +241,11 @@ class Sparsify(Pass):
     def _option(self, context: Context, site: LinearSite, form: SparseForm, base: Cost) -> Option | Declined:
         # two digits: layers that differ by a few blocks share a measurement
         timed = min(form.blocks, int(float(f"{form.kept:.1e}")))
-        cost = price(context, "linear/sparse", *site.dims, timed, form.block)
+        cost = price(context, form.kernel, *site.dims, timed, form.block)
         if cost is None:
-            return self._declined(
-                site.site,
-                form.format.name,
-                _no_kernel(context, KernelCall("linear/sparse", (*site.dims, timed, form.block))),
-            )
-        size = stored_bytes(form.kept, form.block, site.n, site.k)
+            call = KernelCall(form.kernel, (*site.dims, timed, form.block))
+            return self._declined(site.site, form.format.name, _no_kernel(context, call))
+        size = form.nbytes(site.n, site.k)
         error = 0.0 if form.given else context.sensitivity.get((site.site, form.format.name))
         cost = replace(cost, weight_bytes=size, error_squared=error or 0.0)
         wanted = context.goal.minimize == "memory" or context.goal.memory is not None
@@ -266,6 +268,12 @@ class Sparsify(Pass):
 
     def _declined(self, site: str, option: str, reason: Reason, cost: Cost | None = None) -> Declined:
         return Declined(site=site, kind="linear", option=option, by=self.name, reason=reason, cost=cost)
+
+
+def _replacement(weight: Tensor, form: SparseForm) -> Callable[[], Tensor]:
+    """What the linear is measured with."""
+    kept = functools.partial(keep, weight, form)
+    return Coded(kept) if form.coded else kept
 
 
 def _no_kernel(context: Context, call: KernelCall) -> NoKernel:

@@ -121,6 +121,23 @@ def test_other_layouts_and_dtypes() -> None:
     torch.testing.assert_close(wide.float(), right, **CLOSE)
 
 
+def test_numbers_that_are_bf16_give_the_same(way: str) -> None:
+    q, k, v = (heads(2, 3, rows, 40, rows) for rows in (37, 70, 70))
+    narrow = bf16_attention(*(each.bfloat16() for each in (q, k, v)))
+    assert narrow.dtype is torch.float32 and torch.equal(narrow, bf16_attention(q, k, v))
+
+
+@pytest.mark.skipif(fallback_reason() is not None, reason="there is no kernel here")
+def test_a_mask_that_says_the_same_of_all_keys_is_read_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (heads(2, 3, 17, 24, seed) for seed in range(3))
+    seen = torch.ones(2, 1, 17, 1, dtype=torch.bool)
+    seen[1, 0, 4] = False
+    right = wanted(q, k, v, seen.expand(2, 1, 17, 17), False, 24**-0.5)
+    right[1, :, 4] = 0
+    monkeypatch.setattr(module, "by_torch", None)
+    torch.testing.assert_close(bf16_attention(q, k, v, seen.expand(2, 1, 17, 17)), right, **CLOSE)
+
+
 def test_workspace_is_what_the_allocator_hands_out(way: str) -> None:
     q, k, v = heads(2, 4, 65, 40, 0), heads(2, 2, 90, 40, 1), heads(2, 2, 90, 40, 2)
     bf16_attention(q, k, v)

@@ -187,6 +187,17 @@ def test_as_an_operator() -> None:
     assert counter.get_total_flops() == 2 * 6 * 20 * 18
 
 
+@pytest.mark.parametrize("m", [1, 5, 40])
+@pytest.mark.parametrize("n", [1, 16, 53, 64])
+def test_narrow_results_are_the_others_rounded(isa: str, m: int, n: int) -> None:
+    x, codes, scales, bias = numbers(m, 70, n)
+    x[0, 3] = torch.nan
+    arguments = (x, int8_codes.pack(codes), scales, bias, "gelu")
+    narrow = int8_linear(*arguments, narrow=True)
+    assert narrow.dtype is torch.bfloat16
+    assert torch.equal(narrow.nan_to_num(7.0), int8_linear(*arguments).bfloat16().nan_to_num(7.0))
+
+
 def test_workspace_is_what_the_allocator_says() -> None:
     x, codes, scales, bias = numbers(37, 50, 24)
     arguments = (x, int8_codes.pack(codes), scales, bias)

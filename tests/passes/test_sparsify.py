@@ -197,7 +197,7 @@ def test_measured_errors_are_those_of_the_pruned_model(dense: Program, saliency:
     weights = made.replaced_weights(dense)
     measured = sensitivity.measure(dense, [(dense.args, {})], {}, weights=weights, probes=64)
     (reference,) = outputs(dense)
-    assert list(weights) == [(HEAD, "sparse4@0.50")]
+    assert list(weights) == [(HEAD, "sparse4@0.50"), (HEAD, "sparse4@0.50+int8")]
     after = made.apply(dense, plan_with({HEAD: "sparse4@0.50"}))
     (found,) = outputs(after)
     assert measured.errors[HEAD, "sparse4@0.50"] == pytest.approx(
@@ -206,22 +206,19 @@ def test_measured_errors_are_those_of_the_pruned_model(dense: Program, saliency:
 
 
 def test_wanda_weighs_inputs() -> None:
-    made = model()
+    whole = model()
     with torch.no_grad():
-        made.head.weight.fill_(1.0)
-        made.head.weight[:, 16:] = 0.5
-        made.layers = nn.ModuleList()
+        whole.head.weight.fill_(1.0)
+        whole.head.weight[:, 16:] = 0.5
+        whole.layers = nn.ModuleList()
     x = torch.ones(1, 2, 32)
     x[..., 16:] = 10.0
-    program = capture(made, (x,))
+    program = capture(whole, (x,))
     for saliency, kept in (("magnitude", slice(0, 16)), ("wanda", slice(16, 32))):
-        ((_, weight),) = (
-            Sparsify(sparsity=(0.5,), block=8, saliency=saliency, sites=(HEAD,))
-            .replaced_weights(program)
-            .items()
-        )
+        made = Sparsify(sparsity=(0.5,), block=8, saliency=saliency, sites=(HEAD,))
+        weight = made.replaced_weights(program)[HEAD, "sparse8@0.50"]
         expected = torch.zeros(8, 32)
-        expected[:, kept] = made.head.weight.detach()[:, kept]
+        expected[:, kept] = whole.head.weight.detach()[:, kept]
         assert torch.equal(weight(), expected)
 
 
@@ -232,8 +229,12 @@ def test_a_given_mask_prunes_what_it_leaves_out(
     made = Sparsify(saliency="given", masks=str(tmp_path / "masks.pt"), block=4)
     weights = made.replaced_weights(dense)
     assert {site for site, _ in weights} == {UP, DOWN}
-    for (site, _), weight in weights.items():
-        assert torch.equal(weight(), dense.module.get_parameter(f"{site}.weight").detach() * masks[site])
+    for (site, option), weight in weights.items():
+        coded = option.endswith("+int8")
+        assert not (weight()[~masks[site]]).any()
+        assert coded or torch.equal(
+            weight(), dense.module.get_parameter(f"{site}.weight").detach() * masks[site]
+        )
 
 
 # ------------------------------------------- models without data, and with block-sparse layers of their own
@@ -360,10 +361,27 @@ def test_several_shares_compete_in_one_choice(dense: Program) -> None:
     assert list(found[UP]) == ["fp32", "sparse8@0.75", "sparse8@0.91"]
 
 
-def test_snip_scores_are_taken_for_blocks_too(dense: Program) -> None:
-    ((_, weight),) = (
-        Sparsify(sparsity=(0.5,), block=8, saliency="snip", sites=(HEAD,)).replaced_weights(dense).items()
+def test_blocks_in_bytes_are_an_option_of_torchs_engines(dense: Program) -> None:
+    """Their error is that of pruned weights in bytes, and what is built is read off the operator."""
+    made = Sparsify(sparsity=(0.75,), block=8)
+    here = replace(
+        context(lambda call: 1e-9 if call.kernel == "linear/sparse_int8" else 1e-3), backend="torch-eager"
     )
+    measured = {(UP, "sparse8@0.75"): 1e-4, (UP, "sparse8@0.75+int8"): 2e-4}
+    found, _ = options(dense, made, replace(here, sensitivity=measured))
+    option, dense_form = found[UP]["sparse8@0.75+int8"], found[UP]["fp32"]
+    assert option.cost.error_squared == 2e-4 and option.cost.weight_bytes < dense_form.cost.weight_bytes / 4
+    plan, x = plan_with({UP: "sparse8@0.75+int8"}), torch.randn(3, 5, 32)
+    lowered = TorchEager().lower(made.apply(dense, plan), plan, [])
+    assert lowered.applied[UP] == option.form and "sparse int8 linears" in lowered.settings
+    assert lowered(x)[0].isfinite().all()
+    elsewhere = replace(here, backend="onnxruntime", sensitivity=measured)
+    assert not any("+int8" in name for name in options(dense, made, elsewhere)[0].get(UP, {}))
+
+
+def test_snip_scores_are_taken_for_blocks_too(dense: Program) -> None:
+    made = Sparsify(sparsity=(0.5,), block=8, saliency="snip", sites=(HEAD,))
+    weight = made.replaced_weights(dense)[HEAD, "sparse8@0.50"]
     head = next(site for site in linears(dense) if site.site == HEAD)
     scores = SaliencyScores(dense, "snip", [head]).of(head).view(1, 8, 4, 8).sum((1, 3)).flatten()
     kept = weight().view(8, 4, 8).abs().sum((0, 2)) > 0

@@ -15,6 +15,7 @@ from torch import fx
 
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
+from effcompile.backends.torch.chains import fuse_chains, narrow_projections
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.backends.torch.followers import fuse_followers
 from effcompile.backends.torch.packing import packs
@@ -29,6 +30,8 @@ from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noq
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops.int8_sparse import int8_sparse_linear
+from effcompile.ops.sparse_codes import SparseCodes
 from effcompile.sites.parts import LinearSite, add_norms, argument, embeddings, linears
 from effcompile.sparse.pattern import BlockPattern
 
@@ -62,6 +65,8 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
     edit_attentions(edited)
     _edit_norms(edited)
     edited.graph.eliminate_dead_code()
+    fuse_chains(edited)
+    narrow_projections(edited)
     edited.graph.lint()
     # only what the graph reads
     lean = fx.GraphModule(edited.module, edited.graph, class_name=type(edited.module).__name__)
@@ -324,6 +329,8 @@ def _weight_only(
 
 def _sparse(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     """The blocks of the weight that are not all 0, and where they are, as constants."""
+    if held.bits == 8:
+        return _sparse_bytes(editor, site, weight, held)
     pattern, values = BlockPattern.from_dense(weight, held.block)
     constants = [editor.constant(tensor) for tensor in (values, *pattern.indices)]
     whole = site.bias is None or shape_of(site.bias) == (site.n,)
@@ -335,6 +342,14 @@ def _sparse(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: Weigh
         site.bias if whole else None,
     )
     return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
+
+
+def _sparse_bytes(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
+    codes, scales = numerics.quantize_rows(weight)
+    tensors = (*SparseCodes.of(codes).tensors, scales.flatten())
+    blocks = (site.n // held.block) * (site.k // held.block)
+    pattern = (held.block, round(held.density * blocks))
+    return _ours(editor, site, int8_sparse_linear.default, *map(editor.constant, tensors), *pattern)
 
 
 def _two_of_four(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:

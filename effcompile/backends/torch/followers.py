@@ -8,6 +8,7 @@ from torch import fx
 from effcompile.ir.program import Program, module_path
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops.int8_sparse import int8_sparse_linear
 from effcompile.sites.parts import argument
 
 #: What named the function that a linear took in, in its meta.
@@ -15,7 +16,7 @@ FOLLOWED = "effcompile_followed"
 
 
 #: Linears that take in what follows them.
-_FOLLOWS = (int8_linear.default, group_linear.default)
+_FOLLOWS = (int8_linear.default, group_linear.default, int8_sparse_linear.default)
 
 
 def fuse_followers(program: Program) -> None:

@@ -32,6 +32,9 @@ from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_linear import told as groups_told
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_linear import told as int8_told
+from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
+from effcompile.ops.int8_sparse import int8_sparse_linear
+from effcompile.ops.int8_sparse import told as sparse_told
 
 ARTIFACT = "model.pt2"
 _HEADER = "effcompile.json"
@@ -230,11 +233,16 @@ def _kernels(program: Program) -> dict[str, str]:
     """
     used = {node.target for node in program.graph.nodes}
     ours = {
-        "int8 linears": (int8_linear, int8_told),
-        "linears in groups": (group_linear, groups_told),
-        "attentions of bf16": (bf16_attention, attentions_told),
+        "int8 linears": ((int8_linear, int8_mlp, int8_linear_residual), int8_told),
+        "sparse int8 linears": ((int8_sparse_linear,), sparse_told),
+        "linears in groups": ((group_linear,), groups_told),
+        "attentions of bf16": ((bf16_attention,), attentions_told),
     }
-    return {name: told() for name, (operator, told) in ours.items() if operator.default in used}
+    return {
+        name: told()
+        for name, (operators, told) in ours.items()
+        if used & {each.default for each in operators}
+    }
 
 
 class _Shaped:
@@ -268,7 +276,7 @@ def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> F
     options: dict[str, Any] = {}
     if kept is not None:
         options["post_grad_custom_post_pass"] = torch_compat_inductor.graph_reader(
-            lambda graph: kept.update(signature for _, signature in found.signatures(graph.owning_module))  # type: ignore[arg-type]
+            lambda graph: kept.update(signature for *_, signature in found.signatures(graph.owning_module))  # type: ignore[arg-type]
         )
     compiled = torch.compile(module.forward, dynamic=False, fullgraph=True, options=options)
 

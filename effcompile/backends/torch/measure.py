@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.measure_linears import Body, as_run_by, linears, sparse
+from effcompile.backends.torch.measure_linears import SPARSE, Body, as_run_by, linears
 from effcompile.core import gpu
 from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.torch_compat_inductor import compiling
@@ -61,15 +61,15 @@ def _one_operator(call: KernelCall) -> bool:
     held = call.format
     if held is not None and is_linear(call):
         return held == INT8_TOKEN or held.activation == "int8 groups"
-    return call.kernel.startswith(("attention/", "predict/", "rows/")) or call.kernel == "linear/sparse"
+    return call.kernel.startswith(("attention/", "predict/", "rows/")) or call.kernel in SPARSE
 
 
 def _measured(call: KernelCall, engine: str, device: str) -> float | None:
     held, make = call.format, _KERNELS.get(call.kernel)
     inductor = compiling() if engine == "inductor" else contextlib.nullcontext()
     with torch.no_grad(), torch.device(device), inductor:
-        if call.kernel == "linear/sparse":
-            body = in_turn([sparse(call.dims) for _ in range(copies(call))])
+        if call.kernel in SPARSE:
+            body = in_turn([SPARSE[call.kernel](call.dims) for _ in range(copies(call))])
         elif make is not None:
             body = make(call.dims, engine)
         else:  # what is neither there nor a linear is nowhere
@@ -90,7 +90,7 @@ def copies(call: KernelCall) -> int:
     """Linears with weights of their own that together exceed the last-level cache, as the layers of a model
     do.
     """
-    if call.kernel == "linear/sparse":
+    if call.kernel in SPARSE:
         kept, block = call.dims[3:]
         return max(1, min(_MOST_COPIES, _CACHE_BYTES // (4 * kept * block**2)))
     _, k, n = call.dims[:3]

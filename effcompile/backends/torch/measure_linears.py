@@ -24,11 +24,12 @@ from effcompile.ir.formats import (
     WeightFormat,
 )
 from effcompile.machine.target import Dims
-from effcompile.ops import group_codes
+from effcompile.ops import group_codes, int8_sparse
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops.sparse_codes import SparseCodes
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
@@ -89,6 +90,24 @@ def sparse(dims: Dims) -> Body | None:
     pattern = BlockPattern.from_blocks((torch.randperm(blocks) < kept).view(n // block, -1), block)
     values = torch.randn(kept, block, block)
     return lambda: block_sparse_linear(x, values, *pattern.indices, bias)
+
+
+def _sparse_bytes(dims: Dims) -> Body | None:
+    """The same in 8 bits."""
+    m, k, n, kept, block = dims
+    blocks = (n // block) * (k // block)
+    if not 0 < kept <= blocks or int8_sparse.fallback_reason() is not None or torch.empty(0).is_cuda:
+        return None
+    grid = (torch.randperm(blocks) < kept).view(n // block, -1)
+    mask = grid.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    codes, scales = numerics.quantize_rows(torch.randn(n, k) * mask)
+    tensors = (*SparseCodes.of(codes).tensors, scales.flatten())
+    x, bias = torch.randn(m, k), torch.randn(n)
+    return lambda: int8_sparse.int8_sparse_linear.default(x, *tensors, block, kept, bias)
+
+
+#: Kernel → what makes a body of it.
+SPARSE = {"linear/sparse": sparse, "linear/sparse_int8": _sparse_bytes}
 
 
 def _float(

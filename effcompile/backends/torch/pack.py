@@ -19,6 +19,7 @@ from effcompile.core.errors import LoweringError
 from effcompile.core.types import Value
 from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
+from effcompile.machine import huge_pages
 from effcompile.machine.memory import give_back
 
 #: Bytes of plain weights from which on they are worth files.
@@ -67,7 +68,7 @@ def _replace_by_value(graph: fx.Graph, node: fx.Node, value: Value) -> None:
 
 def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -> fx.GraphModule:
     """The module with its packing operators carried out: weights in oneDNN's blocked layout, plain copies
-    dropped.
+    dropped; codes in large pages.
 
     packed: what they return (`packed_weights`), where it is there already.
     """
@@ -80,7 +81,9 @@ def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -
         node.replace_all_uses_with(constant)
         module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
-    return fx.GraphModule(module, module.graph, class_name=type(module).__name__)
+    module = fx.GraphModule(module, module.graph, class_name=type(module).__name__)
+    huge_pages.move(module.buffers())
+    return module
 
 
 def packed_weights(module: fx.GraphModule) -> list[torch.Tensor]:

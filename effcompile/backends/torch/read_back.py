@@ -4,6 +4,7 @@ from tags.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from effcompile.backends.torch.chains import FIRST, NORM
 from effcompile.backends.torch.edit_attentions import SITE
 from effcompile.backends.torch.followers import FOLLOWED
 from effcompile.core import torch_compat
@@ -33,13 +35,17 @@ from effcompile.ir.formats import (
     W8_CHANNEL,
     Form,
     WeightFormat,
+    in_bytes,
+    sparse_format,
 )  # fmt: skip
-from effcompile.ir.program import Program, module_path
+from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.ops import group_codes
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
 from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
+from effcompile.ops.int8_sparse import int8_sparse_linear
 from effcompile.ops.mask import BAND
 from effcompile.ops.tile_predictors import STATIC
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
@@ -59,7 +65,7 @@ _ROWS_LAST = (aten.slice.Tensor, aten.select.int, aten.index_select.default)
 
 def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
     """site → form of everything in `module`, the graph that runs; `program` is what it was made of."""
-    held = {node.meta[SITE]: signature[0] for node, signature in signatures(module) if SITE in node.meta}
+    held = {site: signature[0] for site, _, signature in signatures(module) if site}
     # what nobody asked for is then as it was given, by the baseline's name
     as_given = stored_format(program) == BF16
     found = {
@@ -84,14 +90,16 @@ def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
     return found
 
 
-def signatures(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Signature]]:
-    """Each linear and embedding with a constant weight: its option, and K and N (or rows and columns of the
-    table).
+def signatures(module: fx.GraphModule) -> Iterator[tuple[str, fx.Node, Signature]]:
+    """Each linear and embedding with a constant weight: its site or "", its node, its option with K and N (or
+    rows and columns of the table).
     """
     for node in module.graph.nodes:
+        if _packet(node) is int8_mlp and (first := _int8_token(module, node)) is not None:
+            yield node.meta.get(FIRST, ""), node, first
         signature = _signature(module, node) if node.op == "call_function" else None
         if signature is not None:
-            yield node, signature
+            yield node.meta.get(SITE, ""), node, signature
 
 
 def confirm(
@@ -104,9 +112,9 @@ def confirm(
     constant ids it folds.
     """
     by_signature: dict[Signature, list[str]] = defaultdict(list)
-    for node, signature in signatures(edited):
-        if SITE in node.meta and signature[0] != FP32 and _packet(node) is not aten.embedding:
-            by_signature[signature].append(node.meta[SITE])
+    for site, node, signature in signatures(edited):
+        if site and signature[0] != FP32 and _packet(node) is not aten.embedding:
+            by_signature[signature].append(site)
     missing = {
         site
         for signature, sites in by_signature.items()
@@ -191,9 +199,9 @@ def _w4(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return W4.grouped_by(group), 2 * int(weight.shape[1]), int(weight.shape[0])
 
 
-def _int8_token(module: fx.GraphModule, node: fx.Node) -> Signature | None:
-    """K as it is stored, to whole words of four codes."""
-    codes, scales = _constant(module, node.args[1]), _constant(module, node.args[2])
+def _int8_token(module: fx.GraphModule, node: fx.Node, at: int = 1) -> Signature | None:
+    """K as it is stored, to whole words of four codes; `at`: where the arguments of the linear begin."""
+    codes, scales = _constant(module, node.args[at]), _constant(module, node.args[at + 1])
     return (
         None
         if codes is None or scales is None
@@ -238,6 +246,16 @@ def _sparse(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return pattern_format(BlockPattern.from_indices(n, k, block, crow, col).blocks(), block), k, n
 
 
+def _sparse_bytes(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """Columns are those of x: the weight tells up to which it is not 0."""
+    values, scales = _constant(module, node.args[1]), _constant(module, node.args[5])
+    block, kept = node.args[6:8]
+    if values is None or scales is None or not isinstance(block, int) or not isinstance(kept, int):
+        return None
+    k, n = shape_of(node.args[0])[-1], int(scales.shape[0])  # type: ignore[arg-type]
+    return in_bytes(sparse_format(kept, (n // block) * (k // block), block)), k, n
+
+
 def _two_of_four(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     """By what is held: half of the values, beside their places (CUTLASS) or before them (cuSPARSELt, in
     16ths).
@@ -271,6 +289,9 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     torch.ops.effcompile.two_of_four_linear: _two_of_four,
     torch.ops.effcompile.quantized_linear: _coded,
     int8_linear: _int8_token,
+    int8_linear_residual: _int8_token,
+    int8_mlp: functools.partial(_int8_token, at=5),
+    int8_sparse_linear: _sparse_bytes,
     group_linear: _groups,
 }
 
@@ -339,7 +360,7 @@ def _gelus(module: fx.GraphModule) -> dict[str, Form]:
     taken: Counter[str] = Counter()
     found = {}
     for node in module.graph.nodes:
-        fused = node.target in (int8_linear.default, group_linear.default) and str(
+        fused = _packet(node) in (int8_linear, int8_mlp, int8_sparse_linear, group_linear) and str(
             argument(node, "after")
         ).startswith("gelu")
         if fused or node.target is aten.gelu.default:
@@ -356,8 +377,10 @@ def _structure(program: Program, found: Mapping[str, Form]) -> dict[str, Form]:
     head.
     """
     result = {site.site: Form(word="split") for site in add_norms(program)}
-    fused = program.graph.find_nodes(op="call_function", target=add_layer_norm.default)
-    result |= {node.meta[SITE]: Form(word="fused") for node in fused}
+    for node in program.graph.nodes:
+        if (key := SITE if node.target is add_layer_norm.default else NORM) in node.meta:
+            split = node.target is aten.layer_norm.default
+            result[node.meta[key]] = Form(word="split" if split else "fused")
     for site in linears(program):
         if f"{site.site}:rows" in program.tags:
             last = site.x.target in _ROWS_LAST

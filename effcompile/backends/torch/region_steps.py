@@ -135,6 +135,8 @@ class Builder:
         """One with codes."""
         names = ("weight", "bias") if node.target is group_linear.default else ("weight", "scales", "bias")
         given = {name: argument(node, name) for name in ("x", "after", *names)}
+        if node.kwargs.get("narrow"):
+            return None
         if any(isinstance(given[name], fx.Node) and given[name].op != "get_attr" for name in names):  # type: ignore[attr-defined]
             return None
         held = {

@@ -72,7 +72,7 @@ def test_weights_are_packed_once_for_all_shapes(program: Program, monkeypatch: p
 def test_precision_lost_by_the_compiler_is_reported(program: Program) -> None:
     tags = {site.site: form(MIXED[-1]) for site in linears(program)}
     module = flatten(edit(program.tagged(tags, "test"), []))
-    kept = Counter(signature for _, signature in found.signatures(module))
+    kept = Counter(signature for *_, signature in found.signatures(module))
     applied = found.applied(program, module)
     assert found.confirm(applied, module, kept) == applied
     lost = found.confirm(applied, module, Counter())

@@ -1,0 +1,253 @@
+"""Linears in 8 bits with what lies between and behind them as one call, for a CPU with AMX: nothing between
+leaves a core's cache.
+
+    int8_mlp              norm(residual + W2 f(W1 x + b1) + b2)
+    int8_linear_residual  norm(residual + W x + b)
+
+Weights and codes are those of `int8_linear`; f(...) is rounded to bf16 before it becomes codes. Elsewhere,
+and for few rows, the same is computed by the operators that these are made of. Defined without
+torch.library.custom_op, as `int8_linear` is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.flop_counter import register_flop_formula
+
+from effcompile.core.types import Shape
+from effcompile.machine.instructions import tile_isas
+from effcompile.machine.native import library
+from effcompile.ops import int8_codes
+from effcompile.ops.add_norm import add_layer_norm_on_cpu
+from effcompile.ops.coded_rows import flat_rows
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, why_torch, with_tiles
+from effcompile.ops.int8_linear import check, int8_linear_on_cpu
+from effcompile.ops.int8_linear import workspace_bytes as linear_bytes
+
+__all__ = ["fallback_reason", "int8_linear_residual", "int8_mlp", "pays", "workspace_bytes"]
+
+_SOURCE = Path(__file__).with_name("int8_mlp.cpp")
+_ISA = "amx_int8"
+#: Rows that one core takes at once, at most: fewer where what is between would be more than this of its L2
+#: cache. With half as many the weights come from beyond it twice as often (768 to 3072 columns: 1.2 times as
+#: long with 64 as with 128).
+_ROWS, _CACHE = 256, 3 << 19
+#: Rows for each core, from which on this pays; a block of tiles.
+_FEWEST = 32
+_LINE = 64
+
+_LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
+_BEHIND = "Tensor? norm_weight=None, Tensor? norm_bias=None, float? eps=None) -> Tensor"
+_LIBRARY.define(
+    "int8_mlp(Tensor x, Tensor w1, Tensor s1, Tensor? b1, str after, Tensor w2, Tensor s2, Tensor? b2=None, "
+    f"Tensor? residual=None, {_BEHIND}"
+)
+_LIBRARY.define(
+    "int8_linear_residual(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor residual, " + _BEHIND
+)
+
+#: A linear: packed codes, scales, bias.
+Linear = tuple[Tensor, Tensor, Tensor | None]
+#: What is behind the last one: the residual, weight and bias of a LayerNorm, and its epsilon if there is one.
+Behind = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
+
+
+@functools.cache
+def kernels() -> MlpTiles | str:
+    """The kernel that this machine runs, or why there is none."""
+    if _ISA not in tile_isas():
+        return "this processor has no AMX of bytes"
+    return best_of(MlpTiles, (_ISA,))
+
+
+def fallback_reason() -> str | None:
+    """Why these are computed in parts; None where the kernel does."""
+    return why_torch(kernels())
+
+
+def pays(rows: int) -> bool:
+    """Whether the kernel is used for so many rows of x: fewer are computed in parts."""
+    return rows >= _FEWEST * torch.get_num_threads()
+
+
+class MlpTiles:
+    """The compiled kernel."""
+
+    def __init__(self, isa: str, instead: str = "") -> None:
+        """Raises LoweringError when it cannot be compiled, or the system does not give the tiles."""
+        self.isa, self.instead = isa, instead
+        found = with_tiles(library(_SOURCE, {"WIDTH": 16}, isa))
+        self.bytes, self.call = found.room_bytes, found.int8_mlp
+        self.bytes.argtypes, self.bytes.restype = (ARGUMENT,) * 3, ARGUMENT
+        self.call.argtypes = (
+            POINTER, *(ARGUMENT,) * 3, *(POINTER,) * 3, ARGUMENT, ARGUMENT, *(POINTER,) * 3,
+            ARGUMENT, POINTER, ARGUMENT, POINTER, POINTER, ctypes.c_double, POINTER, POINTER,
+            ARGUMENT, ARGUMENT,
+        )  # fmt: skip
+        self.call.restype = None
+
+    def room(self, rows: int, k: int, between: int) -> int:
+        """Bytes of scratch for so many rows of x (..., K)."""
+        return int(self.bytes(_at_once(rows, between), k, between)) * torch.get_num_threads() + _LINE
+
+    def mlp(self, x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
+        """See `int8_mlp` and `int8_linear_residual`; x (M, K) has adjacent columns, the rest is dense."""
+        (m, k), n = x.shape, last[1].shape[0]
+        between = 0 if first is None else first[1].shape[0]
+        made, scratch = x.new_empty((m, n)), torch.empty(self.room(m, k, between), dtype=torch.uint8)
+        residual, norm_weight, norm_bias, eps = behind
+        self.call(
+            x.data_ptr(), x.stride(0), m, k, *(map(_at, first) if first else (None,) * 3), between,
+            int8_codes.AFTER.index(after), *map(_at, last), n, _at(residual), eps is not None,
+            _at(norm_weight), _at(norm_bias), eps or 0.0, made.data_ptr(),
+            -(-scratch.data_ptr() // _LINE) * _LINE, _at_once(m, between), torch.get_num_threads(),
+        )  # fmt: skip
+        return made
+
+    def objection(self) -> str | None:
+        """None, or that a result is further from what torch computes of the same numbers than some codes that
+        are rounded the other way.
+        """
+        wave = lambda step, *shape: (torch.arange(shape[0] * shape[1]) * step).sin().view(shape)  # noqa: E731
+        first, last = (
+            (
+                int8_codes.pack((wave(step, n, k) * 127).to(torch.int8)),
+                wave(step, 1, n)[0] / 997,
+                wave(0.3, 1, n)[0],
+            )
+            for step, n, k in ((0.7, 150, 70), (0.9, 37, 150))
+        )
+        for rows, after in ((150, "gelu"), (33, "silu"), (16, "none"), (1, "gelu_tanh")):
+            x, residual = wave(0.11, rows, 70), wave(0.5, rows, 37)
+            norm = (wave(0.2, 1, 37)[0], None, 1e-5)
+            for behind in ((None, None, None, None), (residual, None, None, None), (residual, *norm)):
+                found = self.mlp(x, first, after, last, behind)
+                right = mlp_by_torch(x, first, after, last, behind)
+                if not torch.allclose(found, right, rtol=0, atol=5e-3 * float(right.abs().max())):
+                    return f"the compiled {self.isa} kernel gave a wrong product of bytes"
+        return None
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _at_once(rows: int, between: int) -> int:
+    """Rows that one core takes at once, of so many: a multiple of 32, as many for each."""
+    most = max(_FEWEST, min(_ROWS, _CACHE // (2 * between or 1)) // _FEWEST * _FEWEST)
+    turns = torch.get_num_threads() * -(-rows // (torch.get_num_threads() * most))
+    return -(-rows // (turns * _FEWEST)) * _FEWEST
+
+
+def mlp_by_torch(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
+    """What the kernel computes, slowly."""
+    if first is not None:
+        x = int8_codes.linear_by_torch(x, *first, after).bfloat16().float()
+    return _behind(int8_codes.linear_by_torch(x, *last, "none"), behind)
+
+
+def _in_parts(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
+    return _behind(
+        int8_linear_on_cpu(x if first is None else int8_linear_on_cpu(x, *first, after), *last), behind
+    )
+
+
+def _behind(y: Tensor, behind: Behind) -> Tensor:
+    residual, weight, bias, eps = behind
+    if eps is None:
+        return y if residual is None else y + residual
+    if residual is None:
+        return F.layer_norm(y, y.shape[-1:], weight, bias, eps)
+    return add_layer_norm_on_cpu(y, residual, weight, bias, eps)
+
+
+def _run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
+    if first is not None:
+        check(x, *first, after)
+    check(x if first is None else x.new_empty((0, first[1].shape[0])), *last, "none")
+    found, rows = kernels(), x.numel() // max(1, x.shape[-1])
+    given = [*(first or ()), *last, *behind[:3]]
+    plain = all(not isinstance(t, Tensor) or t.is_contiguous() for t in given)
+    shaped = behind[0] is None or behind[0].shape == (*x.shape[:-1], last[1].shape[0])
+    if isinstance(found, str) or not pays(rows) or not (plain and shaped):
+        return _in_parts(x, first, after, last, behind)
+    return found.mlp(flat_rows(x), first, after, last, behind).view(*x.shape[:-1], -1)
+
+
+def int8_mlp_on_cpu(x: Tensor, w1: Tensor, s1: Tensor, b1: Tensor | None, after: str, *rest: Any) -> Tensor:
+    """(..., N) in fp32, for x (..., K), weights as `int8_codes.pack` gives them, and of the schema's `rest`
+    W2 with its scales and bias, a residual (..., N), and a LayerNorm over N where `eps` is given.
+    """
+    last: list[Any] = [*rest, *(None,) * (7 - len(rest))]
+    w2, s2, b2, residual, weight, bias, eps = last
+    return _run(x, (w1, s1, b1), after, (w2, s2, b2), (residual, weight, bias, eps))
+
+
+def int8_linear_residual_on_cpu(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, residual: Tensor, *norm: Any
+) -> Tensor:
+    """The same of one linear."""
+    behind: list[Any] = [*norm, *(None,) * (3 - len(norm))]
+    norm_weight, norm_bias, eps = behind
+    return _run(x, None, "none", (weight, scales, bias), (residual, norm_weight, norm_bias, eps))
+
+
+_LIBRARY.impl("int8_mlp", int8_mlp_on_cpu, "CPU")
+_LIBRARY.impl("int8_linear_residual", int8_linear_residual_on_cpu, "CPU")
+int8_mlp = torch.ops.effcompile.int8_mlp
+int8_linear_residual = torch.ops.effcompile.int8_linear_residual
+
+
+@torch.library.register_fake("effcompile::int8_mlp", lib=_LIBRARY)
+def _(x, w1, s1, b1, after, w2, s2, *behind):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], s2.shape[0]))
+
+
+@torch.library.register_fake("effcompile::int8_linear_residual", lib=_LIBRARY)
+def _(x, weight, scales, *behind):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], scales.shape[0]))
+
+
+@register_flop_formula(torch.ops.effcompile.int8_mlp)
+def _mlp_flops(x_shape: Shape, w1_shape: Shape, s1_shape: Shape, *rest: Any, **more: object) -> int:
+    (n,) = rest[3]  # behind b1, after and w2
+    return 2 * math.prod(x_shape[:-1]) * s1_shape[0] * (x_shape[-1] + int(n))
+
+
+@register_flop_formula(torch.ops.effcompile.int8_linear_residual)
+def _residual_flops(
+    x_shape: Shape, weight_shape: Shape, scales_shape: Shape, *behind: object, **more: object
+) -> int:
+    return 2 * math.prod(x_shape) * scales_shape[0]
+
+
+def workspace_bytes(name: str, args: object) -> int | None:
+    """Bytes alive inside these operators beyond their inputs and outputs; None for other operators.
+
+    In parts: what is between, with the workspace of a linear and a sum.
+    """
+    if not isinstance(args, (list, tuple)) or name not in (
+        "effcompile::int8_mlp",
+        "effcompile::int8_linear_residual",
+    ):
+        return None
+    x, linears = args[0], (args[1:4], args[5:8]) if name == "effcompile::int8_mlp" else (args[1:4],)
+    rows, k = int(x.numel()) // int(x.shape[-1]), int(x.shape[-1])
+    between, n = int(linears[0][1].shape[0]) if len(linears) > 1 else 0, int(linears[-1][1].shape[0])
+    found = kernels()
+    if not isinstance(found, str) and pays(rows):
+        return found.room(rows, k, between)
+    inside = [
+        linear_bytes("effcompile::int8_linear", (x.new_empty((rows, d)), None, s))
+        for d, s in ((k, linears[0][1]), (between, linears[-1][1]))
+        if d
+    ]
+    return 4 * rows * (between + n) + max(nbytes or 0 for nbytes in inside)

@@ -1,0 +1,151 @@
+// A linear of codes by AMX tiles, a panel of outputs at a time; what becomes of the sums says who asks.
+
+#pragma once
+
+#include "tiles_of_bytes.h"
+
+#include "integers.h"
+
+namespace {
+
+constexpr int LANES = 16;       // outputs that are interleaved
+constexpr int64_t CHUNK = 256;  // rows of x that are multiplied with a panel, at most
+constexpr int64_t PART = 12;    // tiles of K: 24 KiB of a panel
+constexpr int64_t PAIR = 32;    // rows of a block of tiles, and outputs of a panel
+
+// Sums of tiles, [rows / 16][columns][16][16], that are not outputs yet.
+struct Block {
+    int64_t row = 0, rows = 0, from = 0;
+    int columns = 0;
+    const int32_t* sums = nullptr;
+
+    const int32_t* at(int64_t r, int c) const { return sums + (r / 16 * columns + c) * 256 + r % 16 * 16; }
+};
+
+struct TileThread {
+    Tiles tiles;
+    Block before;
+    alignas(64) int32_t sums[CHUNK / PAIR][4 * 256];
+};
+
+// Sums as numbers: y = f(sum * scale of the row * scale of the output + bias).
+struct Scaled {
+    int64_t n;
+    const float *scales, *bias;  // (N); the bias may be null
+    const float* row_scales;
+    const int32_t* offsets;
+
+    // The numbers of rows [first, end) of a block, two vectors each, to `put(row, z0, z1)`.
+    template <int AFTER, typename Put>
+    inline void each(const Block& block, int64_t first, int64_t end, const Put& put) const {
+        const int64_t left = n - block.from, second = block.columns > 1 ? 256 : 0;  // the first again, where there is one
+        const V s0 = some_of(scales + block.from, left), s1 = some_of(scales + block.from + W, left - W);
+        const V b0 = bias ? some_of(bias + block.from, left) : V{}, b1 = bias ? some_of(bias + block.from + W, left - W) : V{};
+        const int32_t* sum = block.sums + (first >= 16 ? 256 * block.columns + (first - 16) * 16 : first * 16);
+        const int32_t* middle = block.sums + 256;  // where the upper tile ends
+        const int64_t jump = 256 * block.columns - 256;
+        const float* own = row_scales + block.row;
+        const int32_t* offset = offsets + block.row;
+        for (int64_t r = first; r < end; r++, sum += 16) {
+            if (sum == middle) sum += jump;
+            const V both = V{} + own[r];
+            V z0 = as_floats(load_ints(sum) - offset[r]) * (s0 * both) + b0, z1 = as_floats(load_ints(sum + second) - offset[r]) * (s1 * both) + b1;
+            if constexpr (AFTER) z0 = followed(z0, AFTER), z1 = followed(z1, AFTER);
+            put(block.row + r, z0, z1);
+        }
+    }
+
+    template <typename Put>
+    inline void followed_by(int after, const Block& block, int64_t first, int64_t end, const Put& put) const {
+        if (after == GELU) each<GELU>(block, first, end, put);
+        else if (after == GELU_TANH) each<GELU_TANH>(block, first, end, put);
+        else if (after == SILU) each<SILU>(block, first, end, put);
+        else if (after == GELU_SHORT) each<GELU_SHORT>(block, first, end, put);
+        else each<NOTHING>(block, first, end, put);
+    }
+};
+
+// Results in fp32 or bf16, rows ldy apart.
+template <typename T>
+struct Results {
+    Scaled sums;
+    int after;
+    T* y;
+    int64_t ldy;
+
+    void ask_for(int64_t row, int64_t rows, int64_t from) const {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t c = 0; c < PAIR; c += W) __builtin_prefetch(y + (row + r) * ldy + from + c, 1);
+    }
+    inline void write(const Block& block, int64_t first, int64_t end) const {
+        const int64_t left = sums.n - block.from;
+        sums.followed_by(after, block, first, end, [&](int64_t row, V z0, V z1) __attribute__((always_inline)) {
+            T* to = y + row * ldy + block.from;
+            put(to, z0, left);
+            if (left > W) put(to + W, z1, left - W);
+        });
+    }
+};
+
+// `out.write(block, first, end)` takes the sums of these rows of a block, `out.ask_for(row, rows, from)` says where it will write.
+template <typename Out>
+struct TiledLinear {
+    int64_t m, n, quads;
+    const uint8_t* weight;  // [N / LANES][quads][LANES][4]
+    const int8_t* codes;    // (M, stride) as tiles_of_bytes.h has them
+    int64_t stride;
+    const Out& out;
+
+    // Outputs [from, from + C * LANES) of the rows [top, bottom), K in parts, so that a part of W stays in the L1 cache for all rows.
+    // Meanwhile what the next task of this thread reads, `ahead` panels on, comes nearer, and the sums of the blocks before become outputs.
+    template <int C>
+    void panel(TileThread& thread, int64_t top, int64_t bottom, int64_t from, int64_t ahead) const {
+        const int64_t apart = quads * 64, whole = quads / TILE_ROWS, blocks = (bottom - top + PAIR - 1) / PAIR;
+        const uint8_t* here = weight + from / LANES * apart;
+        const uint8_t* next = here + ahead * C * apart;
+        const bool there = next + C * apart <= weight + (n + LANES - 1) / LANES * apart;
+        const int64_t lines = there && whole ? C * quads / (blocks * whole) : 0;
+        alignas(64) uint8_t rest[C * TILE_BYTES];
+        if (quads % TILE_ROWS) TilePanel<C>{here, apart}.rest_of(quads, rest);
+        for (int64_t part = 0, begin = 0; part == 0 || begin < whole; part++, begin += PART) {
+            const TilePanel<C> panel{here + begin * TILE_BYTES, apart};
+            const int64_t steps = std::min(PART, whole - begin);
+            const bool last = begin + steps == whole;
+            const uint8_t* left = last && quads % TILE_ROWS ? rest : nullptr;
+            for (int64_t i = top, block = 0; i < bottom; i += PAIR, block++) {
+                const int64_t heights[2] = {tiled_height(i, m), i + TILE_ROWS < bottom ? tiled_height(i + TILE_ROWS, m) : 0};
+                if (last) out.ask_for(i, heights[0] + heights[1], from);
+                const int8_t* a = codes + i * stride + begin * STEP * heights[0];
+                const int8_t* below = codes + (i + TILE_ROWS) * stride + begin * STEP * heights[1];
+                thread.tiles.of(heights[0], heights[1]);
+                int32_t* sums = thread.sums[block];
+                const auto work = [&](int64_t step, int64_t of) { write(thread.before, step, of); };
+                if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums, next, lines, work);
+                else panel.template multiply<1>(a, below, heights, steps, left, !part, sums, next, lines, work);
+                thread.before = last ? Block{i, heights[0] + heights[1], from, C, sums} : Block{};
+            }
+        }
+    }
+
+    // All outputs of rows [top, bottom).
+    void all(TileThread& thread, int64_t top, int64_t bottom) const {
+        for (int64_t from = 0; from < n; from += PAIR) {
+            if (n - from > LANES) panel<2>(thread, top, bottom, from, 1);
+            else panel<1>(thread, top, bottom, from, 1);
+        }
+        finish(thread);
+    }
+
+    void finish(TileThread& thread) const {
+        write(thread.before, 0, 1);
+        thread.before = {};
+    }
+
+    // Part `step` of so many parts of a block: at least four rows.
+    inline void write(const Block& block, int64_t step, int64_t of) const {
+        const int64_t rows = block.rows <= 4 * of ? 4 : (block.rows + of - 1) / of, first = step * rows;
+        if (first < block.rows) out.write(block, first, std::min(block.rows, first + rows));
+    }
+};
+
+}  // namespace
