@@ -43,7 +43,7 @@ def _form(
     key = (
         backward, under_way(), tune.Tuner.measured, q.shape, q.stride(), q.dtype, q.device, k.shape,
         k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device,
-        tuple([_told(one) for one in rest]), tuple(numbers.items()),
+        tuple([None if one is None else _told(one) for one in rest]), tuple(numbers.items()),
     )  # fmt: skip
     found = _forms.get(key)
     if found is None:
@@ -55,8 +55,6 @@ def _form(
 
 def _told(given: Any) -> object:
     """All that a form hangs on of an operand, or of a list of tiles."""
-    if given is None:
-        return None
     return (
         (given.shape, given.stride(), given.dtype, given.device)
         if isinstance(given, Tensor)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from effcompile.backends.triton.kernels.attention_backward import (
     attention_dq,
 )
 from effcompile.backends.triton.kernels.attention_forward import attention_forward
-from effcompile.backends.triton.layout import by_rows, cdiv, in_rows, next_power_of_2, row_strides
+from effcompile.backends.triton.layout import by_rows, cdiv, in_rows, next_power_of_2, on, row_strides
 from effcompile.core.building import under_way
 from effcompile.core.types import Arguments
 from effcompile.ops.attention_terms import ALL_WANTED, NeededGradients, Terms, sink_rows
@@ -34,28 +33,55 @@ _NOTHING: Arguments = {
     "bias": None, "mask": None, "q_ids": None, "k_ids": None, "valid": None, "bias_strides": (0,) * 4,
     "mask_strides": (0,) * 4, "row_strides": (0,) * 3,
 }  # fmt: skip
-_NO_BIAS_GRADIENT: Arguments = {
-    "dbias": None,
-    "dbias_strides": (0,) * 4,
-    "SUM_ROWS": False,
-    "SUM_COLUMNS": False,
-    "ATOMIC": False,
-}
+#: Kernel → what it takes besides, where a call has no such term.
+_KINDS: dict[str, tuple[Any, Arguments]] = {
+    "forward": (attention_forward, {"sink": None, "sink_strides": (0,) * 3}),
+    "dq": (attention_dq, {
+        "dbias": None, "dbias_strides": (0,) * 4, "SUM_ROWS": False, "SUM_COLUMNS": False, "ATOMIC": False,
+    }),
+    "dkdv": (attention_dkdv, {}),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """A kernel's launch in all calls of a form.
 
-    config: its tiles, cut to divide the given lists'. programs: how many. fixed: arguments and options that
-    are the same in all of them. lists: which of the lists of band and chunk it walks, as arguments of
-    `closed_form`; None where each call brings its own.
+    config: its tiles, cut to divide the given lists'. grid: how many programs. values: its arguments in their
+    order, None where each call brings its own (`lacking` of them); at: where they stand. lists: which of the
+    lists of band and chunk it walks, as arguments of `closed_form`; None where each call brings its own.
     """
 
     config: LaunchConfig
-    programs: int
-    fixed: Arguments
+    grid: tuple[int]
+    kernel: Any
+    values: tuple[Any, ...]
+    at: Mapping[str, int]
+    lacking: int
+    options: Mapping[str, Any]
     lists: tuple[Any, ...] | None
+
+    @classmethod
+    def of(
+        cls, kernel: str, config: LaunchConfig, programs: int, fixed: Arguments, lists: tuple[Any, ...] | None
+    ) -> _Launch:
+        made, besides = _KINDS[kernel]
+        fixed = {**besides, **fixed}
+        values = tuple(fixed.get(name) for name in made.arg_names)
+        at = {name: place for place, name in enumerate(made.arg_names)}
+        lacking = sum(name not in fixed for name in made.arg_names)
+        return cls(config, (programs,), made, values, at, lacking, config.launch, lists)
+
+    def __call__(self, brought: Arguments) -> None:
+        """Launch it with what a call brings.
+
+        By their places: of keywords every function on the way to the GPU makes another dictionary.
+        """
+        assert len(brought) >= self.lacking
+        values, at = list(self.values), self.at
+        for name, value in brought.items():
+            values[at[name]] = value
+        self.kernel[self.grid](*values, **self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +145,16 @@ class AttentionForm:
         fixed: Arguments = {
             **self.strides, **self.widths, "scale": t.scale, "softcap": t.softcap or None, "lo": t.lo,
             "hi": t.hi, "chunk": t.chunk or None, "heads": h, "group": h // self.heads, "q_len": sq,
-            "k_len": sk, "BLOCK_M": m, "BLOCK_N": n, "PRECISION": config.precision, **config.launch,
+            "k_len": sk, "BLOCK_M": m, "BLOCK_N": n, "PRECISION": config.precision,
             **(_NOTHING if self.plain else {}),
         }  # fmt: skip
         by_keys = kernel == "dkdv"
         programs = cdiv(sk, n) * self.heads * b if by_keys else cdiv(sq, m) * h * b
         if self.lists:
-            return _Launch(config, programs, fixed, None)
+            return _Launch.of(kernel, config, programs, fixed, None)
         fixed |= {"list_strides": (0, 0), "LIST_M": m, "LIST_N": n}
-        return _Launch(
-            config, programs, fixed, (t.lo, t.hi, t.chunk, sq, sk, m, n, self.device, self.hides, by_keys)
-        )
+        lists = (t.lo, t.hi, t.chunk, sq, sk, m, n, self.device, self.hides, by_keys)
+        return _Launch.of(kernel, config, programs, fixed, lists)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object]) -> AttentionCall:
         """One of this form, with the operators' other tensors."""
@@ -158,22 +183,20 @@ class AttentionCall:
         form = AttentionForm.of(q, k, v, replace(terms, tiles=tuple(tiles[:4])))
         return form.call(q, k, v, (*(getattr(terms, name) for name in OPERANDS), tiles))
 
-    def arguments(self, launch: _Launch, *, transposed: bool = False) -> Arguments:
-        """What all kernels but delta take, by name, with the options of the launch."""
-        form, more = self.form, {}
-        if not form.plain:
-            more = self._terms()
+    def brought(self, launch: _Launch, *, transposed: bool = False) -> Arguments:
+        """What it brings to all kernels but delta, by name."""
+        form = self.form
+        given: Arguments = {} if form.plain else self._terms()
+        given["q"], given["k"], given["v"] = self.q, self.k, self.v
         if launch.lists is not None:
             # a recording of the launch does not outlive them
             lists: Sequence[Tensor] = keep(closed_form(*launch.lists))
         else:
-            given = given_lists(self.tiles, form.numbers, *form.full[2:], transposed=transposed)
-            lists = given.tensors
-            more |= {"list_strides": given.strides, "LIST_M": given.block_m, "LIST_N": given.block_n}
-        return {
-            "q": self.q, "k": self.k, "v": self.v, "partial_count": lists[0], "partial_index": lists[1],
-            "full_count": lists[2], "full_index": lists[3], **launch.fixed, **more,
-        }  # fmt: skip
+            walked = given_lists(self.tiles, form.numbers, *form.full[2:], transposed=transposed)
+            lists = walked.tensors
+            given |= {"list_strides": walked.strides, "LIST_M": walked.block_m, "LIST_N": walked.block_n}
+        (given["partial_count"], given["partial_index"], given["full_count"], given["full_index"]) = lists
+        return given
 
     def _terms(self) -> Arguments:
         """As _NOTHING, of the tensors that there are."""
@@ -237,7 +260,7 @@ def trial(
                 return forward(q, k, v, terms)
             call = AttentionCall.of(q, k, v, terms, ())
             given = {"grad": grad, "grad_strides": grad.stride()[:3], "bottom": rows, "delta": rows}
-            with _on(q):
+            with on(q):
                 return _dq(call, given, wanted=False) if kernel == "dq" else _dkdv(call, given)
 
     return run
@@ -260,11 +283,13 @@ def run_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     out = torch.empty((b, h, sq, form.widths["DV"]), dtype=form.dtype, device=form.device)
     lse = torch.empty((b, h, sq), dtype=torch.float32, device=form.device)
     launch, sink = form.launch("forward"), call.operands.get("sink")
-    sink = None if sink is None else sink_rows(sink).expand(b, h, sq)
-    with _on(call.q):
-        attention_forward[(launch.programs,)](
-            out=out, lse=lse, sink=sink, sink_strides=_strides(sink, 3), **call.arguments(launch)
-        )
+    given = call.brought(launch)
+    given["out"], given["lse"] = out, lse
+    if sink is not None:
+        rows = sink_rows(sink).expand(b, h, sq)
+        given["sink"], given["sink_strides"] = rows, rows.stride()
+    with on(call.q):
+        launch(given)
     if form.numbers.uniform_empty and sink is None and sk:
         mean = call.v.float().mean(2, keepdim=True).repeat_interleave(h // form.heads, 1).to(out.dtype)
         out = torch.where(lse.isneginf().unsqueeze(3), mean, out)
@@ -278,7 +303,7 @@ def backward(
     wanted or not there.
     """
     grad_out, lse, sink = by_rows(grad_out), lse.contiguous(), call.operands.get("sink")
-    with _on(call.q):
+    with on(call.q):
         rows = _rows(call, out, grad_out, lse)
         dq, dbias = _dq(call, rows, wanted=wanted.bias_gradient)
         dk, dv = _dkdv(call, rows)
@@ -300,18 +325,9 @@ def _rows(call: AttentionCall, out: Tensor, grad: Tensor, lse: Tensor) -> Argume
     _, h, sq, _ = form.full
     delta, bottom = torch.empty_like(lse), torch.empty_like(lse)
     launch, strides = form.launch("dq"), grad.stride()[:3]
-    attention_delta[(launch.programs,)](
-        out.contiguous(),
-        grad,
-        lse,
-        delta,
-        bottom,
-        strides,
-        h,
-        sq,
-        form.widths["DV"],
-        form.widths["BLOCK_DV"],
-        launch.config.block_m,
+    dv, block = form.widths["DV"], form.widths["BLOCK_DV"]
+    attention_delta[launch.grid](
+        out.contiguous(), grad, lse, delta, bottom, strides, h, sq, dv, block, launch.config.block_m
     )
     return {"grad": grad, "grad_strides": strides, "bottom": bottom, "delta": delta}
 
@@ -319,8 +335,11 @@ def _rows(call: AttentionCall, out: Tensor, grad: Tensor, lse: Tensor) -> Argume
 def _dq(call: AttentionCall, rows: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]:
     form, bias = call.form, call.operands.get("bias")
     dq, launch = torch.empty(call.q.shape, dtype=form.dtype, device=form.device), form.launch("dq")
+    given = call.brought(launch)
+    given.update(rows)
+    given["dq"] = dq
     if bias is None or not wanted:
-        attention_dq[(launch.programs,)](dq=dq, **_NO_BIAS_GRADIENT, **rows, **call.arguments(launch))
+        launch(given)
         return dq, call.q.new_empty(0)
     shared = [size < whole for size, whole in zip(bias.shape, form.full, strict=True)]
     whole = torch.are_deterministic_algorithms_enabled() or not any(shared)
@@ -328,17 +347,19 @@ def _dq(call: AttentionCall, rows: Arguments, *, wanted: bool) -> tuple[Tensor, 
         torch.Size(form.full) if whole else bias.shape, dtype=torch.float32 if any(shared) else bias.dtype
     )
     sums = {} if whole else {"SUM_ROWS": shared[2], "SUM_COLUMNS": shared[3], "ATOMIC": True}
-    given = {**_NO_BIAS_GRADIENT, "dbias": made, "dbias_strides": made.expand(form.full).stride(), **sums}
-    attention_dq[(launch.programs,)](dq=dq, **given, **rows, **call.arguments(launch))
+    launch({**given, "dbias": made, "dbias_strides": made.expand(form.full).stride(), **sums})
     return dq, made.sum_to_size(bias.shape).to(bias.dtype)
 
 
 def _dkdv(call: AttentionCall, rows: Arguments) -> tuple[Tensor, Tensor]:
-    form = call.form
-    dk, dv = (torch.empty(t.shape, dtype=form.dtype, device=form.device) for t in (call.k, call.v))
-    launch = form.launch("dkdv")
-    if launch.programs:
-        attention_dkdv[(launch.programs,)](dk=dk, dv=dv, **rows, **call.arguments(launch, transposed=True))
+    form, launch = call.form, call.form.launch("dkdv")
+    dk = torch.empty(call.k.shape, dtype=form.dtype, device=form.device)
+    dv = torch.empty(call.v.shape, dtype=form.dtype, device=form.device)
+    if launch.grid[0]:
+        given = call.brought(launch, transposed=True)
+        given.update(rows)
+        given["dk"], given["dv"] = dk, dv
+        launch(given)
     return dk, dv
 
 
@@ -368,8 +389,3 @@ def _add_uniform(
 
 def _strides(t: Tensor | None, axes: int) -> tuple[int, ...]:
     return (0,) * axes if t is None else t.stride()
-
-
-def _on(t: Tensor) -> AbstractContextManager[object]:
-    """The tensor's device as the current one, where kernels are launched."""
-    return torch.cuda.device_of(t)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from effcompile.backends.triton.configs import interpreting, shared_memory
 from effcompile.backends.triton.kernels.block_sparse import block_sparse_product, block_sparse_sampled
-from effcompile.backends.triton.layout import cdiv, matrix
+from effcompile.backends.triton.layout import cdiv, matrix, on
 from effcompile.backends.triton.places import runs
 from effcompile.ops.block_sparse import FINDERS
 
@@ -69,7 +69,7 @@ class BlockSparseKernels:
         places = torch.arange(col.shape[0], device=x.device, dtype=torch.int32)
         rows = torch.searchsorted(crow, places, right=True, out_int32=True) - 1
         if col.shape[0]:
-            with torch.cuda.device_of(x):
+            with on(x):
                 block_sparse_sampled[(col.shape[0],)](
                     grad, x, rows, col, found, x.shape[0], grad.stride(0), x.stride(0), crow[-1:],
                     **_tile(x, b, sampled=True)
@@ -85,7 +85,7 @@ def _product(
     y = x.new_empty((*x.shape[:-1], (ptr.shape[0] - 1) * b))
     flat = y.view(-1, y.shape[-1])
     tile = _tile(x, b)
-    with torch.cuda.device_of(x):
+    with on(x):
         columns = ptr.shape[0] - 1
         block_sparse_product[(cdiv(rows.shape[0], tile["BLOCK_M"]) * columns,)](
             rows, values.contiguous(), ptr, index, perm, bias, flat, rows.shape[0], columns, rows.stride(0),

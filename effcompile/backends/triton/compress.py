@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from effcompile.backends.triton.kernels.compress import compress_kernel, decompress_kernel
-from effcompile.backends.triton.layout import cdiv
+from effcompile.backends.triton.layout import cdiv, on
 from effcompile.backends.triton.places import runs
 from effcompile.ops import compress as op
 from effcompile.ops.compress import GROUP, parts
@@ -33,7 +33,7 @@ def compress(x: Tensor, stride: list[int]) -> Tensor:
     x = in_strides(x, stride)
     packed = torch.empty(op.packed_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     if x.numel():
-        with torch.cuda.device_of(x):
+        with on(x):
             compress_kernel[_grid(x)](x, *parts(packed, x.numel()), x.numel(), GROUP, _ROWS)
     return packed
 
@@ -44,7 +44,7 @@ def decompress(packed: Tensor, size: list[int], stride: list[int], dtype: torch.
         return op.unpack_by_torch(packed, size, stride, dtype)
     x = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     if x.numel():
-        with torch.cuda.device_of(x):
+        with on(x):
             decompress_kernel[_grid(x)](*parts(packed, x.numel()), x, x.numel(), GROUP, _ROWS)
     return x
 

@@ -16,7 +16,7 @@ from effcompile.backends.triton.kernels.group_quant import (
     quantize_kernel,
     quantized_product,
 )
-from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2
+from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2, on
 from effcompile.backends.triton.places import runs
 from effcompile.ops import group_quant as op
 
@@ -50,7 +50,7 @@ def quantize(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     )
     if scales.numel():
         block, count = _rows(group)
-        with torch.cuda.device_of(x):
+        with on(x):
             quantize_kernel[(cdiv(scales.numel(), count),)](
                 x,
                 codes,
@@ -75,7 +75,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if out.numel():
         group = codes.shape[-1] // scales.shape[-1]
         block, count = _rows(group)
-        with torch.cuda.device_of(codes):
+        with on(codes):
             dequantize_kernel[(cdiv(scales.numel(), count),)](
                 codes, scales, out, scales.numel(), group, block, count, **_LAUNCH
             )
@@ -103,7 +103,7 @@ def linear(
     )
     grid = (cdiv(flat.shape[0], block_m) * cdiv(n, block_n),)
     given = [None if t is None else t.contiguous() for t in (x_scales, bias, residual)]
-    with torch.cuda.device_of(x):
+    with on(x):
         quantized_product[grid](
             flat, codes.contiguous(), scales.contiguous(), *given, y, flat.shape[0], n, k, flat.stride(0),
             group, codes.dtype == torch.uint8, activation, block_m, block_n, block_k, precision, **launch,

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
-__all__ = ["WIDEST", "by_rows", "cdiv", "in_rows", "matrix", "next_power_of_2", "row_strides"]
+__all__ = ["WIDEST", "by_rows", "cdiv", "in_rows", "matrix", "next_power_of_2", "on", "row_strides"]
 
 #: The largest stride whose product with a place within a tile (below 256) is of 32 bits.
 WIDEST = (2**31 - 1) // 256
+
+
+_HERE = nullcontext()
+
+
+def on(t: Tensor) -> AbstractContextManager[object]:
+    """The tensor's device as the current one, where kernels are launched.
+
+    It mostly is: to enter a device takes some microseconds.
+    """
+    index = t.get_device()
+    return _HERE if index < 0 or index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
 def in_rows(t: Tensor) -> bool:

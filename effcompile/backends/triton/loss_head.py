@@ -22,7 +22,7 @@ from effcompile.backends.triton.kernels.loss_head import (
     loss_head_rows,
     loss_head_slopes,
 )
-from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2
+from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2, on
 from effcompile.backends.triton.places import runs
 from effcompile.ops import loss_head as op
 from effcompile.ops.loss_head import MEAN, chunk_rows, row_slices
@@ -57,7 +57,7 @@ def forward(
     part = cdiv(tiles, max(1, min(tiles, _PROGRAMS // cdiv(rows, block_m)))) * block_n
     parts = cdiv(words, part)
     tops, totals, picks = (x.new_empty((parts, rows), dtype=torch.float32) for _ in range(3))
-    with torch.cuda.device_of(x):
+    with on(x):
         loss_head_rows[(cdiv(rows, block_m), parts)](
             target=target.contiguous(),
             tops=tops,
@@ -117,7 +117,7 @@ def gradients(
         torch.mm(x[span], weight.t(), out=z) if bias is None else torch.addmm(
             bias, x[span], weight.t(), out=z
         )
-        with torch.cuda.device_of(x):
+        with on(x):
             loss_head_gradients_kernel[(len(z),)](
                 z, target[span], factor[span], losses[span], words, head.inner, outer, exact, block,
                 num_warps=8
@@ -176,7 +176,7 @@ def _slopes(
     """d loss / d z of these rows, into the first rows of `slopes`."""
     rows, words = x.shape[0], slopes.shape[1]
     grid = (cdiv(rows, arguments["BLOCK_M"]) * cdiv(words, arguments["BLOCK_N"]),)
-    with torch.cuda.device_of(x):
+    with on(x):
         loss_head_slopes[grid](
             target=target.contiguous(),
             lse=lse.contiguous(),

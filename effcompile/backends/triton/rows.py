@@ -14,7 +14,7 @@ from effcompile.backends.triton.kernels.rows import (
     swiglu_backward_kernel,
     swiglu_kernel,
 )
-from effcompile.backends.triton.layout import cdiv, next_power_of_2
+from effcompile.backends.triton.layout import cdiv, next_power_of_2, on
 from effcompile.backends.triton.places import runs
 from effcompile.ops import rows as op
 
@@ -51,7 +51,7 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y, s, r = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     block = next_power_of_2(x.shape[-1])
-    with torch.cuda.device_of(x):
+    with on(x):
         rms_norm_kernel[(r.numel(),)](
             x, residual, weight.contiguous(), y, s, r, x.shape[-1], eps, block, num_warps=_warps(block)
         )
@@ -65,7 +65,7 @@ def norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return op.rms_norm_alone_by_torch(x, weight, eps)
     x, y = x.contiguous(), x.new_empty(x.shape)
     block = next_power_of_2(x.shape[-1])
-    with torch.cuda.device_of(x):
+    with on(x):
         rms_norm_kernel[(x.numel() // x.shape[-1],)](
             x, None, weight.contiguous(), y, None, None, x.shape[-1], eps, block, num_warps=_warps(block)
         )  # fmt: skip
@@ -90,7 +90,7 @@ def norm_backward(
         s.new_empty((cdiv(rows, _PER), width), dtype=torch.float32),
         next_power_of_2(width),
     )
-    with torch.cuda.device_of(s):
+    with on(s):
         rms_norm_backward_kernel[(parts.shape[0],)](
             grad, grad_s, s, weight.contiguous(), r, ds, parts, rows, width, _PER, block,
             num_warps=_warps(block)
@@ -111,7 +111,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = _in_rows(gate), _in_rows(up)
     y, width = gate.new_empty(gate.shape), gate.shape[-1]
     span = min(_SPAN, next_power_of_2(width))
-    with torch.cuda.device_of(gate):
+    with on(gate):
         swiglu_kernel[(y.numel() // width, cdiv(width, span))](
             gate, up, y, width, _apart(gate), _apart(up), span
         )
@@ -135,7 +135,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
         return op.swiglu_backward_by_torch(grad, gate, up)
     grad, gate, up = (t.contiguous() for t in (grad, gate, up))
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    with torch.cuda.device_of(gate):
+    with on(gate):
         swiglu_backward_kernel[(cdiv(gate.numel(), _SPAN),)](grad, gate, up, dgate, dup, gate.numel(), _SPAN)
     return dgate, dup
 
@@ -150,7 +150,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
     b, h, s, d = x.shape
     block = next_power_of_2(d // 2)
     together = min(next_power_of_2(h), max(1, _TURNED // block))
-    with torch.cuda.device_of(x):
+    with on(x):
         rotary_kernel[(b * s,)](
             x, cos, sin, y, x.stride()[:3], y.stride()[:3], s * d if cos.shape[0] > 1 else 0, h, s, d // 2,
             block, together, backwards

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from effcompile.backends.triton.kernels.states8 import adam8_kernel, lion8_kernel
-from effcompile.backends.triton.layout import cdiv
+from effcompile.backends.triton.layout import cdiv, on
 from effcompile.backends.triton.places import runs
 from effcompile.ops import states8 as op
 from effcompile.ops.states8 import BLOCK, FUSED
@@ -44,7 +44,7 @@ def adam(
         op.adam8_by_torch(p, grad, *states, signed, unsigned, lr, beta1, beta2, decay, eps, step, decoupled)
     elif p.numel():
         corrections = 1 - beta1**step, math.sqrt(1 - beta2**step)
-        with torch.cuda.device_of(p):
+        with on(p):
             adam8_kernel[_grid(p)](
                 p, grad.contiguous(), *states, signed, unsigned, p.numel() // BLOCK, float(lr), 1 - beta1,
                 1 - beta2, float(decay), float(eps), *corrections, decoupled, BLOCK, _ROWS, **_LAUNCH,
@@ -67,7 +67,7 @@ def lion(
     if not _takes(p):
         op.lion8_by_torch(p, grad, first, first_scale, signed, lr, beta1, beta2, decay)
     elif p.numel():
-        with torch.cuda.device_of(p):
+        with on(p):
             lion8_kernel[_grid(p)](
                 p, grad.contiguous(), first, first_scale, signed, p.numel() // BLOCK, float(lr), 1 - beta1,
                 1 - beta2, float(decay), BLOCK, _ROWS, **_LAUNCH,

@@ -200,7 +200,7 @@ def test_every_kernel_was_looked_at() -> None:
     launched = {
         name
         for file in TABLE.parent.glob("*.py")
-        for name in re.findall(r"\b(\w+)\[[^\n]*\]\(", file.read_text(encoding="utf-8"))
+        for name in re.findall(r"\b\w+(?=\[[^\n]*\]\()|(?<=\": \()attention_\w+", file.read_text("utf-8"))
     }
     assert kernels & launched == SEEN
 

@@ -136,7 +136,7 @@ def test_every_kernel_that_is_launched_is_compiled_here() -> None:
     launched = {
         name
         for file in folder.glob("*.py")
-        for name in re.findall(r"\b(\w+)\[[^\n]*\]\(", file.read_text(encoding="utf-8"))
+        for name in re.findall(r"\b\w+(?=\[[^\n]*\]\()|(?<=\": \()attention_\w+", file.read_text("utf-8"))
     }
     kernels = {
         name

@@ -15,7 +15,7 @@ from captured_once import programs_once
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import effcompile
-from effcompile.backends.triton import attention_calls, group_quant, linears, loss_head, rows
+from effcompile.backends.triton import attention, attention_calls, group_quant, linears, loss_head, rows
 from effcompile.backends.triton.backend import Triton
 from effcompile.compiler import measure
 from effcompile.machine.target import KernelCall
@@ -61,7 +61,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched, by name."""
     names: list[str] = []
     watched = {
-        attention_calls: ("attention_forward", "attention_dq", "attention_dkdv"),
         loss_head: ("loss_head_rows",),
         group_quant: ("quantized_product",),
         rows: ("rms_norm_kernel", "swiglu_kernel", "rotary_kernel"),
@@ -69,12 +68,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, found in watched.items():
         for name in found:
             monkeypatch.setattr(module, name, Spy(getattr(module, name), names))
+    for kind, (kernel, given) in attention_calls._KINDS.items():
+        monkeypatch.setitem(attention_calls._KINDS, kind, (Spy(kernel, names), given))
+    monkeypatch.setattr(attention, "_forms", {})  # they hold kernels
     return names
 
 
 class Spy:
     def __init__(self, kernel: Any, names: list[str]) -> None:
-        self.kernel, self.names = kernel, names
+        self.kernel, self.names, self.arg_names = kernel, names, kernel.arg_names
 
     def __getitem__(self, grid: Any) -> Any:
         self.names.append(self.kernel.__name__)
