@@ -9,6 +9,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -33,14 +34,21 @@ def free_bytes(device: str = "cpu") -> int | None:
     torch = sys.modules.get("torch")
     if device == "cuda" and torch is not None and torch.cuda.is_available():
         # what its allocator holds without using it is free, too
-        return (
-            int(torch.cuda.mem_get_info()[0])
-            + int(torch.cuda.memory_reserved())
-            - int(torch.cuda.memory_allocated())
-        )
+        free, size = map(int, torch.cuda.mem_get_info())
+        reserved = int(torch.cuda.memory_reserved())
+        own = int(share_of_gpu(torch) * size) - reserved
+        return max(0, min(free, own)) + reserved - int(torch.cuda.memory_allocated())
     return min(
         (n for n in (_of_machine(), _of_address_space(), *_of_groups()) if n is not None), default=None
     )
+
+
+def share_of_gpu(torch: Any) -> float:
+    """Of the current GPU's memory, which the user lets this process have (`set_per_process_memory_fraction`);
+    torch tells it from 2.8 on.
+    """
+    told = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if told is None else float(told())
 
 
 def give_back() -> None:

@@ -4,24 +4,28 @@ best fit, splits and merges.
 Allocated bytes are what a plan's budget bounds. The allocator takes more from the device: segments of 2 MiB
 for small blocks, of 20 MiB or more for large ones, which it keeps when they are free. How much more depends
 on the order of sizes, so it is found by carrying the order out, in a model of
-c10/cuda/CUDACachingAllocator.cpp (one stream, no expandable segments).
+c10/cuda/CUDACachingAllocator.cpp (one stream; with expandable segments: expandable.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from effcompile.core.gpu import BLOCK, rounded
 
-__all__ = ["Allocator", "Event", "Followed", "NoSegmentError", "follow"]
+__all__ = [
+    "LARGE_SEGMENT", "SMALL_SEGMENT", "Allocator", "Event", "Followed", "NoSegmentError", "Part", "follow",
+    "merged", "segment_bytes",
+]  # fmt: skip
 
 #: (name of a block, bytes): allocated; 0 bytes: freed.
 Event = tuple[int, int]
 
-_SMALL, _SMALL_SEGMENT = 1 << 20, 2 << 20
-_LARGE_SEGMENT, _LARGE, _LARGE_STEP = 20 << 20, 10 << 20, 2 << 20
+#: Bytes of a segment of small blocks (up to 1 MiB), and of one of larger ones below 10 MiB.
+SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
+_SMALL, _LARGE, _LARGE_STEP = 1 << 20, 10 << 20, 2 << 20
 
 
 class NoSegmentError(Exception):
@@ -44,13 +48,15 @@ class Followed:
     left: Sequence[int] = ()
 
 
-def follow(asked: Followed, limit: int | None = None, steps: int = 3) -> Allocator:
+def follow(asked: Followed, made: Callable[[], Allocator] | None = None, steps: int = 3) -> Allocator:
     """The allocator after some steps, from which on it does not take much more.
 
+    made: a fresh one, without a limit if none is given.
+
     Raises:
-        NoSegmentError: on a device of `limit` bytes they cannot be carried out.
+        NoSegmentError: on its device they cannot be carried out.
     """
-    allocator = Allocator(limit=limit)
+    allocator = (made or Allocator)()
     for i, nbytes in enumerate(n for n in asked.lasting if n):
         allocator.allocate(-1 - i, nbytes)
     there = len(allocator._live)
@@ -62,15 +68,16 @@ def follow(asked: Followed, limit: int | None = None, steps: int = 3) -> Allocat
 
 
 @dataclass(eq=False, slots=True)
-class _Part:
-    """A piece of a segment, and its neighbours there."""
+class Part:
+    """A piece of a segment, and its neighbours there; `mapped`: there is memory behind it."""
 
     size: int
     address: int
     small: bool
     free: bool = True
-    before: _Part | None = None
-    after: _Part | None = None
+    mapped: bool = True
+    before: Part | None = None
+    after: Part | None = None
 
 
 @dataclass(slots=True)
@@ -87,8 +94,8 @@ class Allocator:
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
-    _live: dict[int, _Part] = field(default_factory=dict)
-    _free: dict[bool, list[tuple[int, int, _Part]]] = field(default_factory=lambda: {True: [], False: []})
+    _live: dict[int, Part] = field(default_factory=dict)
+    _free: dict[bool, list[tuple[int, int, Part]]] = field(default_factory=lambda: {True: [], False: []})
     _next: int = 0
 
     def run(self, events: Iterable[Event]) -> Allocator:
@@ -109,14 +116,9 @@ class Allocator:
         """
         size = max(BLOCK, rounded(nbytes))
         small = size <= _SMALL
-        part = self._fitting(size, small) or self._segment(size, small)
-        left = part.size - size
-        if left >= BLOCK if small else left > _SMALL:
-            rest = _Part(size=left, address=part.address + size, small=small, before=part, after=part.after)
-            if part.after is not None:
-                part.after.before = rest
-            part.size, part.after = size, rest
-            self._put(rest)
+        part = self._fitting(size, small) or self._more(size, small)
+        if self._splits(part.size - size, small):
+            self._put(self._cut(part, size))
         part.free = False
         self._live[name] = part
         self.allocated += part.size
@@ -127,30 +129,37 @@ class Allocator:
         part = self._live.pop(name)
         self.allocated -= part.size
         for other in (part.before, part.after):
-            if other is not None and other.free:
+            if other is not None and other.free and other.mapped:
                 self._take(other)
-                part = _merged(part, other)
+                part = merged(part, other)
         part.free = True
         self._put(part)
 
-    def _fitting(self, size: int, small: bool) -> _Part | None:
+    def _fitting(self, size: int, small: bool) -> Part | None:
         pool = self._free[small]
         at = bisect_left(pool, size, key=lambda entry: entry[0])
         return pool.pop(at)[2] if at < len(pool) else None
 
-    def _segment(self, size: int, small: bool) -> _Part:
-        taken = (
-            _SMALL_SEGMENT
-            if small
-            else _LARGE_SEGMENT
-            if size < _LARGE
-            else -(-size // _LARGE_STEP) * _LARGE_STEP
-        )
-        if self.limit is not None and self.reserved + taken > self.limit:
+    def _splits(self, left: int, small: bool) -> bool:
+        """Whether what is left of a part is one of its own."""
+        return left >= BLOCK if small else left > _SMALL
+
+    def _more(self, size: int, small: bool) -> Part:
+        """A part from the device, which is asked twice: the second time for what it was given back."""
+        part = self._taken(size, small)
+        if part is None:
             self._give_back()
-            if self.reserved + taken > self.limit:
-                raise NoSegmentError
-        part = _Part(size=taken, address=self._next, small=small)
+            part = self._taken(size, small)
+        if part is None:
+            raise NoSegmentError
+        return part
+
+    def _taken(self, size: int, small: bool) -> Part | None:
+        """A new segment; None where the device has no room for one."""
+        taken = segment_bytes(size, small)
+        if self.limit is not None and self.reserved + taken > self.limit:
+            return None
+        part = Part(size=taken, address=self._next, small=small)
         self._next += taken
         self.reserved += taken
         return part
@@ -162,15 +171,33 @@ class Allocator:
             self.reserved -= sum(size for size, _, _ in whole)
             self._free[small] = [entry for entry in pool if entry not in whole]
 
-    def _put(self, part: _Part) -> None:
+    @staticmethod
+    def _cut(part: Part, size: int) -> Part:
+        """What is left of a part behind its first `size` bytes, as a part like it."""
+        rest = replace(
+            part, size=part.size - size, address=part.address + size, free=True, before=part, after=part.after
+        )
+        if part.after is not None:
+            part.after.before = rest
+        part.size, part.after = size, rest
+        return rest
+
+    def _put(self, part: Part) -> None:
         insort(self._free[part.small], (part.size, part.address, part), key=lambda entry: entry[:2])
 
-    def _take(self, part: _Part) -> None:
+    def _take(self, part: Part) -> None:
         pool = self._free[part.small]
         del pool[bisect_left(pool, (part.size, part.address), key=lambda entry: entry[:2])]
 
 
-def _merged(part: _Part, other: _Part) -> _Part:
+def segment_bytes(size: int, small: bool) -> int:
+    """What is asked of the device where a block of `size` finds no room."""
+    if small:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_STEP) * _LARGE_STEP
+
+
+def merged(part: Part, other: Part) -> Part:
     """Two neighbours as one: the first of them."""
     first, second = (other, part) if part.before is other else (part, other)
     first.size += second.size

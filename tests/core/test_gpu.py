@@ -31,4 +31,9 @@ def test_what_the_allocator_holds_without_using_it_is_free(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 60 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
     assert memory.free_bytes("cuda") == 65 << 30
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.8)
+    assert memory.free_bytes("cuda") == 59 << 30, "4 GiB more may be reserved, of the 10 free"
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
+    assert memory.free_bytes("cuda") == 55 << 30, "nothing more"

@@ -53,6 +53,20 @@ def test_the_states_are_those_after_two_steps(known: bool) -> None:
         assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+def test_more_steps_are_run_and_are_not_in_the_seconds(steps: int) -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 5)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    updates.run(lambda: model(x), model, optimizer, None, {}, steps=steps)
+    assert model.calls == steps
+    assert {int(state["step"]) for state in optimizer.state.values()} == {steps}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = updates.repeated(lambda: model(x), model, {}, steps)
+    assert model.calls == 2 * steps and found.update_seconds == 0 and found.peak_bytes > 0
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
 @pytest.mark.parametrize("sample", [8, 1 << 16])
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_the_first_elements_of_a_large_parameter_stand_for_all(

@@ -14,6 +14,7 @@ from effcompile.proof.training.confirm import verified
 from effcompile.proof.training.in_parts import runner_of
 from effcompile.runtime.training import TrainingExecutable
 from effcompile.search.refine import Constraints
+from effcompile.search.training import segments
 from effcompile.search.training.branches import Branches
 from effcompile.search.training.build import build_plan
 from effcompile.search.training.cases import Joint
@@ -145,9 +146,10 @@ class Attempt:
         work, notes = self.work, [*self.work.notes, *constraints.notes]
         plan = build_plan(joint, self.branches.chosen_from(joint), work.figures, work.goal, notes)
         try:
-            found, over = verified(
-                work, joint.schedule.prepared, runner_of(work.model, joint.case, joint.schedule.emitted), plan
-            )
+            runner = runner_of(work.model, joint.case, joint.schedule.emitted)
+            simulated = segments.in_segments(work.figures.target)
+            reserved = segments.reserved_bytes(joint) if simulated else None
+            found, over = verified(work, joint.schedule.prepared, runner, plan, reserved)
         except RefutedError as error:
             if constraints.round == ROUNDS:
                 raise

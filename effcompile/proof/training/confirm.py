@@ -28,7 +28,7 @@ from effcompile.machine.room import NoRoomError, Room, device_of
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.optimizer_ways import StatesOption
 from effcompile.proof.spool import Spool
-from effcompile.proof.training import updates, verify
+from effcompile.proof.training import on_device, updates, verify
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64, rounded_otherwise
 from effcompile.proof.training.in_parts import eager_in_parts, inseparable, without_dropout
@@ -42,10 +42,6 @@ from effcompile.search.training.work import Work
 #: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and
 #: gaps in the heap (measured).
 _UNPLANNED = 1.25
-_DEVICE = (
-    "on the GPU: {bytes} allocated at the highest instant, {bytes} reserved by torch's allocator, "
-    "{bytes} of {bytes} in use by all"
-)
 _IN_FP32 = (
     "compared with the model's own step run leanly, its 16-bit products in fp32 and rounded once: "
     "here they are slow"
@@ -58,10 +54,12 @@ _LEAST_SCALE = 2.0**-14
 
 
 def verified(
-    work: Work, prepared: Prepared, runner: StepRunner, plan: Plan
+    work: Work, prepared: Prepared, runner: StepRunner, plan: Plan, reserved: int | None = None
 ) -> tuple[TrainingExecutable, int]:
     """The planned model with what was verified and measured in its plan; bytes that the allocator was above
     the budget.
+
+    reserved: bytes that torch's allocator is foreseen to take of a GPU, where that is simulated.
 
     Raises:
         VerificationError: loss, gradients or updates differ from the model's own by more than rounding.
@@ -70,7 +68,7 @@ def verified(
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     states, division = prepared.case.states, prepared.case.division
-    base = _alive(work, prepared, runner)
+    base, on_gpu = _alive(work, prepared, runner), device_of(work.model) == "cuda"
     room = Room.of(device_of(work.model), base, plan.goal.memory)
     room.tidy()  # what capture, pricing and the search left
     whole = plan.baseline.peak_bytes or 0
@@ -104,7 +102,9 @@ def verified(
             theirs = _updated(work, None, work.eager_loss, None, wanted)
         room.tidy()
     with work.progress.step("run the planned step with its update"):
-        ours = _updated(work, runner, step, states, found)
+        run, lasting = partial(_updated, work, runner, step, states, found), base + prepared.cut.libraries
+        ours, said = on_device.within(run, reserved, lasting) if on_gpu else (run(), [])
+    notes += said
     room.tidy()
     with work.progress.step("time the steps"):
         seconds, eager_seconds = timed(work, runner, step, found, ours, together=refusal is None)
@@ -117,7 +117,8 @@ def verified(
     measured = Totals(
         seconds=seconds + _update(ours), peak_bytes=peak, error=checks[0].error if checks else None
     )
-    notes += _on_device(work, peak, found, ours)
+    if on_gpu:
+        notes += on_device.said(peak, found.reserved if ours is None else ours.reserved)
     plan = replace(plan, checks=tuple(checks), measured=measured, notes=(*plan.notes, *notes))
     if refusal is None and wanted is not None:
         before = Totals(
@@ -303,21 +304,26 @@ def _updated(
     states: StatesOption | None,
     ran: verify.Result | None,
 ) -> updates.Steps | None:
-    """Updates by the planned optimizer (`states`), or by the given one; None without one, or where it has
-    states already.
+    """Updates by the planned optimizer (`states`), or by the given one; without one, or where it has states
+    already, None, or on a GPU the planned steps without their updates.
 
     ran: the same step before, whose gradients the first update may have; those of a scaled loss are not asked
     for twice.
     """
     given = work.optimizer
+    steps = on_device.STEPS if runner is not None and device_of(work.model) == "cuda" else 2
     if given is None or given.state:
-        return None
+        if runner is None or steps == 2:
+            return None
+        runner.sink = lambda name, gradient: None
+        return updates.repeated(step, work.model, work.leaves, steps - 1)
     optimizer = given if states is None or runner is None else _made(work, runner, states)
     try:
         scaled = runner is not None and runner.loss_scale is not None
         return updates.run(
-            step, work.model, optimizer, runner, work.leaves, None if ran is None or scaled else ran.gradients
-        )
+            step, work.model, optimizer, runner, work.leaves,
+            None if ran is None or scaled else ran.gradients, steps=steps,
+        )  # fmt: skip
     finally:
         given.state.clear()
 
@@ -344,20 +350,6 @@ def _peak(base: int, found: verify.Result, whole: updates.Steps | None) -> int |
     """Bytes at the highest instant: of the whole step where it was run with its update."""
     peak = found.peak_bytes if whole is None else whole.peak_bytes
     return None if peak is None else base + peak
-
-
-def _on_device(
-    work: Work, peak: int | None, found: verify.Result, whole: updates.Steps | None
-) -> list[Reason]:
-    """What the step took of a GPU: of torch's allocator, what that reserved, and what is in use
-    there by all.
-    """
-    if device_of(work.model) != "cuda" or peak is None:
-        return []
-    free, total = torch.cuda.mem_get_info()
-    return [
-        Because(_DEVICE, (peak, found.reserved if whole is None else whole.reserved, total - free, total))
-    ]
 
 
 def _update(whole: updates.Steps | None) -> float:

@@ -46,8 +46,8 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Two whole steps: bytes allocated at the highest instant, and on a GPU reserved; of the second the
-    seconds.
+    """Two whole steps or more: bytes allocated at the highest instant, and on a GPU reserved; of the second
+    the seconds.
 
     These are of forward and backward, and of the updates.
     """
@@ -65,9 +65,11 @@ def run(
     runner: StepRunner | None,
     inputs: LeafInputs,
     gradients: Gradients | None = None,
+    *,
+    steps: int = 2,
 ) -> Steps:
-    """Two updates, the second one after a forward and a backward; all is put back afterwards but the
-    optimizer's states.
+    """So many updates, all but the first one after a forward and a backward; all is put back afterwards but
+    the optimizer's states.
 
     `runner` is of a planned step, whose backward may update parameters itself; `inputs` are those that get
     gradients. With `gradients`, of a step at these parameters, the first update makes the states; without
@@ -89,12 +91,25 @@ def run(
         _bind(runner, optimizer, clock.around)
         start = perf_counter()
         _step(step, clock.around(optimizer.step), optimizer, inputs)
-        spent = perf_counter() - start
+        spent, updating = perf_counter() - start, clock.seconds
+        for _ in range(steps - 2):
+            _step(step, optimizer.step, optimizer, inputs)
     return Steps(
         peak_bytes=libraries + peak(),
         reserved=verify.reserved(),
-        step_seconds=spent - clock.seconds,
-        update_seconds=clock.seconds,
+        step_seconds=spent - updating,
+        update_seconds=updating,
+    )
+
+
+def repeated(step: Callable[[], torch.Tensor], model: nn.Module, inputs: LeafInputs, steps: int) -> Steps:
+    """So many forwards and backwards without updates; of the last one the seconds."""
+    libraries = verify.held_by_libraries(model)
+    with torch_compat_memory.watched_memory(device_of(model)) as peak:
+        for _ in range(steps):
+            spent = verify.seconds(step, model, inputs)
+    return Steps(
+        peak_bytes=libraries + peak(), reserved=verify.reserved(), step_seconds=spent, update_seconds=0.0
     )
 
 

@@ -6,22 +6,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.reasons import Because, Reason
 from effcompile.machine.target import Target
-from effcompile.schedules.reserved import Followed, NoSegmentError, follow
+from effcompile.schedules.expandable import Expandable
+from effcompile.schedules.reserved import Allocator, Followed, NoSegmentError, follow
 from effcompile.schedules.simulate import allocations
 from effcompile.search.training.cases import Joint
 
 __all__ = ["asked", "goes", "in_segments", "reserved_bytes", "that_goes", "told"]
 
+#: An allocator of a device or a process of so many bytes.
+Made = Callable[[int | None], Allocator]
 #: Solves at the most, each for less.
 _ROUNDS = 4
 #: torch's options of its allocator, the second an older name.
 _OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_EXPANDABLE = "expandable_segments:True"
-
+_EXPANDABLE = "expandable_segments"
 _RESERVED = (
     "on the GPU torch's allocator reserves {bytes} for the peak of {bytes}, in segments of its "
     "own sizes (simulated)"
@@ -32,15 +35,50 @@ _GIVEN_BACK = (
 )
 _SCATTERED = (
     "on the GPU torch's allocator would reserve {bytes} for the peak of {bytes}, in segments of its own "
-    "sizes (simulated), and does not find them in the {bytes} there: set {name}, or give less memory"
+    "sizes (simulated), and does not find them in the {bytes} there: "
+)
+_UNKNOWN = (
+    "torch's allocator is set to {name}, with which it is not simulated: what it reserves beyond the peak is "
+    "not known"
 )
 
 
-def in_segments(target: Target) -> bool:
-    """Whether a plan for this target is carried out by the allocator that is simulated: torch's on a GPU, but
-    for expandable segments.
+def _of_segments(room: int | None) -> Allocator:
+    return Allocator(limit=room)
+
+
+def _of_device(room: int | None) -> Allocator:
+    return Expandable(limit=room)
+
+
+def _of_process(room: int | None) -> Allocator:
+    return Expandable(limit=room, capped=True)
+
+
+_SEGMENTS: tuple[Made, ...] = (_of_segments,)
+#: A process's own limit is asked for other amounts than the device: a plan has to go with both.
+_RANGES: tuple[Made, ...] = (_of_device, _of_process)
+
+
+def _simulated() -> tuple[Made, ...]:
+    """The allocators that a plan has to go with, by torch's options; none where an option is set whose
+    effects are not simulated.
     """
-    return target.device == "cuda" and not any(_EXPANDABLE in os.environ.get(name, "") for name in _OPTIONS)
+    parts = [part.partition(":") for part in _set_to().split(",") if part.strip()]
+    options = {name.strip(): value.strip().lower() for name, _, value in parts}
+    ranges = options.pop(_EXPANDABLE, "false") in ("true", "1")
+    if options and options != {"backend": "native"}:
+        return ()
+    return _RANGES if ranges else _SEGMENTS
+
+
+def _set_to() -> str:
+    return next((found for name in _OPTIONS if (found := os.environ.get(name, "").strip())), "")
+
+
+def in_segments(target: Target) -> bool:
+    """Whether a plan for this target is carried out by an allocator that is simulated: torch's on a GPU."""
+    return target.device == "cuda" and bool(_simulated())
 
 
 def asked(joint: Joint) -> Followed:
@@ -58,13 +96,25 @@ def asked(joint: Joint) -> Followed:
 
 def reserved_bytes(joint: Joint) -> int:
     """Bytes that are taken from the device where there are enough."""
-    return max(follow(asked(joint)).reserved, joint.peak_bytes)
+    return _reserved(joint, _simulated())
+
+
+def _reserved(joint: Joint, simulated: tuple[Made, ...]) -> int:
+    followed = asked(joint)
+    found = [follow(followed, partial(made, None)).reserved for made in simulated]
+    return max([*found, joint.peak_bytes])
 
 
 def goes(joint: Joint, room: int) -> bool:
     """Whether a plan can be carried out on a device of so many bytes."""
+    return _goes(joint, room, _simulated())
+
+
+def _goes(joint: Joint, room: int, simulated: tuple[Made, ...]) -> bool:
+    followed = asked(joint)
     try:
-        follow(asked(joint), room)
+        for made in simulated:
+            follow(followed, partial(made, room))
     except NoSegmentError:
         return False
     return joint.peak_bytes <= room
@@ -93,10 +143,13 @@ def that_goes(joint: Joint, target: Target, solve: Callable[[int], Joint]) -> Jo
 def told(joint: Joint, target: Target) -> list[Reason]:
     """What is reserved for a plan, and whether that is there."""
     if not in_segments(target):
-        return []
+        return [Because(_UNKNOWN, (_set_to(),))] if target.device == "cuda" else []
     reserved, peak, room = reserved_bytes(joint), joint.peak_bytes, target.memory_bytes
     if reserved <= room:
         return [Because(_RESERVED, (reserved, peak))]
     if goes(joint, room):
         return [Because(_GIVEN_BACK, (reserved, peak, room))]
-    return [Because(_SCATTERED, (reserved, peak, room, f"{_OPTIONS[0]}={_EXPANDABLE}"))]
+    if _simulated() is _SEGMENTS and _goes(joint, room, _RANGES):
+        text = _SCATTERED + "set {name}, with which it does (simulated), or give less memory"
+        return [Because(text, (reserved, peak, room, f"{_OPTIONS[0]}={_EXPANDABLE}:True"))]
+    return [Because(_SCATTERED + "give less memory", (reserved, peak, room))]
