@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from effcompile.backends.triton.aot_loops import Loop
+
 __all__ = ["ARCHITECTURES", "SHARED_LIMIT", "CompileJob", "Report", "compile_jobs"]
 
 #: Architectures that a table is made for.
@@ -45,8 +47,8 @@ class Report:
     """What a compiled kernel needs.
 
     shared: bytes of shared memory. registers: per thread. spills: bytes stored per thread. tensor_ops:
-    tensor-core instructions in the assembly. additions: of fp32, there. error: why there is none of it, in
-    one line; None when it compiled.
+    tensor-core instructions in the assembly. additions: of fp32, there. loops: the innermost ones with
+    products, on NVIDIA's. error: why there is none of it, in one line; None when it compiled.
     """
 
     shared: int = 0
@@ -54,7 +56,14 @@ class Report:
     spills: int = 0
     tensor_ops: int = 0
     additions: int = 0
+    loops: tuple[Loop, ...] = ()
     error: str | None = None
+
+    @classmethod
+    def read(cls, line: str) -> Report:
+        """As a worker wrote it."""
+        found = json.loads(line)
+        return cls(**found | {"loops": tuple(Loop(**loop) for loop in found["loops"])})
 
     def fits(self, arch: str) -> bool:
         """Compiled, and a program finds room on the architecture."""
@@ -75,7 +84,7 @@ def compile_jobs(jobs: Sequence[CompileJob]) -> Iterator[tuple[CompileJob, Repor
         try:
             for line in worker.stdout:
                 if line.startswith("{"):  # anything else is the compiler talking
-                    yield left.pop(0), Report(**json.loads(line))
+                    yield left.pop(0), Report.read(line)
         finally:
             worker.kill()
             code = worker.wait()

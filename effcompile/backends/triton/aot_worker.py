@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from effcompile.backends.triton.aot import CompileJob, Report
+from effcompile.backends.triton.aot_loops import loops
 
 _TENSOR_OPS = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_s?mfma")
 _ADDITIONS = re.compile(r"\badd(?:\.rn)?(?:\.ftz)?\.f32\b")
@@ -145,7 +147,9 @@ def _nvidia(made: Any, capability: int) -> Report:
         "tensor_ops": len(_TENSOR_OPS.findall(ptx)),
         "additions": len(_ADDITIONS.findall(ptx)),
     }
-    return Report(shared=made.metadata.shared, **counts, **numbers)
+    return Report(
+        shared=made.metadata.shared, **counts, **numbers, loops=loops(_disassembled(made.asm["cubin"]))
+    )
 
 
 _PTXAS = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill stores"}
@@ -166,6 +170,17 @@ def _assembled(ptx: str, capability: int) -> str:
             os.devnull,
         ]
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    finally:
+        os.unlink(file.name)
+
+
+def _disassembled(cubin: bytes) -> str:
+    """The machine code in words."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        command = [str(Path(get_ptxas(80).path).with_name("nvdisasm")), "-c", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     finally:
         os.unlink(file.name)
 

@@ -76,6 +76,21 @@ EVERY = {
     "terms": {"lo": -127, "hi": 0, "softcap": 30.0, "chunk": 512},
     "tensors": ["bias", "sink", "mask", "valid", "q_ids", "k_ids"],
 }
+#: Head size and kernel → the tiles of the table on an H100, and what they may take.
+TILES = {
+    (d, kernel): {name: getattr(candidates(kernel, "sm_90", torch.bfloat16, d, d)[0], name) for name in TILE}
+    for d in (64, 128)
+    for kernel in KERNELS
+}
+#: Where two groups of four warps share 64 rows of scores: what a table must not have.
+TWICE = {"block_m": 32, "block_n": 64, "warps": 8, "stages": 2}
+
+
+def tiled(d: int, kernel: str, config: dict[str, int], arch: str = "sm_90") -> CompileJob:
+    given = {"dtype": "bf16", "d": d, "kernel": kernel, "config": config}
+    return CompileJob(arch=arch, launch=LAUNCHES, kernel=f"attention_{kernel}", arguments=given)
+
+
 #: A single head: the launcher folds ones into the code.
 FORWARD = {"every term": job(**EVERY), "a single head": job(shape=[1, 1, 1, 999])}
 WRONG = {
@@ -90,10 +105,9 @@ WRONG = {
 def reports() -> dict[str, list[Report]]:
     """Of all jobs here, from one worker; and from one more after the job that kills it."""
     pytest.importorskip("triton")
-    named = [(one.kernel, one) for one in [*jobs_of(PRODUCTS), *jobs_of(PLAIN)]] + [
-        *FORWARD.items(),
-        *WRONG.items(),
-    ]
+    named = [(one.kernel, one) for one in [*jobs_of(PRODUCTS), *jobs_of(PLAIN)]]
+    named += [(f"{kernel} {d}", tiled(d, kernel, config)) for (d, kernel), config in TILES.items()]
+    named += [("twice", tiled(128, "dkdv", TWICE)), *FORWARD.items(), *WRONG.items()]
     found: dict[str, list[Report]] = {}
     for (name, _), (_, report) in zip(named, compile_jobs([one for _, one in named]), strict=True):
         found.setdefault(name, []).append(report)
@@ -105,6 +119,50 @@ def test_products_use_tensor_cores_and_do_not_spill(kernel: str, reports: dict[s
     for report in reports[kernel]:
         assert report.fits("sm_90") and report.tensor_ops > 0 and 0 < report.registers <= 255, report
         assert report.spills <= 16 or kernel in FORWARD, report
+
+
+#: Kernel → products of a step's scores with heads, instructions of a warp's thread for each score that it
+#: holds (7 to 14 where nothing is masked, by both versions of triton), and waits.
+STEPS = {"forward": (2, 10, 5), "dq": (3, 12, 5), "dkdv": (4, 16, 7)}
+
+
+@pytest.mark.parametrize(("d", "kernel"), TILES)
+def test_a_step_of_attention_keeps_to_its_budget(
+    d: int, kernel: str, reports: dict[str, list[Report]]
+) -> None:
+    """Each product is made once, of 64 columns or more; K and V (or Q and the gradient) come by asynchronous
+    copies; what is masked costs no more than twice as much, and is rare.
+    """
+    (report,), tile = reports[f"{kernel} {d}"], TILES[d, kernel]
+    whole, masked = report.loops
+    products, instructions, waits = STEPS[kernel]
+    scores, threads = tile["block_m"] * tile["block_n"], 32 * tile["warps"]
+    for loop in (whole, masked):
+        assert loop.flops(tile["warps"]) == 2 * products * scores * d, "no product is made twice"
+        assert loop.narrowest >= 64 and loop.waits <= waits, loop
+    assert whole.instructions * threads <= instructions * scores, whole
+    assert masked.instructions <= 2 * whole.instructions, masked
+    assert whole.exponentials * threads <= 1.1 * scores, whole
+    rows = tile["block_m"] if kernel == "dkdv" else tile["block_n"]
+    assert 16 * whole.copies * threads >= 2 * 2 * rows * d, "all that a step reads"
+    # the fastest of ten on an H100, though it spills
+    assert whole.spilled <= (60 if (d, kernel) == (128, "dkdv") else 0), whole
+
+
+def test_products_that_are_made_twice_are_seen(reports: dict[str, list[Report]]) -> None:
+    (report,) = reports["twice"]
+    wanted = 2 * 4 * 32 * 64 * 128
+    assert report.loops[0].flops(8) >= 1.5 * wanted and report.loops[0].narrowest < 64
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS)
+def test_products_are_wide(kernel: str, reports: dict[str, list[Report]]) -> None:
+    """On Hopper 64 rows at once, but where there are 16 rows in all or blocks of 32."""
+    for (_, given), report in zip(PRODUCTS[kernel], reports[kernel], strict=True):
+        small = given.get("rows") == 16 or given.get("block") == 32
+        for loop in report.loops:
+            assert loop.narrowest >= (8 if small else 32), (given, loop)
+            assert loop.spilled <= 2 and loop.waits <= 8, (given, loop)
 
 
 def test_products_of_float8_are_summed_in_fp32(reports: dict[str, list[Report]]) -> None:
