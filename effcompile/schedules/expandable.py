@@ -16,7 +16,7 @@ from effcompile.schedules.reserved import (
     LARGE_SEGMENT,
     SMALL_SEGMENT,
     Allocator,
-    Part,
+    Piece,
     merged,
     segment_bytes,
 )
@@ -37,12 +37,12 @@ class Expandable(Allocator):
     """
 
     capped: bool = False
-    _bare: dict[bool, list[tuple[int, Part]]] = field(default_factory=dict)
+    _bare: dict[bool, list[tuple[int, Piece]]] = field(default_factory=dict)
 
     def _splits(self, left: int, small: bool) -> bool:
         return left >= BLOCK
 
-    def _fitting(self, size: int, small: bool) -> Part | None:
+    def _fitting(self, size: int, small: bool) -> Piece | None:
         """The smallest, where what can grow counts with what it can grow to."""
         pool = self._free[small]
         at = bisect_left(pool, size, key=lambda entry: entry[0])
@@ -52,7 +52,7 @@ class Expandable(Allocator):
             at += 1
         return pool.pop(at)[2]
 
-    def _taken(self, size: int, small: bool) -> Part | None:
+    def _taken(self, size: int, small: bool) -> Piece | None:
         """Free and bare parts side by side, from the first address where they are long enough, with memory
         behind as much of it as is asked for; None where the limit leaves none.
         """
@@ -75,7 +75,7 @@ class Expandable(Allocator):
         self._take(part)
         return part
 
-    def _place(self, size: int, small: bool) -> Part:
+    def _place(self, size: int, small: bool) -> Piece:
         for _, bare in self._bare.setdefault(small, []):
             before = bare.before
             first = before if before is not None and before.free else bare
@@ -87,11 +87,11 @@ class Expandable(Allocator):
                 part = part.after
             if length >= size:
                 return first
-        endless = Part(size=_ENDLESS, address=0, small=small, mapped=False)
+        endless = Piece(size=_ENDLESS, address=0, small=small, mapped=False)
         self._bare[small].append((0, endless))
         return endless
 
-    def _mapped(self, part: Part, size: int) -> Part | None:
+    def _mapped(self, part: Piece, size: int) -> Piece | None:
         """A bare part with memory behind its first `size` bytes, in whole units, merged with free neighbours;
         None where there is none left.
         """
@@ -121,7 +121,7 @@ class Expandable(Allocator):
                 if start < end:
                     self._unmap(part, start, end)
 
-    def _unmap(self, part: Part, start: int, end: int) -> None:
+    def _unmap(self, part: Piece, start: int, end: int) -> None:
         """Take the memory from addresses `start` to `end` of a free part."""
         self._take(part)
         if part.address < start:
@@ -138,14 +138,14 @@ class Expandable(Allocator):
                 part = merged(part, other)
         self._lay_bare(part)
 
-    def _lay_bare(self, part: Part) -> None:
+    def _lay_bare(self, part: Piece) -> None:
         insort(self._bare[part.small], (part.address, part), key=lambda entry: entry[0])
 
-    def _forget(self, part: Part) -> None:
+    def _forget(self, part: Piece) -> None:
         bare = self._bare[part.small]
         del bare[bisect_left(bare, part.address, key=lambda entry: entry[0])]
 
 
-def _grown(part: Part) -> int:
+def _grown(part: Piece) -> int:
     """Bytes of a free part with the bare one behind it."""
     return part.size + (part.after.size if part.after is not None and not part.after.mapped else 0)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from effcompile.core.gpu import BLOCK, rounded
 
 __all__ = [
-    "LARGE_SEGMENT", "SMALL_SEGMENT", "Allocator", "Event", "Followed", "NoSegmentError", "Part", "follow",
+    "LARGE_SEGMENT", "SMALL_SEGMENT", "Allocator", "Event", "Followed", "NoSegmentError", "Piece", "follow",
     "merged", "segment_bytes",
 ]  # fmt: skip
 
@@ -68,7 +68,7 @@ def follow(asked: Followed, made: Callable[[], Allocator] | None = None, steps: 
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class Piece:
     """A piece of a segment, and its neighbours there; `mapped`: there is memory behind it."""
 
     size: int
@@ -76,8 +76,8 @@ class Part:
     small: bool
     free: bool = True
     mapped: bool = True
-    before: Part | None = None
-    after: Part | None = None
+    before: Piece | None = None
+    after: Piece | None = None
 
 
 @dataclass(slots=True)
@@ -94,8 +94,8 @@ class Allocator:
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
-    _live: dict[int, Part] = field(default_factory=dict)
-    _free: dict[bool, list[tuple[int, int, Part]]] = field(default_factory=lambda: {True: [], False: []})
+    _live: dict[int, Piece] = field(default_factory=dict)
+    _free: dict[bool, list[tuple[int, int, Piece]]] = field(default_factory=lambda: {True: [], False: []})
     _next: int = 0
 
     def run(self, events: Iterable[Event]) -> Allocator:
@@ -135,7 +135,7 @@ class Allocator:
         part.free = True
         self._put(part)
 
-    def _fitting(self, size: int, small: bool) -> Part | None:
+    def _fitting(self, size: int, small: bool) -> Piece | None:
         pool = self._free[small]
         at = bisect_left(pool, size, key=lambda entry: entry[0])
         return pool.pop(at)[2] if at < len(pool) else None
@@ -144,7 +144,7 @@ class Allocator:
         """Whether what is left of a part is one of its own."""
         return left >= BLOCK if small else left > _SMALL
 
-    def _more(self, size: int, small: bool) -> Part:
+    def _more(self, size: int, small: bool) -> Piece:
         """A part from the device, which is asked twice: the second time for what it was given back."""
         part = self._taken(size, small)
         if part is None:
@@ -154,12 +154,12 @@ class Allocator:
             raise NoSegmentError
         return part
 
-    def _taken(self, size: int, small: bool) -> Part | None:
+    def _taken(self, size: int, small: bool) -> Piece | None:
         """A new segment; None where the device has no room for one."""
         taken = segment_bytes(size, small)
         if self.limit is not None and self.reserved + taken > self.limit:
             return None
-        part = Part(size=taken, address=self._next, small=small)
+        part = Piece(size=taken, address=self._next, small=small)
         self._next += taken
         self.reserved += taken
         return part
@@ -172,7 +172,7 @@ class Allocator:
             self._free[small] = [entry for entry in pool if entry not in whole]
 
     @staticmethod
-    def _cut(part: Part, size: int) -> Part:
+    def _cut(part: Piece, size: int) -> Piece:
         """What is left of a part behind its first `size` bytes, as a part like it."""
         rest = replace(
             part, size=part.size - size, address=part.address + size, free=True, before=part, after=part.after
@@ -182,10 +182,10 @@ class Allocator:
         part.size, part.after = size, rest
         return rest
 
-    def _put(self, part: Part) -> None:
+    def _put(self, part: Piece) -> None:
         insort(self._free[part.small], (part.size, part.address, part), key=lambda entry: entry[:2])
 
-    def _take(self, part: Part) -> None:
+    def _take(self, part: Piece) -> None:
         pool = self._free[part.small]
         del pool[bisect_left(pool, (part.size, part.address), key=lambda entry: entry[:2])]
 
@@ -197,7 +197,7 @@ def segment_bytes(size: int, small: bool) -> int:
     return LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_STEP) * _LARGE_STEP
 
 
-def merged(part: Part, other: Part) -> Part:
+def merged(part: Piece, other: Piece) -> Piece:
     """Two neighbours as one: the first of them."""
     first, second = (other, part) if part.before is other else (part, other)
     first.size += second.size
