@@ -1,6 +1,6 @@
 """The tiles that the Triton kernels are shipped with, by compiling for GPUs that are not here.
 
-    python benchmarks/triton_aot.py [--seconds 280] [--arch sm_90] [--retry] [--spilling] [--others]
+    python benchmarks/triton_aot.py [--seconds 280] [--arch sm_90] [--retry] [--spilling] [--others] [--tma]
 
 For each architecture, dtype, head size and kernel the candidates are compiled in their order, fastest tile
 first by the reasoning beside them, and the first is taken that fits shared memory, uses tensor cores (where
@@ -8,7 +8,9 @@ the dtype has them) and does not spill; if all spill, the one that spills least.
 effcompile/backends/triton/configs.toml says what each needs and with which triton it was found. It goes on
 where it was stopped: rows that are there stay, unless --retry (or --spilling, for those that spill); what was
 `measured` as the fastest on a GPU always does. With --others all candidates are compiled, and a row also says
-which of the rest do not spill: backends/triton/tune.py chooses among them on a GPU, by time.
+which of the rest do not spill: backends/triton/tune.py chooses among them on a GPU, by time. With --tma the
+forms that copy whole tiles are compiled for Hopper and Blackwell, and rows say which of them fit and spill
+next to nothing.
 """
 
 from __future__ import annotations
@@ -69,6 +71,14 @@ AMD: dict[str, tuple[Candidate, ...]] = {
     "dq": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
     "dkdv": ((64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
 }
+#: Of those that copy whole tiles, which leaves more registers.
+IN_TILES: dict[str, tuple[Candidate, ...]] = {
+    "forward": ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3)),
+    "dq": ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
+    "dkdv": ((64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 64, 4, 3)),
+}
+#: Bytes of a thread that they may spill: the fastest tiles on an H100 spilled more.
+LITTLE = 128
 #: fp32 takes twice the room, and on AMD has no tensor cores.
 FP32: tuple[Candidate, ...] = (
     (64, 64, 8, 2),
@@ -128,14 +138,28 @@ def choose(
     }  # fmt: skip
 
 
+def in_tiles(arch: str, dtype: str, d: int, kernel: str) -> list[list[int]]:
+    """The tiles that are copied whole and fit, with their shared memory, the first MOST in their order."""
+    tried = IN_TILES[kernel]
+    jobs = [job(arch, dtype, d, kernel, candidate, tma=True) for candidate in tried]
+    found = []
+    for candidate, (_, report) in zip(tried, compile_jobs(jobs), strict=False):
+        needs = f"{report.registers} registers, {report.spills} B spilled, {report.shared >> 10} KiB"
+        print(f"{arch} {dtype} d{d} {kernel} {candidate} in tiles: {report.error or needs}", flush=True)
+        if report.fits(arch) and report.tensor_ops and report.spills <= LITTLE:
+            found.append([*candidate, report.shared])
+    return found[:MOST]
+
+
 def precision(arch: str, dtype: str) -> dict[str, str]:
     """How fp32 is multiplied; nothing for the narrow dtypes."""
     return {} if dtype != "fp32" else {"precision": "tf32x3" if arch.startswith("sm_") else "ieee"}
 
 
-def job(arch: str, dtype: str, d: int, kernel: str, candidate: Candidate) -> CompileJob:
+def job(arch: str, dtype: str, d: int, kernel: str, candidate: Candidate, *, tma: bool = False) -> CompileJob:
     """Causal attention with this tile."""
-    config = dict(zip(FIELDS, candidate, strict=True)) | precision(arch, dtype)
+    whole = {"tma": True} if tma else {}
+    config = dict(zip(FIELDS, candidate, strict=True)) | precision(arch, dtype) | whole
     arguments = {"dtype": dtype, "d": d, "kernel": kernel, "config": config}
     return CompileJob(
         arch=arch,
@@ -143,6 +167,11 @@ def job(arch: str, dtype: str, d: int, kernel: str, candidate: Candidate) -> Com
         kernel=f"attention_{kernel}",
         arguments=arguments,
     )
+
+
+def described(arch: str, dtype: str, d: int) -> bool:
+    """Whether an architecture copies whole tiles, and they are tried for such heads."""
+    return arch in ("sm_90", "sm_100") and dtype != "fp32" and d <= 128
 
 
 def write(table: dict[str, Any]) -> None:
@@ -179,6 +208,7 @@ def main() -> None:
     parser.add_argument(
         "--others", action="store_true", help="compile all candidates, and name all that do not spill"
     )
+    parser.add_argument("--tma", action="store_true", help="name the tiles that are copied whole")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     table: dict[str, Any] = tomllib.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
@@ -187,6 +217,12 @@ def main() -> None:
     ]
     for arch, dtype, d, kernel in rows:
         heads = table.setdefault(arch, {}).setdefault(dtype, {}).setdefault(str(d), {})
+        if options.tma:
+            if described(arch, dtype, d) and "tma" not in heads[kernel] and time.monotonic() < end:
+                twin = table[arch]["bf16"][str(d)][kernel].get("tma") if dtype == "fp16" else None
+                heads[kernel]["tma"] = twin or in_tiles(arch, dtype, d, kernel)
+                write(table)
+            continue
         there = kernel in heads and ("others" in heads[kernel] or not options.others)
         again = options.retry or (options.spilling and there and heads[kernel]["spills"])
         if (there and not again) or "measured" in heads.get(kernel, {}) or time.monotonic() > end:

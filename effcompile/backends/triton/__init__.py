@@ -35,6 +35,8 @@ _OPERATORS = {
     "states8": "8-bit optimizer states",
     "rows": "norms, gates and rotations",
 }
+#: Forms of one of them that are taken where they are right and faster → what they run.
+_FORMS = {"attention_in_tiles": "attention by whole tiles (TMA)"}
 _MADE = "NVIDIA GPUs of compute capability 8 to 10 and 12, and AMD gfx942 and gfx950"
 
 
@@ -127,8 +129,10 @@ def examined() -> Iterator[tuple[str, Sequence[KernelVerdict]]]:
     or in the interpreter.
     """
     proof = importlib.import_module("effcompile.backends.triton.proof")
-    for name, words in _OPERATORS.items():
-        yield words, proof.prove([(name, dtype) for dtype in proof.USUAL], device())
+    for name, words in {**_OPERATORS, **_FORMS}.items():
+        verdicts = proof.prove([(name, dtype) for dtype in proof.USUAL], device())
+        if any(verdict.case or verdict.reason for verdict in verdicts):
+            yield words, verdicts
 
 
 def use(devices: Collection[str]) -> tuple[Reason, ...]:

@@ -80,6 +80,8 @@ def loops(sass: str) -> tuple[Loop, ...]:
         target = _TARGET.search(one.rest) if one.name.startswith("BRA") else None
         if target is not None and (start := labels.get(target.group(1), at + 1)) <= at:
             spans.append((start, at))
+    # a wait that lasts goes on behind the kernel's end, and from there back into the loop
+    spans = [span for span in spans if not any(a < span[0] <= b < span[1] for a, b in spans)]
     multiply = [span for span in spans if any(_product(code[i]) for i in range(span[0], span[1] + 1))]
     innermost = [
         span

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from effcompile.backends.triton.aot import CompileJob, Report
 from effcompile.backends.triton.aot_loops import loops
@@ -125,6 +126,8 @@ def _type_of(
     """
     if isinstance(value, tuple):
         return tuple(_type_of(one, (*path, i), constants, attributes) for i, one in enumerate(value))
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
     if value is None or (isinstance(value, int) and value == 1):
         constants[path] = value
         return "constexpr"

@@ -14,15 +14,12 @@ from torch import Tensor
 
 from effcompile.backends.torch.kept import keep
 from effcompile.backends.triton import tune
+from effcompile.backends.triton.attention_launch import Launch, aligned, describable
 from effcompile.backends.triton.attention_tiles import NARROWEST, closed_form, given_lists, options
 from effcompile.backends.triton.configs import KERNELS, LaunchConfig, dtype_name, head_class, using
-from effcompile.backends.triton.kernels.attention_backward import (
-    attention_delta,
-    attention_dkdv,
-    attention_dq,
-)
-from effcompile.backends.triton.kernels.attention_forward import attention_forward
+from effcompile.backends.triton.kernels.attention_backward import attention_delta
 from effcompile.backends.triton.layout import by_rows, cdiv, in_rows, next_power_of_2, on, row_strides
+from effcompile.backends.triton.proof import proven
 from effcompile.core.building import under_way
 from effcompile.core.types import Arguments
 from effcompile.ops.attention_terms import ALL_WANTED, NeededGradients, Terms, sink_rows
@@ -33,62 +30,14 @@ _NOTHING: Arguments = {
     "bias": None, "mask": None, "q_ids": None, "k_ids": None, "valid": None, "bias_strides": (0,) * 4,
     "mask_strides": (0,) * 4, "row_strides": (0,) * 3,
 }  # fmt: skip
-#: Kernel → what it takes besides, where a call has no such term.
-_KINDS: dict[str, tuple[Any, Arguments]] = {
-    "forward": (attention_forward, {"sink": None, "sink_strides": (0,) * 3}),
-    "dq": (attention_dq, {
-        "dbias": None, "dbias_strides": (0,) * 4, "SUM_ROWS": False, "SUM_COLUMNS": False, "ATOMIC": False,
-    }),
-    "dkdv": (attention_dkdv, {}),
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A kernel's launch in all calls of a form.
-
-    config: its tiles, cut to divide the given lists'. grid: how many programs. values: its arguments in their
-    order, None where each call brings its own (`lacking` of them); at: where they stand. lists: which of the
-    lists of band and chunk it walks, as arguments of `closed_form`; None where each call brings its own.
-    """
-
-    config: LaunchConfig
-    grid: tuple[int]
-    kernel: Any
-    values: tuple[Any, ...]
-    at: Mapping[str, int]
-    lacking: int
-    options: Mapping[str, Any]
-    lists: tuple[Any, ...] | None
-
-    @classmethod
-    def of(
-        cls, kernel: str, config: LaunchConfig, programs: int, fixed: Arguments, lists: tuple[Any, ...] | None
-    ) -> _Launch:
-        made, besides = _KINDS[kernel]
-        fixed = {**besides, **fixed}
-        values = tuple(fixed.get(name) for name in made.arg_names)
-        at = {name: place for place, name in enumerate(made.arg_names)}
-        lacking = sum(name not in fixed for name in made.arg_names)
-        return cls(config, (programs,), made, values, at, lacking, config.launch, lists)
-
-    def __call__(self, brought: Arguments) -> None:
-        """Launch it with what a call brings.
-
-        By their places: of keywords every function on the way to the GPU makes another dictionary.
-        """
-        assert len(brought) >= self.lacking
-        values, at = list(self.values), self.at
-        for name, value in brought.items():
-            values[at[name]] = value
-        self.kernel[self.grid](*values, **self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
     """What calls with the same shapes, strides, dtypes, device and numbers have in common.
 
-    reason: why the kernels decline them, or None. numbers: the terms without their tensors. full: (B, H, Sq,
+    reason: why the kernels decline them, or None. even: some kernel may copy whole tiles of their tensors,
+    where these begin at even addresses. numbers: the terms without their tensors. full: (B, H, Sq,
     Sk). heads: of k. widths: of heads, as kernels take them. dtype, device: of q. strides: of q, k and v as
     kernels read them; straight: they lie so already. lists: calls bring lists of tiles. plain: no term is a
     tensor; hides: some such term hides keys that band and chunk show.
@@ -103,10 +52,11 @@ class AttentionForm:
     device: torch.device
     strides: dict[str, tuple[int, ...]]
     straight: bool
+    even: bool
     lists: bool
     plain: bool
     hides: bool
-    _launches: dict[str, _Launch] = field(default_factory=dict)
+    _launches: dict[str, Launch] = field(default_factory=dict)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, reason: str | None = None) -> AttentionForm:
@@ -119,22 +69,24 @@ class AttentionForm:
         return cls(
             reason=reason, numbers=replace(terms, tiles=(), **none), full=(b, h, sq, sk), heads=heads,
             widths=widths, dtype=q.dtype, device=q.device, lists=bool(terms.tiles),
-            straight=all(map(in_rows, (q, k, v))),
+            straight=all(map(in_rows, (q, k, v))), even=_in_tiles(q, k, v),
             strides={f"{name}_strides": row_strides(t)[:3] for name, t in (("q", q), ("k", k), ("v", v))},
             plain=all(getattr(terms, name) is None for name in OPERANDS),
             hides=terms.q_ids is not None or terms.valid is not None or terms.mask is not None,
         )  # fmt: skip
 
-    def launch(self, kernel: str) -> _Launch:
-        """Of one of KERNELS."""
-        found = self._launches.get(kernel)
+    def launch(self, kernel: str, *, even: bool = False) -> Launch:
+        """Of one of KERNELS; `even`: what it reads may be copied in whole tiles."""
+        name = f"{kernel} in tiles" if even and self.even else kernel
+        found = self._launches.get(name)
         if found is None:
-            found = self._launches[kernel] = self._made(kernel)
+            found = self._launches[name] = self._made(kernel, tma=even and self.even)
         return found
 
-    def _made(self, kernel: str) -> _Launch:
+    def _made(self, kernel: str, *, tma: bool) -> Launch:
         t, (b, h, sq, sk) = self.numbers, self.full
-        config = _chosen(kernel, self.device, self.dtype, self.widths["D"], self.widths["DV"])
+        widths = self.widths
+        config = _chosen(kernel, self.device, self.dtype, widths["D"], widths["DV"], tma=tma)
         if self.lists:
             config = replace(
                 config,
@@ -145,16 +97,16 @@ class AttentionForm:
         fixed: Arguments = {
             **self.strides, **self.widths, "scale": t.scale, "softcap": t.softcap or None, "lo": t.lo,
             "hi": t.hi, "chunk": t.chunk or None, "heads": h, "group": h // self.heads, "q_len": sq,
-            "k_len": sk, "BLOCK_M": m, "BLOCK_N": n, "PRECISION": config.precision,
+            "k_len": sk, "BLOCK_M": m, "BLOCK_N": n, "PRECISION": config.precision, "TMA": config.tma,
             **(_NOTHING if self.plain else {}),
         }  # fmt: skip
         by_keys = kernel == "dkdv"
         programs = cdiv(sk, n) * self.heads * b if by_keys else cdiv(sq, m) * h * b
         if self.lists:
-            return _Launch.of(kernel, config, programs, fixed, None)
+            return Launch.of(kernel, config, programs, fixed, None)
         fixed |= {"list_strides": (0, 0), "LIST_M": m, "LIST_N": n}
         lists = (t.lo, t.hi, t.chunk, sq, sk, m, n, self.device, self.hides, by_keys)
-        return _Launch.of(kernel, config, programs, fixed, lists)
+        return Launch.of(kernel, config, programs, fixed, lists)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object]) -> AttentionCall:
         """One of this form, with the operators' other tensors."""
@@ -183,7 +135,7 @@ class AttentionCall:
         form = AttentionForm.of(q, k, v, replace(terms, tiles=tuple(tiles[:4])))
         return form.call(q, k, v, (*(getattr(terms, name) for name in OPERANDS), tiles))
 
-    def brought(self, launch: _Launch, *, transposed: bool = False) -> Arguments:
+    def brought(self, launch: Launch, *, transposed: bool = False) -> Arguments:
         """What it brings to all kernels but delta, by name."""
         form = self.form
         given: Arguments = {} if form.plain else self._terms()
@@ -197,6 +149,10 @@ class AttentionCall:
             given |= {"list_strides": walked.strides, "LIST_M": walked.block_m, "LIST_N": walked.block_n}
         (given["partial_count"], given["partial_index"], given["full_count"], given["full_index"]) = lists
         return given
+
+    def even(self) -> bool:
+        """Whether its keys and values can be copied in whole tiles."""
+        return self.form.even and aligned(self.k, self.v)
 
     def _terms(self) -> Arguments:
         """As _NOTHING, of the tensors that there are."""
@@ -214,20 +170,42 @@ class AttentionCall:
         }  # fmt: skip
 
 
-def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> LaunchConfig:
-    """The fastest of them, as measured on this GPU; the likeliest elsewhere."""
-    offered = options(kernel, device, dtype, d, dv)
-    assert offered, "declines() was not asked"
+def _chosen(
+    kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int, *, tma: bool = False
+) -> LaunchConfig:
+    """The fastest of them, as measured on this GPU; the likeliest elsewhere. `tma`: also of those that copy
+    whole tiles.
+    """
+    every = options(kernel, device, dtype, d, dv)
+    assert every, "declines() was not asked"
+    offered = tuple(one for one in every if tma or not one.tma) or (replace(every[0], tma=False),)
     if device.type != "cuda" or len(offered) == 1:
         return offered[0]
     size = head_class(d, dv)
-    name = f"{kernel} {dtype_name(dtype)} {size}"
+    name = f"{kernel} {dtype_name(dtype)} {size}{' in tiles' if tma else ''}"
     # nothing can be timed within a recording
     measure = under_way() and not torch.cuda.is_current_stream_capturing()
+    if measure and any(one.tma for one in offered) and _refuted_in_tiles(device):
+        offered = tuple(one for one in offered if not one.tma)
     with torch.cuda.device(device):
         return tune.tuner(device).choose(
             name, offered, lambda config: trial(kernel, config, device, dtype, size), measure=measure
         )
+
+
+def _in_tiles(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether what copies whole tiles can be offered these, and a contiguous gradient of the output."""
+    d, dv = q.shape[3], v.shape[3]
+    return (
+        all(in_rows(t) and describable(t) for t in (q, k, v))
+        and describable(v.new_empty((1, 1, 2, dv), device="meta"))
+        and any(one.tma for kernel in KERNELS for one in options(kernel, q.device, q.dtype, d, dv))
+    )
+
+
+def _refuted_in_tiles(device: torch.device) -> bool:
+    """Whether what copies whole tiles was seen to be wrong on a GPU, or to end its process."""
+    return proven(("attention_in_tiles",), device.type, ("bfloat16",))["attention_in_tiles"] is not None
 
 
 def trial(
@@ -245,7 +223,7 @@ def trial(
 
     The other kernels take their first choice meanwhile.
     """
-    others = {name: options(name, device, dtype, d, d)[0] for name in KERNELS}
+    others = {name: options(name, device, dtype, d, d)[0] for name in KERNELS}  # of no whole tiles
     own = torch.Generator(device).manual_seed(0)  # a user's draws are as they would have been
     q, grad = (
         torch.randn(1, heads[0], length, d, device=device, dtype=dtype, generator=own) for _ in range(2)
@@ -282,7 +260,7 @@ def run_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     b, h, sq, sk = form.full
     out = torch.empty((b, h, sq, form.widths["DV"]), dtype=form.dtype, device=form.device)
     lse = torch.empty((b, h, sq), dtype=torch.float32, device=form.device)
-    launch, sink = form.launch("forward"), call.operands.get("sink")
+    launch, sink = form.launch("forward", even=call.even()), call.operands.get("sink")
     given = call.brought(launch)
     given["out"], given["lse"] = out, lse
     if sink is not None:
@@ -334,7 +312,8 @@ def _rows(call: AttentionCall, out: Tensor, grad: Tensor, lse: Tensor) -> Argume
 
 def _dq(call: AttentionCall, rows: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]:
     form, bias = call.form, call.operands.get("bias")
-    dq, launch = torch.empty(call.q.shape, dtype=form.dtype, device=form.device), form.launch("dq")
+    dq = torch.empty(call.q.shape, dtype=form.dtype, device=form.device)
+    launch = form.launch("dq", even=call.even())
     given = call.brought(launch)
     given.update(rows)
     given["dq"] = dq
@@ -352,7 +331,8 @@ def _dq(call: AttentionCall, rows: Arguments, *, wanted: bool) -> tuple[Tensor, 
 
 
 def _dkdv(call: AttentionCall, rows: Arguments) -> tuple[Tensor, Tensor]:
-    form, launch = call.form, call.form.launch("dkdv")
+    form, grad = call.form, rows["grad"]
+    launch = form.launch("dkdv", even=form.even and grad.is_contiguous() and aligned(call.q, grad))
     dk = torch.empty(call.k.shape, dtype=form.dtype, device=form.device)
     dv = torch.empty(call.v.shape, dtype=form.dtype, device=form.device)
     if launch.grid[0]:

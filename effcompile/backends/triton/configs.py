@@ -25,8 +25,8 @@ __all__ = [
 TABLE = Path(__file__).with_name("configs.toml")
 #: The attention kernels that have tiles of their own.
 KERNELS = ("forward", "dq", "dkdv")
-#: What a tile is in the table; `others` of a row are such numbers and their bytes of shared memory,
-#: `measured` is where its own tile was found the fastest of them all.
+#: What a tile is in the table; `others` of a row are such numbers and their bytes of shared memory, `tma`
+#: those that copy whole tiles; `measured` is where its own tile was found the fastest of the others.
 TILE = ("block_m", "block_n", "warps", "stages")
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -44,7 +44,8 @@ class LaunchConfig:
     pipeline.
 
     precision: how fp32 is multiplied: "ieee", or "tf32x3", which is three tensor-core products as exact as
-    fp32's inputs.
+    fp32's inputs. tma: what a step reads is copied in whole tiles by the tensor memory accelerator (from
+    Hopper on).
     """
 
     block_m: int
@@ -52,6 +53,7 @@ class LaunchConfig:
     warps: int
     stages: int
     precision: str | None = None
+    tma: bool = False
 
     @property
     def launch(self) -> dict[str, int]:
@@ -178,8 +180,13 @@ def _of_table(
         return ()
     first = [row[name] for name in TILE]
     others = [] if here is not None and row.get("measured") == here else row.get("others", [])
+    kinds = (
+        (False, [*first, row["shared"]]),
+        *((False, o) for o in others),
+        *((True, o) for o in row.get("tma", [])),
+    )
     return tuple(
-        LaunchConfig(**dict(zip(TILE, numbers, strict=False)), precision=row.get("precision"))
-        for numbers in ([*first, row["shared"]], *others)
+        LaunchConfig(**dict(zip(TILE, numbers, strict=False)), precision=row.get("precision"), tma=tma)
+        for tma, numbers in kinds
         if shared is None or numbers[len(TILE)] <= shared
     )

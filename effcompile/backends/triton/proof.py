@@ -229,7 +229,8 @@ def main(place: str, *units: str) -> None:
     for unit in units:
         family, name, part = unit.split(":")
         try:
-            import_module(f"effcompile.backends.triton.{family}").register(device)
+            module = family.partition("_in_")[0]
+            import_module(f"effcompile.backends.triton.{module}").register(device)
             verdict = _compared(family, name, int(part), device)
         except Exception as error:
             verdict = KernelVerdict(

@@ -5,13 +5,15 @@ runs on a device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from effcompile.backends.triton.attention_tiles import options
+from effcompile.backends.triton.configs import KERNELS, using
 from effcompile.capture.verify import relative_error
 from effcompile.ops import compress, group_quant, loss_head, rows, states8
 from effcompile.ops.attention import attention
@@ -97,6 +99,19 @@ def _attention(times: int, name: str, make: Maker) -> Iterator[Compared]:
     yield from _both(
         f"{name}, heads of {width}", partial(_attended, form, documents), q, k, v, bias if every else None
     )
+
+
+def _in_tiles(make: Maker) -> Iterator[Compared]:
+    """The kernels that copy whole tiles, where there are some for the device."""
+    device, width = torch.device(make.device), 16 if make.device == "cpu" else 128
+    offered = {kernel: options(kernel, device, make.dtype, width, width) for kernel in KERNELS}
+    if make.device == "cpu":  # the interpreter's
+        offered = {kernel: (replace(found[0], tma=True),) for kernel, found in offered.items()}
+    tried = {kernel: [one for one in found if one.tma] for kernel, found in offered.items()}
+    for turn in range(max(map(len, tried.values()))):
+        with using(**{kernel: found[turn % len(found)] for kernel, found in tried.items() if found}):
+            yield from _attention(2 if make.device != "cpu" else 1, "causal", make)
+            yield from _attention(2 if make.device != "cpu" else 1, "all terms", make)
 
 
 def _attended(
@@ -249,10 +264,11 @@ def _states(make: Maker) -> Iterator[Compared]:
         yield Compared(f"{name}, state", found, wanted, codes=True)
 
 
-#: Family, as `effcompile.backends.triton` names its modules → its cases, in parts that may be run side by
-#: side.
+#: Family, as `effcompile.backends.triton` names its modules (`_in_…`: a form of one of them) → its cases, in
+#: parts that may be run side by side.
 CASES: Mapping[str, tuple[Case, ...]] = {
     "attention": (partial(_attention, 1, "causal"), partial(_attention, 2, "all terms")),
+    "attention_in_tiles": (_in_tiles,),
     "block_sparse": (_block_sparse,),
     "compress": (_kept,),
     "group_quant": (_codes,),

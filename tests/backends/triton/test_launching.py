@@ -91,7 +91,7 @@ def test_a_second_call_of_a_form_is_a_fraction_of_the_first(launches: list[dict[
     backward()
     forward = instructions(lambda: attention._attention(q, k, v, **FORM))
     assert forward < 600
-    assert instructions(backward) < 1200
+    assert instructions(backward) < 1250
     attention._forms.clear()
     assert instructions(lambda: attention._attention(q, k, v, **FORM)) > 3 * forward
 
@@ -202,7 +202,7 @@ def test_a_tile_that_was_measured_meanwhile_is_taken(
 ) -> None:
     """A model that was called before it was planned has the table's first tile until then, and no longer."""
     chosen = [configs.LaunchConfig(block_m=m, block_n=32, warps=4, stages=1) for m in (64, 32)]
-    monkeypatch.setattr(attention_calls, "_chosen", lambda *_: chosen[tune.Tuner.measured > 0])
+    monkeypatch.setattr(attention_calls, "_chosen", lambda *_, **__: chosen[tune.Tuner.measured > 0])
     monkeypatch.setattr(tune.Tuner, "measured", 0)
     step()
     with building():

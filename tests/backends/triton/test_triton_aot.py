@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,16 @@ TILES = {
 TWICE = {"block_m": 32, "block_n": 64, "warps": 8, "stages": 2}
 
 
-def tiled(d: int, kernel: str, config: dict[str, int], arch: str = "sm_90") -> CompileJob:
+IN_TILES = {
+    kernel: next(
+        {name: getattr(one, name) for name in TILE}
+        for one in candidates(kernel, "sm_90", torch.bfloat16, 128, 128) if one.tma
+    )
+    for kernel in KERNELS
+}  # fmt: skip
+
+
+def tiled(d: int, kernel: str, config: dict[str, Any], arch: str = "sm_90") -> CompileJob:
     given = {"dtype": "bf16", "d": d, "kernel": kernel, "config": config}
     return CompileJob(arch=arch, launch=LAUNCHES, kernel=f"attention_{kernel}", arguments=given)
 
@@ -107,6 +117,10 @@ def reports() -> dict[str, list[Report]]:
     pytest.importorskip("triton")
     named = [(one.kernel, one) for one in [*jobs_of(PRODUCTS), *jobs_of(PLAIN)]]
     named += [(f"{kernel} {d}", tiled(d, kernel, config)) for (d, kernel), config in TILES.items()]
+    for kernel, config in IN_TILES.items():
+        whole = config | {"tma": True}
+        named += [(f"{kernel} in tiles", tiled(128, kernel, whole))]
+        named += [(f"{kernel} on Blackwell", tiled(128, kernel, whole, "sm_100"))]
     named += [("twice", tiled(128, "dkdv", TWICE)), *FORWARD.items(), *WRONG.items()]
     found: dict[str, list[Report]] = {}
     for (name, _), (_, report) in zip(named, compile_jobs([one for _, one in named]), strict=True):
@@ -147,6 +161,24 @@ def test_a_step_of_attention_keeps_to_its_budget(
     assert 16 * whole.copies * threads >= 2 * 2 * rows * d, "all that a step reads"
     # the fastest of ten on an H100, though it spills
     assert whole.spilled <= (60 if (d, kernel) == (128, "dkdv") else 0), whole
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_are_copied_whole_without_a_threads_help(kernel: str, reports: dict[str, list[Report]]) -> None:
+    """Two a step, of K and V or of Q and the gradient; no thread copies but for two numbers of each row."""
+    (report,), tile = reports[f"{kernel} in tiles"], dict(IN_TILES[kernel], tma=True)
+    whole, _ = report.loops
+    assert report.fits("sm_90") and whole.tiles == 2 and whole.spilled <= 16, whole
+    assert whole.copies <= (16 if kernel == "dkdv" else 1), whole
+    assert whole.flops(tile["warps"]) == 2 * STEPS[kernel][0] * tile["block_m"] * tile["block_n"] * 128
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_blackwell_copies_whole_tiles_too(kernel: str, reports: dict[str, list[Report]]) -> None:
+    (report,) = reports[f"{kernel} on Blackwell"]
+    assert report.fits("sm_100") and report.loops[0].tiles == 2 and "tcgen05" in report.loops[0].products, (
+        report
+    )
 
 
 def test_products_that_are_made_twice_are_seen(reports: dict[str, list[Report]]) -> None:
@@ -227,6 +259,7 @@ def test_every_architecture_dtype_and_head_size_has_tiles_that_were_seen_to_fit(
     for m, n, warps, stages, shared in (
         [*(row[name] for name in TILE), row["shared"]],
         *row.get("others", []),
+        *row.get("tma", []),
     ):
         assert (
             all(size >= 16 and size & (size - 1) == 0 for size in (m, n))
@@ -247,7 +280,9 @@ def test_a_launch_takes_the_row_of_its_own_dtype_and_size(arch: str, dtype: str,
     made = next(key for key in (torch.float32, torch.float16, torch.bfloat16) if dtype_name(key) == dtype)
     first, *others = candidates(kernel, arch, made, d, d)
     assert (first.block_m, first.block_n, first.warps, first.stages) == tuple(row[name] for name in TILE)
-    assert first.precision == row.get("precision") and len(others) == len(row.get("others", []))
+    assert first.precision == row.get("precision") and [one.tma for one in others] == (
+        [False] * len(row.get("others", [])) + [True] * len(row.get("tma", []))
+    )
     # a GPU with less room than the architecture's
     little = candidates(kernel, arch, made, d - 8, d - 8, shared=row["shared"] - 1)
     assert first not in little
@@ -255,11 +290,12 @@ def test_a_launch_takes_the_row_of_its_own_dtype_and_size(arch: str, dtype: str,
 
 def test_where_a_tile_was_measured_nothing_is_left_to_choose() -> None:
     row = tomllib.loads(TABLE.read_text(encoding="utf-8"))["sm_90"]["bf16"]["128"]["dkdv"]
-    (only,) = candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here=row["measured"])
+    only, *whole = candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here=row["measured"])
     assert (only.block_m, only.block_n, only.warps, only.stages) == tuple(row[name] for name in TILE)
+    assert whole and all(one.tma for one in whole), "of those that copy whole tiles none was"
     assert len(
         candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here="another GPU, triton 3.6.0")
-    ) == 1 + len(row["others"])
+    ) == 1 + len(row["others"]) + len(whole)
 
 
 def test_sizes_without_a_row_have_no_tiles() -> None:

@@ -14,6 +14,7 @@ from effcompile.backends.triton.kernels.attention_parts import (
     scores,
     store_rows,
     tile_pointers,
+    tile_rows,
     visit,
 )
 
@@ -162,6 +163,7 @@ def attention_dq(
     LIST_M: tl.constexpr,
     LIST_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
     ATOMIC: tl.constexpr,
@@ -176,8 +178,10 @@ def attention_dq(
     g_base = grad + b64 * grad_strides[0] + h64 * grad_strides[1]
     g_tile = load_rows(g_base, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, True)
     lowest, own = _softmax_rows(bottom, delta, plane, start_m, q_len, BLOCK_M, True)
-    k += b64 * k_strides[0] + g64 * k_strides[1]
-    v += b64 * v_strides[0] + g64 * v_strides[1]
+    g = h // group
+    if not TMA:
+        k += b64 * k_strides[0] + g64 * k_strides[1]
+        v += b64 * v_strides[0] + g64 * v_strides[1]
     if q_ids is not None:
         q_ids += b64 * row_strides[0]
         k_ids += b64 * row_strides[1]
@@ -190,8 +194,8 @@ def attention_dq(
         count = tl.load((partial_count if MASKED else full_count) + row) * (LIST_N // BLOCK_N)
         for t in range(count):
             start_n = visit(partial_index if MASKED else full_index, row, t, columns, LIST_N, BLOCK_N)
-            k_tile = load_rows(k, start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, MASKED)
-            v_tile = load_rows(v, start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, MASKED)
+            k_tile = tile_rows(k, b, g, start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, MASKED, TMA)
+            v_tile = tile_rows(v, b, g, start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, MASKED, TMA)
             logits, capped, seen = scores(
                 q_tile,
                 k_tile,
@@ -289,6 +293,7 @@ def attention_dkdv(
     LIST_M: tl.constexpr,
     LIST_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """dk and dv, contiguous, over the transposed lists; grid (⌈Sk / BLOCK_N⌉ · Hkv · B,).
 
@@ -313,15 +318,21 @@ def attention_dkdv(
     for h in range(g * group, g * group + group):
         h64 = g64 * group + (h - g * group)
         plane = b64 * heads + h64
-        q_base = q + b64 * q_strides[0] + h64 * q_strides[1]
-        g_base = grad + b64 * grad_strides[0] + h64 * grad_strides[1]
+        q_base, g_base = q, grad
+        if not TMA:
+            q_base = q + b64 * q_strides[0] + h64 * q_strides[1]
+            g_base = grad + b64 * grad_strides[0] + h64 * grad_strides[1]
         row = b * list_strides[0] + h * list_strides[1] + start_n // LIST_N
         for MASKED in tl.static_range(2):
             count = tl.load((partial_count if MASKED else full_count) + row) * (LIST_M // BLOCK_M)
             for t in range(count):
                 start_m = visit(partial_index if MASKED else full_index, row, t, columns, LIST_M, BLOCK_M)
-                q_tile = load_rows(q_base, start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, MASKED)
-                g_tile = load_rows(g_base, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, MASKED)
+                q_tile = tile_rows(
+                    q_base, b, h, start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, MASKED, TMA
+                )
+                g_tile = tile_rows(
+                    g_base, b, h, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, MASKED, TMA
+                )
                 lowest, own = _softmax_rows(bottom, delta, plane, start_m, q_len, BLOCK_M, MASKED)
                 logits, capped, _ = scores(
                     q_tile,

@@ -21,6 +21,7 @@ from effcompile.backends.triton.kernels.attention_parts import (
     program_tile,
     scores,
     store_rows,
+    tile_rows,
     visit,
 )
 
@@ -68,6 +69,7 @@ def attention_forward(
     LIST_M: tl.constexpr,
     LIST_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """out and lse; grid (⌈Sq / BLOCK_M⌉ · H · B,). `group`: query heads per key head."""
     start_m, h, b = program_tile(tl.program_id(0), q_len, heads, BLOCK_M, True)
@@ -75,8 +77,10 @@ def attention_forward(
     q_tile = load_rows(
         q + b64 * q_strides[0] + h64 * q_strides[1], start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, True
     )
-    k += b64 * k_strides[0] + g64 * k_strides[1]
-    v += b64 * v_strides[0] + g64 * v_strides[1]
+    g = h // group
+    if not TMA:
+        k += b64 * k_strides[0] + g64 * k_strides[1]
+        v += b64 * v_strides[0] + g64 * v_strides[1]
     if q_ids is not None:
         q_ids += b64 * row_strides[0]
         k_ids += b64 * row_strides[1]
@@ -94,7 +98,7 @@ def attention_forward(
         count = tl.load((partial_count if MASKED else full_count) + row) * (LIST_N // BLOCK_N)
         for t in range(count):
             start_n = visit(partial_index if MASKED else full_index, row, t, columns, LIST_N, BLOCK_N)
-            k_tile = load_rows(k, start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, MASKED)
+            k_tile = tile_rows(k, b, g, start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, MASKED, TMA)
             logits, _, _ = scores(
                 q_tile,
                 k_tile,
@@ -129,7 +133,7 @@ def attention_forward(
             weights = tl.math.exp2((logits * factor if LATE else logits) - finite[:, None])
             shrink = tl.math.exp2(top - finite)
             total = total * shrink + tl.sum(weights, 1)
-            v_tile = load_rows(v, start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, MASKED)
+            v_tile = tile_rows(v, b, g, start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, MASKED, TMA)
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
             top = higher
     i = start_m + tl.arange(0, BLOCK_M)

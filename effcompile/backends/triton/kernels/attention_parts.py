@@ -44,6 +44,30 @@ def load_rows(
 
 
 @triton.jit
+def tile_rows(
+    base,
+    b,
+    h,
+    start,
+    stride,
+    length,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """`load_rows` of the plane of a batch and head: `base` points there, or (TMA) describes the whole tensor,
+    whose tiles are copied by the tensor memory accelerator, zeros beyond the edges.
+    """
+    if TMA:
+        tile = base.load([b, h, start, 0]).reshape(ROWS, BLOCK)
+    else:
+        tile = load_rows(base, start, stride, length, WIDTH, ROWS, BLOCK, MASKED)
+    return tile
+
+
+@triton.jit
 def store_rows(
     base, value, start, stride, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

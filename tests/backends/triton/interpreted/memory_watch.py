@@ -104,19 +104,18 @@ def watch() -> None:
 
 
 def _noting(original: Callable[..., Any], kind: str, mask: int, *, pointers: int = 0) -> Callable[..., Any]:
-    def noted(self: Any, *args: Any) -> Any:
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
         if _now:
             _now[-1].touch(getattr(_now[-1], kind), args[pointers], args[mask])
-        return original(self, *args)
+        return original(self, *args, **options)
 
     return noted
 
 
 def _launching(original: Callable[..., Any]) -> Callable[..., Any]:
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _now.append(
-            Launch(self.fn.__name__, [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)])
-        )
+        given = [getattr(one, "base", one) for one in (*args, *kwargs.values())]
+        _now.append(Launch(self.fn.__name__, [t for t in given if isinstance(t, torch.Tensor)]))
         try:
             result = original(self, *args, **kwargs)
             _now[-1].check()

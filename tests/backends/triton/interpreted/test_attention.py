@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from effcompile.backends.triton import attention, attention_calls
+from effcompile.backends.triton import attention, attention_calls, attention_launch
+from effcompile.backends.triton.configs import LaunchConfig, using
 from effcompile.ops.attention_terms import Terms, sink_rows
 from effcompile.ops.visibility import Visibility
 
@@ -155,6 +156,46 @@ def test_given_lists(case: str) -> None:
 @pytest.mark.parametrize("case", ["causal", "two-sided and softcap", "mask and its bias"])
 def test_narrow_dtypes(case: str, dtype: torch.dtype) -> None:
     check(CASES[case], dtype, tiles=False)
+
+
+#: As the interpreter's other tile, copied whole.
+IN_TILES = LaunchConfig(block_m=32, block_n=32, warps=4, stages=1, precision="ieee", tma=True)
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Tiles of the tensors that were described, in their order."""
+    found: list[list[int]] = []
+    made = attention_launch._descriptor
+    monkeypatch.setattr(
+        attention_launch, "_descriptor", lambda t, tile: (found.append(tile), made(t, tile))[1]
+    )
+    return found
+
+
+@pytest.mark.parametrize("case", ["full", "causal", "window and sink", "documents", "mask and its bias"])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_tiles_that_are_copied_whole(case: str, tiles: bool, described: list[list[int]]) -> None:
+    with using(forward=IN_TILES, dq=IN_TILES, dkdv=IN_TILES):
+        check(CASES[case], torch.float32, tiles=tiles)
+        assert described == 6 * [[1, 1, 32, 32]]
+        check(CASES[case], torch.float32, tiles=tiles, d=24, dv=40)
+        assert described[6:] == 3 * [[1, 1, 32, 32], [1, 1, 32, 64]], "beyond the width are zeros"
+
+
+def test_what_cannot_be_copied_whole_is_copied_by_rows(described: list[list[int]]) -> None:
+    """Rows of 12 bytes more or less than a multiple of 16, or an address that is none."""
+    q, k, v = make((B, H, SQ, D)), make((B, K, SK, D), seed=2), make((B, K, SK, D), seed=3)
+    terms, wanted = Terms(scale=D**-0.5, hi=0), reference(q, k, v, Terms(scale=D**-0.5, hi=0))
+    apart = make((B, K, SK, D + 3), seed=2)
+    apart[..., :D] = k
+    off = torch.zeros(k.numel() + 1)[1:].view(k.shape).copy_(k)
+    with using(forward=IN_TILES, dq=IN_TILES, dkdv=IN_TILES):
+        for keys in (apart[..., :D], off):
+            close("out", attention_calls.forward(q, keys, v, terms)[0], wanted, torch.float32)
+            assert not described
+        close("out", attention_calls.forward(q, k, v, terms)[0], wanted, torch.float32)
+        assert len(described) == 2
 
 
 def test_widths_that_are_no_power_of_two_and_differ() -> None:

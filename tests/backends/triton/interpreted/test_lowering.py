@@ -15,7 +15,7 @@ from captured_once import programs_once
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import effcompile
-from effcompile.backends.triton import attention, attention_calls, group_quant, linears, loss_head, rows
+from effcompile.backends.triton import attention, attention_launch, group_quant, linears, loss_head, rows
 from effcompile.backends.triton.backend import Triton
 from effcompile.compiler import measure
 from effcompile.machine.target import KernelCall
@@ -68,8 +68,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, found in watched.items():
         for name in found:
             monkeypatch.setattr(module, name, Spy(getattr(module, name), names))
-    for kind, (kernel, given) in attention_calls._KINDS.items():
-        monkeypatch.setitem(attention_calls._KINDS, kind, (Spy(kernel, names), given))
+    for kind, (kernel, given) in attention_launch.KINDS.items():
+        monkeypatch.setitem(attention_launch.KINDS, kind, (Spy(kernel, names), given))
     monkeypatch.setattr(attention, "_forms", {})  # they hold kernels
     return names
 

@@ -14,7 +14,7 @@ from effcompile.backends.triton.proof_cases import CASES
 from effcompile.ops import rows as operators
 
 
-@pytest.mark.parametrize("family", [name for name in CASES if name != "attention"])
+@pytest.mark.parametrize("family", [name for name in CASES if not name.startswith("attention")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_right_kernels_pass(family: str, dtype: str) -> None:
     import_module(f"effcompile.backends.triton.{family}").register("cpu")
@@ -28,6 +28,8 @@ def test_attention_passes() -> None:
         proof._compared("attention", "bfloat16", part, "cpu").reason
         for part in range(len(CASES["attention"]))
     ] == [None, None]
+    verdict = proof._compared("attention_in_tiles", "bfloat16", 0, "cpu")
+    assert verdict.reason is None and verdict.case
 
 
 @pytest.mark.parametrize(
