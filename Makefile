@@ -42,6 +42,7 @@ gpu-dry: .venv/dev
 	PYTHONPATH=.venv/triton-$(OTHER_TRITON) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
 	EFFCOMPILE_FAKE_GPU_SCHEDULES=40 OMP_NUM_THREADS=1 $(BIN)/pytest tests/schedules/test_reserved.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_model.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build -q
