@@ -116,6 +116,23 @@ def test_a_sum_that_only_rounding_keeps_from_zero(shift: float, off: float, pass
     assert not passes or all(str(check.note) == said for check in found)
 
 
+@pytest.mark.parametrize(
+    ("shift", "off", "passes"), [(0.0, 1e-9, True), (0.0, 1e-3, False), (1e-6, 1e-9, False)]
+)
+def test_such_a_sum_in_float64(shift: float, off: float, passes: bool) -> None:
+    """No finer copy of the model tells its rounding: the format does."""
+    torch.manual_seed(0)
+    model = Centred(shift).double().eval()
+    program = capture(model, (torch.randn(4, 8, dtype=torch.float64),), {})
+
+    def lowered(x: Tensor) -> tuple[Tensor, Tensor]:
+        h, mean = program.module(x)
+        return h, mean + off
+
+    found = verify(lowered, program, references(program, model, Goal()), Goal())
+    assert {check.passed for check in found} == {passes}
+
+
 class Attends(nn.Module):
     """One eager attention."""
 

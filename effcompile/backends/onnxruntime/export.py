@@ -21,7 +21,7 @@ from torch import fx
 
 from effcompile.backends.indices import raising
 from effcompile.backends.onnxruntime.not_numbers import as_in_torch
-from effcompile.backends.onnxruntime.single import in_single
+from effcompile.backends.onnxruntime.single import in_single, with_own_epsilon
 from effcompile.core.errors import LoweringError
 from effcompile.core.quiet import quiet_libraries
 from effcompile.core.torch_compat_export import swift_onnx, synonyms
@@ -98,6 +98,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> OnnxExport:
     _name_all(model)
     as_in_torch(model.graph)
     in_single(model.graph)
+    with_own_epsilon(model.graph)
     by_fx = _nodes_by_fx_name(model)
     _without_source_paths(model)
     return OnnxExport(

@@ -291,6 +291,26 @@ def test_operators_without_a_kernel_in_a_model_of_float64(layer):
     assert relative(found, model(x).detach()) < 1e-6
 
 
+class RootMeanSquare(torch.nn.Module):
+    """An RMS norm as ONNX Runtime's fusion knows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x):
+        return self.weight * (x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt())
+
+
+@pytest.mark.parametrize("norm", [RootMeanSquare(), torch.nn.RMSNorm(8, eps=1e-3)], ids=["sqrt", "of torch"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_epsilon_of_an_rms_norm_is_its_own_in_every_dtype(norm, dtype):
+    """ONNX Runtime's fusion took 1e-5 in float64: of values like these, a tenth of the result."""
+    model, x = norm.to(dtype), 0.05 * torch.randn(2, 4, 8, dtype=dtype)
+    (found,) = OnnxRuntime().lower(capture(model, (x,), {}), None, [])(x)
+    assert relative(found, model(x).detach()) < 1e-6
+
+
 @pytest.mark.parametrize("name", ["w4", "w8", "int8_dynamic"])
 def test_quantised_weights_in_a_model_of_float64(name):
     """Their kernels take float32 alone."""
