@@ -275,6 +275,8 @@ class Trial:
 
 #: Bytes of single numbers: the gradient that arrives at the loss, which whoever calls a
 #: torch.autograd.Function holds until its backward has returned, and numbers that operators make tensors of.
+#: AlphaDropout's 16: its noise times a number is a new tensor in the graph, beside that number's, and eager's
+#: mul_ is not.
 SCALARS = 64
 
 

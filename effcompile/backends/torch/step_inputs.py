@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import GuardError, InputsError
+from effcompile.ir.step import Step
 
 
 def held(model: nn.Module, name: str) -> torch.Tensor:
@@ -51,16 +52,18 @@ def fitting(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def refuse_inference(read_again: Iterable[tuple[str, torch.Tensor]]) -> None:
+def refuse_inference(step: Step, read_again: Iterable[tuple[fx.Node, torch.Tensor]]) -> None:
     """Raises InputsError for a tensor made within inference_mode that the backward reads, as autograd does
     for one that it would save: whether it was changed in between is not counted for it.
     """
-    for name, value in read_again:
+    for node, value in read_again:
         if value.is_inference():
+            inputs = zip(step.inputs, step.input_names, strict=True)
+            names = {**step.parameters, **step.buffers, **dict(inputs)}
             raise InputsError(
-                f"{name} was made within torch.inference_mode(), and the backward reads it: inference "
-                "tensors cannot be saved for backward. Give a clone() of it, or make it within "
-                "torch.no_grad()."
+                f"{names.get(node, node.name)} was made within torch.inference_mode(), and the backward "
+                "reads it: inference tensors cannot be saved for backward. Give a clone() of it, or make it "
+                "within torch.no_grad()."
             )
 
 

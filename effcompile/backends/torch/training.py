@@ -223,7 +223,7 @@ class StepRunner:
             values[node] = fitting(node, name, held(self.model, name))
         values.update({node: self._packed(name) for node, name in step.codes.items()})
         values.update(step.constants)
-        refuse_inference((node.name, values[node]) for node in self._read_again if node in values)
+        refuse_inference(step, ((node, values[node]) for node in self._read_again if node in values))
         return values
 
     def _packed(self, name: str) -> torch.Tensor:
