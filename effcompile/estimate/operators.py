@@ -128,11 +128,13 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
             # kernels are compiled, their tiles chosen, and what libraries keep is taken, at the first call
             call()
         with torch_compat_memory.watched_memory("cuda" if on_gpu else "cpu") as peak:
+            start = perf_counter()
             result = call()
+            first = perf_counter() - start
         results = _made_bytes(result, args)
         workspace = peak() - sum(map(gpu.rounded, results) if on_gpu else results)
         del result
-        seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each)
+        seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each, first)
         return Measured(
             seconds=times * seconds, workspace=max(0, workspace), results=results if times == 1 else ()
         )
@@ -184,16 +186,16 @@ def _operand(node: fx.Node) -> Value:
         return source.target(*args, **kwargs)[node.args[1]]  # type: ignore[operator]
 
 
-def _seconds(call: Callable[[], object], budget: float) -> float:
-    """The median of warm calls; of a call that takes longer than the budget, the faster of two."""
+def _seconds(call: Callable[[], object], budget: float, first: float) -> float:
+    """The median of warm calls; of a call that takes longer than the budget, the faster of one and of the one
+    that was watched before (`first` seconds).
+    """
     start = perf_counter()
     call()
     once = perf_counter() - start
     if once < budget:
         return median_seconds(call, min_rounds=2, budget=budget - once, settled=SETTLED)
-    start = perf_counter()
-    call()
-    return min(once, perf_counter() - start)
+    return min(once, first)
 
 
 def made_up(value: object) -> Value:

@@ -2,6 +2,7 @@
 model does.
 """
 
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import nn
+from torch import fx, nn
 from train_helpers import VOCABULARY, Batch, gpt2, twin
 
 import effcompile
 from effcompile.compiler import TrainingExecutable, optimize_training
 from effcompile.core.goal import Goal
+from effcompile.proof.training import items as asking
 from effcompile.proof.training.items import NOT_TAKEN
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -116,6 +118,36 @@ def test_an_example_of_few_labels_tells_what_is_taken() -> None:
     assert float(planned(**batch, num_items_in_batch=7).loss) == pytest.approx(
         float(plain(**batch, num_items_in_batch=7).loss), rel=1e-5
     )
+
+
+def test_the_model_is_run_once_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plain loss is known: it was verified."""
+    model, examples = small()
+    batch, asked = _stacked(examples[3:5]), list[bool]()
+    forward = model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        asked.append("num_items_in_batch" in kwargs)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", counted)
+    monkeypatch.setattr(asking, "accepts_items", lambda model: True)
+    optimize(model, batch)
+    assert asked[-1] and asked.count(True) == 1
+
+
+def test_where_the_verified_loss_tells_nothing_the_model_is_run_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = types.SimpleNamespace(loss=None, kwargs={}, model=nn.Identity(), args=())
+    step = types.SimpleNamespace(leaves=lambda args, kwargs: [])
+    monkeypatch.setattr(asking, "accepts_items", lambda model: True)
+    monkeypatch.setattr(asking, "_losses", lambda work, more: torch.tensor(2.0 * (5 / 3.5 if more else 1)))
+    monkeypatch.setattr(asking, "labels_counted", lambda step: fx.Graph())
+    monkeypatch.setattr(asking, "run_graph", lambda graph, given: (torch.tensor(5),))
+    for known in (None, torch.tensor(2.0), torch.tensor(7.0)):
+        found, notes = asking.items_of(work, step, known)  # type: ignore[arg-type]
+        assert found is not None and found.counted is not None and not notes
 
 
 @pytest.mark.parametrize("passes", [[], ["loss_head.chunks=2"]])

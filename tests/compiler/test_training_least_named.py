@@ -107,8 +107,7 @@ def test_what_running_took_beside_is_part_of_the_budget_that_is_named_then(
     named, verified = least(model), attempt.verified
 
     def with_more(*args: Any) -> Any:
-        executable, _ = verified(*args)
-        return executable, max(0, named + beside - args[3].goal.memory)
+        return verified(*args)._replace(over=max(0, named + beside - args[3].goal.memory))
 
     monkeypatch.setattr(attempt, "verified", with_more)
     with pytest.raises(InfeasibleError) as refused:

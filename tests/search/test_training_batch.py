@@ -181,7 +181,7 @@ def test_sizes_next_to_the_best_are_run_in_turn_and_the_fastest_is_built(
         done.append(planned.joint)
         plan = SimpleNamespace(measured=Totals(seconds=off), predicted=Totals(seconds=1.0))
         return SimpleNamespace(work=None), SimpleNamespace(
-            executable=SimpleNamespace(plan=plan), joint=planned.joint
+            made=SimpleNamespace(executable=SimpleNamespace(plan=plan)), joint=planned.joint
         )
 
     done: list[int] = []
@@ -195,7 +195,9 @@ def test_a_size_that_does_not_fit_when_it_is_run_is_not_taken(monkeypatch: pytes
         if planned.joint != 8:
             raise InfeasibleError("above the budget when it was run")
         plan = SimpleNamespace(measured=Totals(seconds=1.0), predicted=Totals(seconds=1.0))
-        return SimpleNamespace(work=None), SimpleNamespace(executable=SimpleNamespace(plan=plan), joint=8)
+        return SimpleNamespace(work=None), SimpleNamespace(
+            made=SimpleNamespace(executable=SimpleNamespace(plan=plan)), joint=8
+        )
 
     monkeypatch.setattr(sizes, "_rates", lambda runs: {size: 100.0 - size for size in runs})
     found = sizes.best_measured(foreseen({6: 95.0, 8: 100.0}), build)  # type: ignore[arg-type]

@@ -10,9 +10,8 @@ from effcompile.core.errors import InfeasibleError
 from effcompile.core.reasons import Because
 from effcompile.machine.room import Room, device_of
 from effcompile.passes.training.base import Case
-from effcompile.proof.training.confirm import verified
+from effcompile.proof.training.confirm import Verified, verified
 from effcompile.proof.training.in_parts import runner_of
-from effcompile.runtime.training import TrainingExecutable
 from effcompile.search.refine import Constraints
 from effcompile.search.training import segments
 from effcompile.search.training.branches import Branches
@@ -32,7 +31,7 @@ _LESS = "the allocator's peak was {bytes} above the budget: solved again with so
 class Ran:
     """What a schedule became."""
 
-    executable: TrainingExecutable
+    made: Verified
     joint: Joint
 
 
@@ -149,16 +148,16 @@ class Attempt:
             runner = runner_of(work.model, joint.case, joint.schedule.emitted)
             simulated = segments.in_segments(work.figures.target)
             reserved = segments.reserved_bytes(joint) if simulated else None
-            found, over = verified(work, joint.schedule.prepared, runner, plan, reserved)
+            made = verified(work, joint.schedule.prepared, runner, plan, reserved)
         except RefutedError as error:
             if constraints.round == ROUNDS:
                 raise
             self._prepare(work.without(error))
             self.refuted = error
             return None, constraints.without((error.kind, error.option), error.reason)
-        ran, misjudged = Ran(executable=found, joint=joint), found.plan.misjudged
-        if over and constraints.budget is not None:
-            return ran, constraints.with_less(over, Because(_LESS, (over,)))
+        ran, misjudged = Ran(made=made, joint=joint), made.executable.plan.misjudged
+        if made.over and constraints.budget is not None:
+            return ran, constraints.with_less(made.over, Because(_LESS, (made.over,)))
         if misjudged is None or constraints.priced_again:
             return ran, None
         work.forget(self.branches.whole)

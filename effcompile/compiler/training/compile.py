@@ -145,9 +145,9 @@ def _refined(work: Work, case: Case) -> tuple[Attempt, Ran]:
 
 
 def _complete(attempt: Attempt, ran: Ran) -> TrainingExecutable:
-    result = ran.executable
+    result = ran.made.executable
     result.plan = _with_levers(attempt.branches, ran.joint, result.plan)  # once, of the plan that is returned
-    return taking_items(result, attempt.work, attempt.case.step)
+    return taking_items(result, attempt.work, attempt.case.step, ran.made.loss)
 
 
 def _taken_up(result: TrainingExecutable, hold: bool) -> TrainingExecutable:
@@ -261,8 +261,8 @@ def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
             "mesh=torch.distributed.device_mesh.init_device_mesh(...))."
         )
     runner = runner_of(task.model, found.prepared.case, found.emitted)
-    made = verified(found.work, found.prepared, runner, found.plan)[0]
-    return taking_items(made, found.work, found.step)
+    made = verified(found.work, found.prepared, runner, found.plan)
+    return taking_items(made.executable, found.work, found.step, made.loss)
 
 
 def _another(plan: Plan) -> FormatError:

@@ -58,7 +58,7 @@ def best_measured(chosen: Sized, build: Callable[[Planned], Built]) -> FastestSi
         build: solves, builds and verifies a size.
     """
     built = build(chosen.planned)
-    plan = built[1].executable.plan
+    plan = built[1].made.executable.plan
     if plan.measured is None or (plan.measured.seconds or 0.0) > _LONG:
         return FastestSize(chosen=chosen, built=built, rates={})
     band, best, rates = _band(plan), chosen.best, dict[int, float]()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -53,11 +54,22 @@ _PATIENT = 60.0
 _LEAST_SCALE = 2.0**-14
 
 
+class Verified(NamedTuple):
+    """The planned model with what was verified and measured in its plan.
+
+    over: bytes that the allocator was above the budget. loss: the model's own, as `verify.run` ran it; None
+    where it does not fit.
+    """
+
+    executable: TrainingExecutable
+    over: int
+    loss: torch.Tensor | None
+
+
 def verified(
     work: Work, prepared: Prepared, runner: StepRunner, plan: Plan, reserved: int | None = None
-) -> tuple[TrainingExecutable, int]:
-    """The planned model with what was verified and measured in its plan; bytes that the allocator was above
-    the budget.
+) -> Verified:
+    """Run what was planned, and compare it with the model's own step.
 
     reserved: bytes that torch's allocator is foreseen to take of a GPU, where that is simulated.
 
@@ -107,7 +119,8 @@ def verified(
     notes += said
     room.tidy()
     with work.progress.step("time the steps"):
-        seconds, eager_seconds = timed(work, runner, step, found, ours, together=refusal is None)
+        together = wanted if refusal is None else None
+        seconds, eager_seconds = timed(work, runner, step, found, ours, together=together)
     there = (
         states.resident_bytes
         if states is not None and work.optimizer is not None and work.optimizer.state
@@ -127,7 +140,8 @@ def verified(
         plan = replace(plan, measured_baseline=before)
     else:
         plan = replace(plan, notes=(*plan.notes, Unmeasured(because=refusal or "does not fit")))
-    return _finished(work, runner, plan, states), excess(peak, plan.goal.memory)
+    loss = None if wanted is None else wanted.loss
+    return Verified(_finished(work, runner, plan, states), excess(peak, plan.goal.memory), loss)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,55 @@
+"""How often a step is run to be timed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from effcompile.proof.training import timed as timing
+from effcompile.proof.training import verify
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which step was run, each in 4 seconds of planned and 3 of the original."""
+    made: list[str] = []
+
+    def seconds(step: Any, *_: object) -> float:
+        made.append(step())
+        return {"ours": 4.0, "eager": 3.0}[made[-1]]
+
+    monkeypatch.setattr(verify, "seconds", seconds)
+    monkeypatch.setattr(timing, "_TIMING_SECONDS", 20.0)
+    return made
+
+
+def timed(found: float, original: float | None) -> tuple[float, float]:
+    work: Any = SimpleNamespace(model=None, leaves={}, eager_loss=lambda: "eager")
+    runner: Any = SimpleNamespace()
+    ran = [
+        None
+        if each is None
+        else verify.Result(loss=torch.zeros(()), gradients={}, peak_bytes=None, seconds=each)
+        for each in (found, original)
+    ]
+    assert ran[0] is not None
+    step: Any = lambda: "ours"  # noqa: E731
+    return timing.timed(work, runner, step, ran[0], None, together=ran[1])
+
+
+def test_a_step_of_seconds_was_timed_while_it_was_watched(runs: list[str]) -> None:
+    assert timed(4.1, None) == (4.0, 0.0)
+    assert runs == ["ours"]
+
+
+def test_it_is_run_again_where_watching_slowed_it(runs: list[str]) -> None:
+    assert timed(6.0, 3.0) == (4.0, 3.0)
+    assert runs == ["ours", "eager", "ours", "eager"]
+
+
+def test_a_short_step_is_timed_unwatched(runs: list[str]) -> None:
+    assert timed(0.5, 0.5) == (4.0, 3.0)
+    assert runs == ["ours", "eager"] * 2
