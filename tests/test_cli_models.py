@@ -128,6 +128,8 @@ def test_infeasible_names_the_memory_that_would_do(capsys: pytest.CaptureFixture
         (GOOD + "goal = {'max_error': -1}", "", "max_error = -1"),
         (GOOD, "--mode training", "runs on the backend 'torch'"),
         (GOOD, "--pass quantise", "Did you mean 'quantize'"),
+        (GOOD, "--pass remta", "Did you mean 'checkpoint'"),
+        (GOOD, "--pass bogus", "No pass is named 'bogus'. Known: "),
         (GOOD, "--pass quantise.group_size=64", "Did you mean 'quantize'"),
         (GOOD, "--pass .group_size=64", "No pass is named ''"),
         (GOOD, "--pass checkpoint", "The pass 'checkpoint' is for the mode 'training'"),

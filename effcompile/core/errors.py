@@ -21,12 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from effcompile.core import spoken
 
 if TYPE_CHECKING:
     from effcompile.core.causes import Cause
+
+#: How alike two spellings are (difflib's ratio) from which on one may be meant by the other.
+_ALIKE = 0.6
 
 
 def clipped(said: object, most: int = 300) -> str:
@@ -48,14 +52,17 @@ class UsageError(EffcompileError, ValueError):
 
 
 class UnknownNameError(UsageError):
-    """A name that is not in a registry."""
+    """A name that is not in a registry. `otherwise`: what others call those that are → their names."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], otherwise: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         known = sorted(known)
         # h100 means h100-sxm, though h200 is spelled closer
         begins = [k for k in known if name and k.startswith(name)]
-        close = begins or get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        others = [other for other, is_called in otherwise.items() if is_called in known]
+        close = begins or get_close_matches(name, [*known, *others], n=1, cutoff=_ALIKE)
+        hint = f" Did you mean {otherwise.get(close[0], close[0])!r}?" if close else ""
         super().__init__(f"No {kind} is named {clipped(name)!r}.{hint} Known: {', '.join(known) or 'none'}.")
         self.kind, self.name, self.known = kind, name, known
 

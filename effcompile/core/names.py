@@ -67,6 +67,23 @@ BACKENDS: Mapping[str, str] = {
     "triton": "PyTorch with our kernels in Triton, on a GPU",
 }
 
+#: What others call them, so that a search by such a name ends at the right one.
+_OTHERWISE: Mapping[str, str] = {
+    **dict.fromkeys(("remat", "rematerialize", "recompute", "gradient_checkpointing"), "checkpoint"),
+    **dict.fromkeys(("accumulate", "gradient_accumulation"), "microbatch"),
+    **dict.fromkeys(("amp", "autocast", "mixed_precision"), "precision"),
+    **dict.fromkeys(("prune", "pruning"), "shrink"),
+    **dict.fromkeys(("zero", "fsdp"), "shard"),
+    **dict.fromkeys(("flash", "sdpa"), "attention"),
+    "qlora": "frozen",
+    "speculative": "speculate",
+}
+
+
+def unknown_pass(name: str, known: Iterable[str]) -> UnknownNameError:
+    """That there is no such pass among those known, and the nearest of them."""
+    return UnknownNameError("pass", name, known, _OTHERWISE)
+
 
 def check_passes(given: Iterable[str]) -> None:
     """Refuse a pass that there is none of.
@@ -84,7 +101,7 @@ def check_passes(given: Iterable[str]) -> None:
                 | _installed("effcompile.value_levers")
             )
             if name not in known and name.removeprefix("no-") not in known:
-                raise UnknownNameError("pass", name.removeprefix("no-"), known)
+                raise unknown_pass(name.removeprefix("no-"), known)
 
 
 def check_backend(name: str | None) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UsageError
 from effcompile.core.installed import entry_points
+from effcompile.core.names import unknown_pass
 from effcompile.ir.plan import Plan
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
@@ -389,4 +390,4 @@ def _known(name: str, known: dict[str, type[Any]]) -> str:
                 f"The pass {name!r} is for the mode {mode!r}, which is not the goal's. Known here: "
                 f"{', '.join(known)}."
             )
-    raise UnknownNameError("pass", name, known)
+    raise unknown_pass(name, known)

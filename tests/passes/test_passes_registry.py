@@ -63,6 +63,8 @@ def test_an_optional_pass_takes_part_where_it_is_named_or_set_and_leaves_out_no_
     [
         ("quantise", "Did you mean 'quantize'"),
         ("no-marge", "Did you mean 'merge'"),
+        ("prun", "Did you mean 'shrink'"),
+        ("remta", "No pass is named 'remta'. Known: "),
         ("quantize.groups=3", "quantize.options, quantize.group_size, quantize.embeddings"),
         ("quantize.group_size", "NAME.OPTION=VALUE"),
         ("quantize.group_size=many", "whole number"),
