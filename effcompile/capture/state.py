@@ -125,6 +125,7 @@ class ModelGuards:
 
     def settle(self) -> tuple[Reason, ...]:
         """See `ir.guards.StateGuards`."""
+        summed = self._sums.tensors if self._snapshot.unchanged() else ()
         fresh = self._taken_at_capture()
         changes = list(self._changes(fresh))
         if changes:
@@ -145,7 +146,8 @@ class ModelGuards:
         names = sorted({change.place for change in changes} | kept)
         notes = [Because(_LEFT, (", ".join(names),))] * bool(names)
         if not self._training:
-            self._sums = Checksums(fresh.tensors)
+            if [*map(id, summed)] != [*map(id, fresh.tensors)]:  # half a second of a large model
+                self._sums = Checksums(fresh.tensors)
             notes += [Because(_SUMMED, (self._sums.calls,))] * (self._sums.calls > 1)
         return tuple(notes)
 

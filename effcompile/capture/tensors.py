@@ -70,6 +70,7 @@ class Checksums:
             for t in tensors
             if _has_address(t) and t.device.type == "cpu" and t.numel() and _extent(t) > sampled
         ]
+        self.tensors = tuple(tensors)
         self._step = max(_LEAST_SUMMED, sum(map(_extent, addressed)) // _SHARE)
         parts = [(t, part) for t in addressed for part in _pieces(t, self._step)]
         self._of = [t for t, _ in parts]

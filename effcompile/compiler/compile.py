@@ -164,9 +164,11 @@ def _best_of(
 
     def measured() -> Outcome:
         best = _finish(shop, outcomes, told)
-        took = (best.plan.measured.seconds if best.plan.measured else None) or 0.0
-        late = [pair for pair in plans if _undecided(pair[0], told, took)]
-        if late and machine.here and not effort.is_low() and asked.goal.minimize == "time":
+        if not machine.here or effort.is_low() or asked.goal.minimize != "time":
+            return best
+        if _undecided(plans, told, best.plan.seconds_as_priced):
+            best = _finish(shop, outcomes, told)  # a second look takes a fraction of a build
+        if late := _undecided(plans, told, took := best.plan.seconds_as_priced):
             outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
             best = _finish(shop, outcomes, told)
         return best
@@ -228,8 +230,7 @@ def _settle_all(
     another works.
 
     `built`: outcomes of an earlier solve, which are taken where the plan is still the same. `before`: those
-    of other backends, of which the best was measured to take `beside` seconds: what by its prediction may be
-    as fast is built, too.
+    of other backends, of which the best took `beside` seconds: what may be as fast is built, too.
 
     Raises:
         EffcompileError: all failed; the first one's error.
@@ -249,10 +250,12 @@ def _settle_all(
     return settle_all(plans, candidates, settled, before)
 
 
-def _undecided(backend: Backend, told: Sequence[Candidate], seconds: float) -> bool:
-    """Whether a backend was not built though by its prediction it takes no more than was measured."""
-    (of,) = (each for each in told if each.backend == backend.name)
-    return isinstance(of.note, NotBuilt) and (of.predicted_seconds or math.inf) <= backend.slack * seconds
+def _undecided(
+    plans: Sequence[tuple[Backend, Plan]], told: Sequence[Candidate], seconds: float
+) -> list[tuple[Backend, Plan]]:
+    """Backends that were not built though by their prediction they take no more than was measured."""
+    left = {c.backend: c.predicted_seconds or math.inf for c in told if isinstance(c.note, NotBuilt)}
+    return [pair for pair in plans if left.get(pair[0].name, math.inf) <= pair[0].slack * seconds]
 
 
 def _rest(outcomes: Sequence[Outcome]) -> None:
@@ -271,9 +274,7 @@ def _priced_again(built: Plan, plan: Plan) -> Plan:
 
 
 def _finish(shop: Workshop, outcomes: Sequence[Outcome], candidates: Sequence[Candidate]) -> Outcome:
-    """Time the original and all outcomes in turn, take the best, and complete its plan with what was
-    measured.
-    """
+    """Time the original and all outcomes in turn; the best one, its plan with what was measured."""
     program, model = shop.program, shop.model
     # what lowering and verifying left, before the original and all outcomes are called in turn
     let_go(program)
@@ -315,9 +316,8 @@ def _reapply(task: Task, plan: Plan) -> Executable:
             f"{program.name} has {fingerprint(program)}. Plan this model anew with `effcompile optimize` "
             "without --plan."
         )
-    shop = _workshop(
-        task, program, load_passes((*(task.request.passes or ()), *optional_in(plan))), plan.goal
-    )
+    passes = load_passes((*(task.request.passes or ()), *optional_in(plan)))
+    shop = _workshop(task, program, passes, plan.goal)
     outcome = settle(shop, backends[0], plan.unmeasured, None)
     best = _stressed(shop, _finish(shop, [outcome], [as_saved(plan)]))
     notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))

@@ -127,7 +127,8 @@ def settle_all(
             outcomes.append(made)
     if not outcomes:
         raise failures[0]
-    return outcomes, [replace(c, note=notes[c.backend]) if c.backend in notes else c for c in candidates]
+    tried = {backend.name for backend, _ in plans}
+    return outcomes, [replace(c, note=notes.get(c.backend)) if c.backend in tried else c for c in candidates]
 
 
 def settle(

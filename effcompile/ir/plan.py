@@ -132,6 +132,9 @@ def _reason(wanted: type, data: object) -> Reason:
 #: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a
 #: call itself takes in Python.
 FAR_APART, _CALL_SECONDS = 1.5, 5e-3
+#: A machine is slower than when it was priced by so much at the most: what an original takes beyond that is
+#: calls in Python, which no price has.
+_SLOWER = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +212,17 @@ class Plan:
         if not predicted or not measured or abs(predicted - measured) < _CALL_SECONDS:
             return None
         return None if 1 / FAR_APART <= predicted / measured <= FAR_APART else predicted / measured
+
+    @property
+    def seconds_as_priced(self) -> float:
+        """Measured seconds by the machine of the prices, which may be slower now, as the original beside it
+        tells; 0 where nothing was measured.
+        """
+        ours, original = (
+            (each.seconds if each else None) or 0.0 for each in (self.measured, self.measured_baseline)
+        )
+        slower = original / self.baseline.seconds if self.baseline.seconds else 1.0
+        return ours / min(max(slower, 1.0), _SLOWER)
 
     @property
     def over_memory(self) -> tuple[str, int] | None:

@@ -4,7 +4,7 @@ measured yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
 
@@ -15,17 +15,21 @@ from effcompile.machine.target import KernelCall, Target
 
 
 def this_machine(
-    calibration: Calibration, measures: Mapping[str, Measure], *, budget_seconds: float = 20.0
+    calibration: Calibration,
+    measures: Mapping[str, Measure],
+    *,
+    budget_seconds: float = 20.0,
+    priced_as: PricedAs = lambda backend, call: backend,
 ) -> Target:
     """A Target with the calibration's laws, and a probe for shapes that were not measured.
 
     The probe times a (backend, kernel, shape) once and appends it to `calibration` (absence too), which
     becomes `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up
     it falls back to the Law, but a kernel of which nothing is known yet is always measured, as there is
-    nothing to fall back to.
+    nothing to fall back to. What is `priced_as` another backend's is timed and kept as that one's.
     """
     prober, machine, rates = (
-        _Prober(calibration, measures, budget_seconds),
+        _Prober(calibration, measures, budget_seconds, priced_as),
         calibration.machine,
         calibration.device,
     )
@@ -92,14 +96,22 @@ def _on_gpu(host: Target, calibration: Calibration, rates: DeviceRates) -> Targe
 _LOOK_AGAIN = 3.0
 
 
+#: The backend whose time of a kernel is that of this backend.
+PricedAs = Callable[[str, KernelCall], str]
+
+
 class _Prober:
     """Target.probe: measure once, remember, and fall back to the law when the time is used up."""
 
     def __init__(
-        self, calibration: Calibration, measures: Mapping[str, Measure], budget_seconds: float
+        self,
+        calibration: Calibration,
+        measures: Mapping[str, Measure],
+        budget_seconds: float,
+        priced_as: PricedAs,
     ) -> None:
         self.calibration, self.measures, self.left = calibration, measures, budget_seconds
-        self.looked = -_LOOK_AGAIN
+        self.priced_as, self.looked = priced_as, -_LOOK_AGAIN
 
     def _busy(self) -> str:
         """Whether others use the machine now, looked at every few seconds."""
@@ -108,7 +120,14 @@ class _Prober:
         self.looked = perf_counter()
         return busy()
 
+    def _whose(self, backend: str, call: KernelCall) -> str:
+        """The backend that is timed for it, or was."""
+        other = self.priced_as(backend, call)
+        points = self.calibration.backends.get(other)
+        return other if other in self.measures or (points and points.known(call)[0]) else backend
+
     def __call__(self, backend: str, call: KernelCall) -> float | None:
+        backend = self._whose(backend, call)
         points = self.calibration.backends.get(backend)
         tried, seconds = points.known(call) if points else (False, None)
         if tried:
@@ -129,5 +148,5 @@ class _Prober:
 
     def failure(self, backend: str, call: KernelCall) -> str | None:
         """Target.failure: what the measurement of an absent kernel raised."""
-        points = self.calibration.backends.get(backend)
+        points = self.calibration.backends.get(self._whose(backend, call))
         return points.failures.get(str(call)) if points else None

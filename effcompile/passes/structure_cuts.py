@@ -58,10 +58,14 @@ def share_gone(structure: Structure, kept: int) -> float:
 def has_empty_columns(program: Program) -> bool:
     """Whether some linear has columns that are all 0."""
     return any(
-        bool((weight_of(program, site) == 0).all(0).any())
-        for site in linears(program)
-        if not _fake(program, site)
+        _has_empty_column(weight_of(program, site)) for site in linears(program) if not _fake(program, site)
     )
+
+
+def _has_empty_column(weight: Tensor) -> bool:
+    """Whether a column is all 0; where the first row has no 0, nothing else is read."""
+    empty = weight[0] == 0
+    return bool(empty.any()) and bool((weight[:, empty] == 0).all(0).any())
 
 
 def _fake(program: Program, site: LinearSite) -> bool:

@@ -14,6 +14,7 @@ import torch
 from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend
 from effcompile.backends.torch.measure import measure as torch_measure
+from effcompile.backends.torch.measure import priced_as
 from effcompile.core.reasons import Reason
 from effcompile.machine import busy_points, memory
 from effcompile.machine import calibration as store
@@ -70,7 +71,7 @@ class Machine:
         for backend in backends:
             self.distrust(backend.name)
         measures = _measures(backends, self.calibration.machine.device)
-        fresh = this_machine(self.calibration, measures, budget_seconds=PROBE_SECONDS)
+        fresh = this_machine(self.calibration, measures, budget_seconds=PROBE_SECONDS, priced_as=priced_as)
         return replace(self, target=fresh)
 
     def keep_timings(self) -> tuple[Reason, ...]:
@@ -117,7 +118,8 @@ def _here(backends: Iterable[Backend], device: Accelerator | None) -> Machine:
             store.calibrate({}) if device is None else store.calibrate_device(device, device_rates())
         )
     notes = tuple(said for said in (note, busy_points.without_busy(calibration)) if said)
-    here = this_machine(calibration, _measures(backends, device), budget_seconds=PROBE_SECONDS)
+    measures = _measures(backends, device)
+    here = this_machine(calibration, measures, budget_seconds=PROBE_SECONDS, priced_as=priced_as)
     if device is not None:  # others may use it, too
         here = replace(
             here,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 
 import pytest
 import torch
@@ -176,6 +177,25 @@ def test_a_count_that_the_forward_reads_is_refused(kind: type[Counting]) -> None
         CaptureError, match=r"changes model\.(calls|stats\['calls'\]) at each call, from 0 to 1, and reads it"
     ):
         guards.settle()
+
+
+def test_large_weights_are_summed_once_for_all_who_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(300, 300)
+    guards, summed = ModelGuards(model, training=False), list[int]()
+    crc = zlib.crc32
+
+    def counted(part: bytes) -> int:
+        summed.append(len(part))
+        return crc(part)
+
+    monkeypatch.setattr("effcompile.capture.tensors.zlib.crc32", counted)
+    guards.settle()
+    assert sum(summed) == 4 * 300 * 300
+    guards.settle()
+    assert sum(summed) == 4 * 300 * 300
+    model.weight.data[150, 150] += 1
+    with pytest.raises(GuardError, match="weight was changed"):
+        guards.check_weights()
 
 
 def test_what_is_only_counted_or_kept_is_said_to_be_left() -> None:

@@ -139,6 +139,24 @@ def test_this_machine_prices_from_laws_then_probes_once(calibrated):
     assert this_machine(found, {}).price("torch", new) == (roofline(new), Provenance.MEASURED)
 
 
+def test_a_kernel_that_is_another_backends_is_timed_and_kept_as_that_ones(calibrated):
+    found, fake = calibrated
+    others = Fake()
+    alike = lambda backend, call: "torch" if call.kernel == "linear/fp32" else backend  # noqa: E731
+    call = KernelCall("linear/fp32", (9, 64, 64))
+    target = this_machine(found, {"torch": fake, "compiled": others}, priced_as=alike)
+    assert (
+        target.price("compiled", call) == target.price("torch", call) == (roofline(call), Provenance.MEASURED)
+    )
+    assert (fake.asked, others.asked) == ([call], [])
+    # known, though the other one does not take part
+    alone = this_machine(found, {"compiled": others}, priced_as=alike)
+    assert alone.price("compiled", call) == (roofline(call), Provenance.MEASURED) and others.asked == []
+    # nobody timed it, and nobody will but itself
+    more = KernelCall("linear/fp32", (10, 64, 64))
+    assert alone.price("compiled", more) == (roofline(more), Provenance.MEASURED) and others.asked == [more]
+
+
 def test_absence_is_remembered_too(calibrated):
     found, fake = calibrated
     target = this_machine(found, {"torch": fake})

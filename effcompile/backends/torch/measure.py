@@ -20,7 +20,7 @@ from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.torch_compat_inductor import compiling
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
-from effcompile.ir.formats import INT8_TOKEN
+from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import bf16_attention, rows_native
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
@@ -34,11 +34,6 @@ _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machine
 _MOST_COPIES = 8
 
 
-#: Of operators that are one to every engine of ours: (which engine it was timed for, seconds), for the other
-#: one to take once.
-_timed: dict[tuple[KernelCall, str, int], tuple[str, float | None]] = {}
-
-
 def measure(call: KernelCall, engine: str, *, device: str | None = None) -> float | None:
     """Seconds of one warm call, or None where torch has no such kernel on this type of device.
 
@@ -46,25 +41,6 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
     `device`: if None torch's default.
     """
     device = device or torch.get_default_device().type
-    if engine == "stock" or not _one_operator(call):
-        return _measured(call, engine, device)
-    place = call, device, torch.get_num_threads()
-    by, seconds = _timed.pop(place, (engine, None))
-    if by == engine:  # not timed, or asked for again
-        seconds = _measured(call, engine, device)
-        _timed[place] = engine, seconds
-    return seconds
-
-
-def _one_operator(call: KernelCall) -> bool:
-    """Whether Inductor has no part in it: it calls the operator as eager does."""
-    held = call.format
-    if held is not None and is_linear(call):
-        return held == INT8_TOKEN or held.activation == "int8 groups"
-    return call.kernel.startswith(("attention/", "predict/", "rows/")) or call.kernel in SPARSE
-
-
-def _measured(call: KernelCall, engine: str, device: str) -> float | None:
     held, make = call.format, _KERNELS.get(call.kernel)
     inductor = compiling() if engine == "inductor" else contextlib.nullcontext()
     with torch.no_grad(), torch.device(device), inductor:
@@ -79,6 +55,24 @@ def _measured(call: KernelCall, engine: str, device: str) -> float | None:
                 else None
             )
         return None if body is None else seconds_of(body, device)
+
+
+def priced_as(backend: str, call: KernelCall) -> str:
+    """Whose time of a kernel a backend's is: eager's, where Inductor has no part in it, or none that shows.
+
+    Around a product of float weights, or of codes that are widened, it has a cast and a sum; compiled they
+    took what torch's own take (BERT's shapes, one thread of an AMX Xeon), and each a second of a compiler.
+    """
+    return "torch-eager" if backend == "torch-inductor" and _one_operator(call) else backend
+
+
+def _one_operator(call: KernelCall) -> bool:
+    """Whether Inductor calls the operator as eager does."""
+    held = call.format
+    if held is not None and is_linear(call):
+        return held not in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC)
+    alone = ("attention/", "predict/", "rows/", "embedding/")
+    return call.kernel.startswith(alone) or call.kernel in SPARSE
 
 
 def seconds_of(body: Body, device: str) -> float:
@@ -272,16 +266,14 @@ _TABLE_ROWS = 30_000
 def _embedding(dims: Dims, engine: str) -> Body:
     rows, cols = dims
     table, ids = torch.randn(_TABLE_ROWS, cols), torch.randint(0, _TABLE_ROWS, (rows,))
-    run = as_run_by(F.embedding, engine)
-    return lambda: run(ids, table)
+    return lambda: F.embedding(ids, table)
 
 
 def _embedding_int8(dims: Dims, engine: str) -> Body:
     rows, cols = dims
     table, scale = numerics.quantize_rows(torch.randn(_TABLE_ROWS, cols))
     ids = torch.randint(0, _TABLE_ROWS, (rows,))
-    run = as_run_by(numerics.lookup_int8, engine)
-    return lambda: run(table, scale, ids)
+    return lambda: numerics.lookup_int8(table, scale, ids)
 
 
 def _rows(kernel: str, dims: Dims, engine: str) -> Body | None:

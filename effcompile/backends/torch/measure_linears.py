@@ -73,9 +73,9 @@ def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
         return _groups(held, x, weight, bias)
     if held.bits > 8:
         return _float(held, x, weight, bias, engine)
-    return (_int8 if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) else _weight_only)(
-        held, x, weight, bias, engine
-    )
+    if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC):
+        return _int8(held, x, weight, bias, engine)
+    return _weight_only(held, x, weight, bias)
 
 
 def sparse(dims: Dims) -> Body | None:
@@ -123,8 +123,7 @@ def _float(
     product = torch.ops.mkldnn._linear_pointwise.default
     if held == FP32:
         return lambda: product(x, packed, bias, "none", [], "")
-    narrow, widen = as_run_by(_to_bf16, engine), as_run_by(_widen_and_add, engine)
-    return lambda: widen(product(narrow(x), packed, None, "none", [], ""), bias)
+    return lambda: _widen_and_add(product(x.bfloat16(), packed, None, "none", [], ""), bias)
 
 
 def _int8(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
@@ -167,25 +166,18 @@ def _groups(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: tor
     )
 
 
-def _weight_only(
-    held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str
-) -> Body:
-    narrow, widen = as_run_by(_to_bf16, engine), as_run_by(_widen_and_add, engine)
+def _weight_only(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body:
     if held == W8_CHANNEL:
         q, scale = numerics.quantize_w8(weight)
         return _OnWeights(
-            lambda q, scale, bias: widen(aten._weight_int8pack_mm(narrow(x), q, scale), bias),
+            lambda q, scale, bias: _widen_and_add(aten._weight_int8pack_mm(x.bfloat16(), q, scale), bias),
             (q, scale, bias),
         )
     group = held.group
-    by_group = lambda packed, scales, bias: widen(  # noqa: E731
-        aten._weight_int4pack_mm_for_cpu(narrow(x), packed, group, scales), bias
+    by_group = lambda packed, scales, bias: _widen_and_add(  # noqa: E731
+        aten._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, group, scales), bias
     )
     return _OnWeights(by_group, (*numerics.quantize_w4(weight, group), bias))
-
-
-def _to_bf16(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.bfloat16)
 
 
 def _widen_and_add(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -73,38 +73,19 @@ def test_what_torch_lacks_on_any_machine_it_says() -> None:
     assert TorchEager().lacks(KernelCall("linear/w4", (4, 64, 64, 64))) is None
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The engine of each kernel that is timed."""
-    engines: list[str] = []
-
-    def counted(call: KernelCall, engine: str, device: str) -> float:
-        engines.append(engine)
-        return 1.0
-
-    monkeypatch.setattr(measure, "_measured", counted)
-    monkeypatch.setattr(measure, "_timed", {})
-    return engines
-
-
-@pytest.mark.parametrize("kernel", ["linear/int8_token", "attention/math"])
-def test_an_operator_that_is_one_to_both_engines_is_timed_once_for_both(
-    kernel: str, timed: list[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "engine"),
+    [
+        ("linear/int8_token", "torch-eager"), ("linear/fp32", "torch-eager"), ("linear/bf16", "torch-eager"),
+        ("embedding/fp32", "torch-eager"), ("attention/math", "torch-eager"),
+        ("linear/int8_static", "torch-inductor"), ("norm/layer", "torch-inductor"),
+    ],
+)  # fmt: skip
+def test_an_operator_that_is_one_to_both_engines_is_priced_as_eagers(kernel: str, engine: str) -> None:
     call = KernelCall(kernel, DIMS[kernel])
-    for engine in ("eager", "inductor", "inductor", "stock"):
-        assert measure.measure(call, engine) == 1.0
-    # asked for again it is timed again; what the model calls itself is another thing
-    assert timed == ["eager", "inductor", "stock"]
-    measure.measure(call, "inductor")
-    assert timed == ["eager", "inductor", "stock", "inductor"]
-
-
-def test_what_inductor_compiles_is_timed_for_each(timed: list[str]) -> None:
-    call = KernelCall("norm/layer", DIMS["norm/layer"])
-    for engine in ("eager", "inductor"):
-        measure.measure(call, engine)
-    assert timed == ["eager", "inductor"]
+    assert measure.priced_as("torch-inductor", call) == engine
+    for other in ("torch-eager", "torch", "onnxruntime"):
+        assert measure.priced_as(other, call) == other
 
 
 def test_kernels_of_inductor_are_timed_as_it_compiles_models(monkeypatch: pytest.MonkeyPatch) -> None:
