@@ -13,8 +13,9 @@ SETTLED = 0.02
 _FEWEST = 8
 #: Seconds of a call from which on it need not find the caches as it left them.
 _LONG = 0.1
-#: Samples of a call that takes longer than all of them should.
-_OF_LONG = 3
+#: Samples of a call that takes longer than this share of the seconds that all of them should: it is an
+#: average itself.
+_OF_LONG, _LONG_SHARE = 3, 0.25
 
 
 def median_seconds(
@@ -30,17 +31,17 @@ def median_seconds(
     Args:
         fn: the callable.
         min_rounds: samples taken at the least, even beyond the budget (at least 1); three are enough of a
-            call longer than the budget, whose length averages the noise out.
+            call longer than a quarter of the budget, whose length averages the noise out.
         budget: seconds after which no further sample is started.
         settled: stop before, once twice as many samples give the same figure but for this share.
     """
     fn()
     repeats, once = _repeats(fn)
-    long = 0 < budget <= once
+    long = 0 < _LONG_SHARE * budget <= once
     fewest = max(1, min(min_rounds, _OF_LONG) if long else min_rounds)
     samples = [once] if long else []
     deadline = perf_counter() + budget * PATIENCE
-    while len(samples) < fewest or perf_counter() < deadline:
+    while len(samples) < fewest or (not long and perf_counter() < deadline):
         start = perf_counter()
         for _ in range(repeats):
             fn()

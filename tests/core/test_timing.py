@@ -51,8 +51,8 @@ def test_a_figure_that_has_settled_is_not_measured_on(clock):
 
 
 def test_budget_bounds_the_rounds_but_not_below_the_minimum(clock):
-    median_seconds(clock.work(1.0), min_rounds=3, budget=1.5)
-    assert clock.now == pytest.approx(5.0)  # warm up, repeat probe, 3 samples
+    median_seconds(clock.work(1.0), min_rounds=6, budget=4.5)
+    assert clock.now == pytest.approx(8.0)  # warm up, repeat probe, 6 samples
     before = clock.now
     median_seconds(clock.work(0.1), min_rounds=1, budget=1.0)
     assert 1.0 <= clock.now - before <= 1.5
@@ -61,6 +61,13 @@ def test_budget_bounds_the_rounds_but_not_below_the_minimum(clock):
 def test_a_call_longer_than_the_budget_is_timed_three_times(clock):
     median_seconds(clock.work(1.0), min_rounds=9, budget=0.5)
     assert clock.now == pytest.approx(4.0)  # warm up, then three that count
+
+
+def test_so_is_one_longer_than_a_quarter_of_it(clock):
+    median_seconds(clock.work(1.0), min_rounds=9, budget=4.0)
+    assert clock.now == pytest.approx(4.0)
+    median_seconds(clock.work(1.0), min_rounds=5, budget=4.5)
+    assert clock.now == pytest.approx(4.0 + 2.0 + 5.0)
 
 
 def test_short_calls_are_repeated_within_a_sample(clock):

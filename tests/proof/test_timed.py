@@ -26,7 +26,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def timed(found: float, original: float | None) -> tuple[float, float]:
+def timed(found: float, original: float | None, *predicted: float | None) -> tuple[float, float]:
     work: Any = SimpleNamespace(model=None, leaves={}, eager_loss=lambda: "eager")
     runner: Any = SimpleNamespace()
     ran = [
@@ -37,7 +37,8 @@ def timed(found: float, original: float | None) -> tuple[float, float]:
     ]
     assert ran[0] is not None
     step: Any = lambda: "ours"  # noqa: E731
-    return timing.timed(work, runner, step, ran[0], None, together=ran[1])
+    foretold = (predicted[0], predicted[1]) if predicted else (None, None)
+    return timing.timed(work, runner, step, ran[0], None, together=ran[1], predicted=foretold)
 
 
 def test_a_step_of_seconds_was_timed_while_it_was_watched(runs: list[str]) -> None:
@@ -53,3 +54,13 @@ def test_it_is_run_again_where_watching_slowed_it(runs: list[str]) -> None:
 def test_a_short_step_is_timed_unwatched(runs: list[str]) -> None:
     assert timed(0.5, 0.5) == (4.0, 3.0)
     assert runs == ["ours", "eager"] * 2
+
+
+def test_one_that_takes_what_was_predicted_is_not_run_again(runs: list[str]) -> None:
+    assert timed(4.3, None, 4.0, None) == (4.3, 0.0)
+    assert timed(4.3, 3.1, 4.0, 3.0) == (4.3, 3.1)
+    assert runs == []
+    assert timed(4.3, 3.9, 4.0, 3.0) == (4.0, 3.0)
+    assert runs == ["ours", "eager"]
+    assert timed(0.5, None, 0.5, None) == (4.0, 0.0)
+    assert len(runs) == 4

@@ -120,7 +120,8 @@ def verified(
     room.tidy()
     with work.progress.step("time the steps"):
         together = wanted if refusal is None else None
-        seconds, eager_seconds = timed(work, runner, step, found, ours, together=together)
+        foretold = (None, None) if ours else (plan.predicted.seconds, plan.baseline.seconds)
+        seconds, eager_seconds = timed(work, runner, step, found, ours, together=together, predicted=foretold)
     there = (
         states.resident_bytes
         if states is not None and work.optimizer is not None and work.optimizer.state

@@ -14,8 +14,8 @@ from effcompile.search.training.work import Work
 
 #: Seconds that timing a step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
-#: Seconds of a long step, and the share that its figure may move.
-_LONG, _SETTLED_IF_LONG = 2.0, 0.05
+#: Seconds of a long step, the share that its figure may move, and by which one that was foretold may be off.
+_LONG, _SETTLED_IF_LONG, _AS_FORETOLD = 2.0, 0.05, 0.1
 
 
 def _repeated(samples: list[float]) -> bool:
@@ -28,6 +28,12 @@ def _repeated(samples: list[float]) -> bool:
     return fastest[1] <= fastest[0] * (1 + (_SETTLED_IF_LONG if fastest[0] > _LONG else SETTLED))
 
 
+def _foretold(samples: list[float], predicted: float | None) -> bool:
+    """Whether the fastest is long, and as predicted: each of its operators was timed, too."""
+    fastest = min(samples)
+    return fastest > _LONG and abs(fastest - (predicted or 0.0)) <= _AS_FORETOLD * fastest
+
+
 def timed(
     work: Work,
     runner: StepRunner,
@@ -36,12 +42,14 @@ def timed(
     ours: updates.Steps | None,
     *,
     together: verify.Result | None,
+    predicted: tuple[float | None, float | None] = (None, None),
 ) -> tuple[float, float]:
     """Seconds of the planned and (`together`, as it was run before) of the original step, run in turn: the
     fastest of each, until it has come twice.
 
     A step that is long is not run once more where its time is known from whole steps; that of seconds was
-    timed once while it was watched, which adds milliseconds.
+    timed once while it was watched, which adds milliseconds, and is not run again where that is what was
+    `predicted` (of both).
     """
     samples: dict[str, list[float]] = {"ours": [], "eager": []}
     rounds = 1 if found.seconds > _TIMING_SECONDS else 10
@@ -56,7 +64,10 @@ def timed(
     while not all(samples[name] for name in runs) or (
         perf_counter() - start < _TIMING_SECONDS
         and len(samples["ours"]) < rounds
-        and not all(_repeated(samples[name]) for name in runs)
+        and not all(
+            _repeated(samples[name]) or _foretold(samples[name], said)
+            for name, said in zip(runs, predicted, strict=False)
+        )
     ):
         for name, run in runs.items():
             samples[name].append(verify.seconds(run, work.model, work.leaves))
