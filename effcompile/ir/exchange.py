@@ -39,6 +39,7 @@ class Exchange:
     """
 
     site: str
+    kind: str
     was: str
     option: str
     used: float
@@ -84,11 +85,14 @@ class _Walk:
 
     def __init__(self, plan: Plan, resource: Resource) -> None:
         self._resource = resource
-        self._options = {d.site: {d.option: d.cost, d.baseline: d.baseline_cost} for d in plan.decisions}
+        # a block of a step is a site of several kinds: what it keeps, its element-wise kernels
+        self._options = {
+            (d.site, d.kind): {d.option: d.cost, d.baseline: d.baseline_cost} for d in plan.decisions
+        }
         for declined in plan.declined:
-            if declined.cost is not None and declined.site in self._options:
-                self._options[declined.site].setdefault(declined.option, declined.cost)
-        self._first = {d.site: d.option for d in plan.decisions}
+            if declined.cost is not None and (at := (declined.site, declined.kind)) in self._options:
+                self._options[at].setdefault(declined.option, declined.cost)
+        self._first = {(d.site, d.kind): d.option for d in plan.decisions}
         self._now = dict(self._first)
         self._slack = math.inf if resource is error_squared else _error_left(plan)
         self.used = 0.0
@@ -119,30 +123,33 @@ class _Walk:
 
     def changed(self) -> list[Exchange]:
         """What differs from the plan in the end, in the order in which sites were first changed."""
-        sites = dict.fromkeys(step.site for step in self.steps)
+        places = dict.fromkeys((step.site, step.kind) for step in self.steps)
         return [
-            self._between(s, self._first[s], self._now[s]) for s in sites if self._first[s] != self._now[s]
+            self._between(at, self._first[at], self._now[at])
+            for at in places
+            if self._first[at] != self._now[at]
         ]
 
     def _candidates(self) -> Iterator[Exchange]:
-        for site, options in self._options.items():
+        for at, options in self._options.items():
             for option in options:
                 if (
-                    option != self._now[site]
-                    and (found := self._between(site, self._now[site], option)).error_squared <= self._slack
+                    option != self._now[at]
+                    and (found := self._between(at, self._now[at], option)).error_squared <= self._slack
                 ):
                     yield found
 
     def _take(self, exchange: Exchange) -> None:
-        self._now[exchange.site] = exchange.option
+        self._now[exchange.site, exchange.kind] = exchange.option
         self._slack -= exchange.error_squared
         self.used += exchange.used
         self.steps.append(exchange)
 
-    def _between(self, site: str, was: str, option: str) -> Exchange:
-        before, after = self._options[site][was], self._options[site][option]
+    def _between(self, at: tuple[str, str], was: str, option: str) -> Exchange:
+        before, after = self._options[at][was], self._options[at][option]
         return Exchange(
-            site=site,
+            site=at[0],
+            kind=at[1],
             was=was,
             option=option,
             used=self._resource(after) - self._resource(before),

@@ -84,6 +84,11 @@ def saved_weight_bytes(decision: Decision) -> int:
     return decision.baseline_cost.weight_bytes - decision.cost.weight_bytes
 
 
+#: Kinds of training decisions whose options hold bytes beyond an instant, each its own; those of a form of
+#: the whole step are the whole step's.
+HOLDING = ("checkpoint", "optimizer states")
+
+
 def saved_bytes(decision: Decision) -> int:
     """Bytes that a training decision saves; negative where it adds.
 
@@ -93,9 +98,7 @@ def saved_bytes(decision: Decision) -> int:
     """
     kept = decision.baseline_cost.bytes_kept - decision.cost.bytes_kept
     working = decision.baseline_cost.bytes_transient - decision.cost.bytes_transient
-    return saved_weight_bytes(decision) or (
-        kept if decision.kind in ("checkpoint", "optimizer states") else working or kept
-    )
+    return saved_weight_bytes(decision) or (kept if decision.kind in HOLDING else working or kept)
 
 
 def share(plan: Plan, error_squared: float) -> float | None:

@@ -13,7 +13,7 @@ from effcompile.core.units import format_bytes, format_error, format_seconds
 from effcompile.ir.exchange import held_bytes, less, more
 from effcompile.ir.plan import Decision, Plan
 from effcompile.report import figures as f
-from effcompile.report.groups import share
+from effcompile.report.groups import HOLDING, share
 from effcompile.report.ledger import choice
 from effcompile.report.page import DIM, STRONG, Cell, Column, Page, Row
 
@@ -153,7 +153,7 @@ def _by_memory(plan: Plan) -> list[Item]:
                 part=_of(d.cost.bytes_kept, whole),
             )
             for d in plan.decisions
-            if d.cost.bytes_kept
+            if d.cost.bytes_kept and d.kind in HOLDING
         ]
         return sorted(parts, key=lambda item: -item.amount) + sorted(kept, key=lambda item: -item.amount)
     known = [

@@ -136,6 +136,35 @@ def test_what_if_says_which_site_changes() -> None:
     json.dumps(told.data())
 
 
+def test_a_site_of_several_kinds_has_the_options_of_each() -> None:
+    """A block of a step is one by what it keeps, and by its element-wise kernels, which cost nothing."""
+    plan = plan_of(SITES)
+    first = plan.decisions[0]
+    kernels = replace(
+        first,
+        kind="element-wise",
+        option="7 kernels",
+        baseline="one by one",
+        cost=Cost(),
+        baseline_cost=Cost(),
+    )
+    both = plan.with_changes(decisions=(*plan.decisions, kernels))
+    assert report.what_if(both, "memory=+25%") == report.what_if(plan, "memory=+25%")
+
+
+def test_a_form_of_the_whole_step_holds_nothing_of_its_own() -> None:
+    plan = training_samples.gpt2()
+    head = replace(
+        plan.decisions[0],
+        site="lm_head",
+        kind="loss head",
+        cost=replace(plan.decisions[0].cost, bytes_kept=1 << 40),
+    )
+    told = report.ranked(plan.with_changes(decisions=(*plan.decisions, head)), "memory")
+    assert told == report.ranked(plan, "memory")
+    assert all(item.part is None or item.part <= 1 for item in told)
+
+
 def test_a_limit_that_does_not_bind_changes_nothing() -> None:
     plan = plan_of(SITES).with_changes(goal=Goal(memory=4000))
     told = report.what_if(plan, "memory=+10%")
