@@ -43,6 +43,7 @@ svg text.over{fill:#fff;font-size:12px}line.divider{stroke:var(--ink);stroke-das
 gap:12px;padding:7px 0;border-top:1px solid var(--line);
 font-variant-numeric:tabular-nums}.head{border-top:0;color:var(--dim);font-size:13px}
 .head span:nth-child(n+3){text-align:right}
+td summary{white-space:nowrap}svg.narrow{display:none}
 summary{cursor:pointer;list-style:none}summary::-webkit-details-marker{display:none}
 summary.row>span:first-child::before,td summary::before{content:"▸";color:var(--dim);display:inline-block;
 width:16px}
@@ -60,6 +61,15 @@ text-decoration:underline}
 @media(max-width:900px){figure{overflow-x:auto}svg{min-width:860px}}
 @media(max-width:600px){main{padding:20px 10px 32px}section{padding:12px}.goal{flex-direction:column;
 align-items:flex-start}
-th,td{padding-right:9px}.legend{position:sticky;left:0}}
+th,td{padding-right:9px}.legend{position:sticky;left:0}
+svg.wide{display:none}svg.narrow{display:block;min-width:0}
+.rows{min-width:0}.row{grid-template-columns:repeat(3,minmax(0,1fr));gap:2px 12px}
+.row>:nth-child(-n+2){grid-column:1/-1}summary.row>:nth-child(2){padding-left:16px}
+.numbers{font-size:13px}.numbers th,.numbers td{padding-right:6px}
+table:not(.numbers) tr{display:flex;flex-wrap:wrap;gap:0 4px;border-top:1px solid var(--line)}
+table:not(.numbers) :is(th,td){border-top:0;padding:3px 9px 3px 0}
+table:not(.numbers) tr>:first-child{flex:1 0 28%}table:not(.numbers) .n{min-width:66px}
+table:not(.numbers) tr>:last-child:not(.n){flex-basis:100%}
+table:not(.numbers) :is(th,td):has(>span:only-child:empty),table:not(.numbers) th:empty{display:none}}
 @media print{body{background:#fff}section{break-inside:avoid}}
 """

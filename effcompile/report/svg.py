@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from html import escape
 
 _COLOURS = 7  # --c0 … --c6 in the style sheet; --rest is neutral
-_ROW, _BAR, _LABEL, _WIDTH, _VALUE = 34, 20, 84, 720, 96
+_ROW, _BAR, _LABEL, _VALUE = 34, 20, 84, 96
+#: Of the drawing, by the class that the style sheet shows it in: on a phone, the wide one has text of 6 px.
+_WIDTHS = {"wide": 720, "narrow": 340}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,27 +34,34 @@ class Bar:
 
 
 def stacked_bars(bars: Sequence[Bar], *, title: str, limit: tuple[float, str] | None = None) -> str:
-    """An SVG of the bars on one scale, and a legend. `limit` draws a line at a length, with its text."""
+    """An SVG of the bars on one scale for each width, and a legend. `limit` draws a line at a length."""
     longest = max(
         [sum(p.length for p in bar.parts) for bar in bars] + ([limit[0]] if limit else []), default=0.0
     )
     if longest <= 0:
         return ""
-    scale = (_WIDTH - _LABEL - _VALUE) / longest
+    drawn = "".join(_drawn(bars, title, limit, longest, kind) for kind in _WIDTHS)
+    return f"<figure>{drawn}{_legend(bars)}</figure>"
+
+
+def _drawn(
+    bars: Sequence[Bar], title: str, limit: tuple[float, str] | None, longest: float, kind: str
+) -> str:
+    scale = (_WIDTHS[kind] - _LABEL - _VALUE) / longest
     top = 16 if limit else 0
     height = top + _ROW * len(bars)
     body = [_bar(bar, top + _ROW * row, scale) for row, bar in enumerate(bars)]
     if limit:
         x = _LABEL + limit[0] * scale
-        side, anchor = (-5, "end") if x > _WIDTH / 2 else (5, "start")
+        side, anchor = (-5, "end") if x > _WIDTHS[kind] / 2 else (5, "start")
         body.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 3}" y2="{height - 6}"/>')
         body.append(
             f'<text class="limit" x="{x + side:.1f}" y="{top - 6}" '
             f'text-anchor="{anchor}">{escape(limit[1])}</text>'
         )
     label = escape(title + ": " + "; ".join(f"{bar.label} {bar.total}" for bar in bars))
-    svg = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(body)}</svg>'
-    return f"<figure>{svg}{_legend(bars)}</figure>"
+    box = f'class="{kind}" viewBox="0 0 {_WIDTHS[kind]} {height}"'
+    return f'<svg {box} role="img" aria-label="{label}">{"".join(body)}</svg>'
 
 
 def _bar(bar: Bar, y: float, scale: float) -> str:

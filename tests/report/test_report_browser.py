@@ -30,10 +30,14 @@ onload = () => {
   for (const e of page.querySelectorAll("body *")) {
     const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
     if (!own || ["SCRIPT", "STYLE", "TITLE"].includes(e.tagName.toUpperCase())) continue;
+    if (!e.getClientRects().length) continue;  // of another width
     const drawn = e.ownerSVGElement;
     const scale = drawn ? drawn.getBoundingClientRect().width / drawn.viewBox.baseVal.width : 1;
     sizes.push(parseFloat(view.getComputedStyle(e).fontSize) * scale);
   }
+  const parts = [...page.querySelectorAll(".scroll, figure")].filter(e => e.querySelector(
+    ".rows, table:not(.numbers), svg.wide"));
+  const cut = parts.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent.slice(0, 40));
   const heads = [...page.querySelectorAll(".rows .sorts")], last = heads[heads.length - 1];
   const rows = () => [...page.querySelectorAll(".rows > details")];
   const shown = () => rows().map(e => e.querySelector("summary").lastElementChild.textContent);
@@ -41,7 +45,7 @@ onload = () => {
   const down = shown();
   last.click();
   document.title = JSON.stringify({
-    wide: page.documentElement.scrollWidth, least: Math.min(...sizes), errors: view.errors, down,
+    wide: page.documentElement.scrollWidth, least: Math.min(...sizes), errors: view.errors, down, cut,
     up: shown(), copies: page.querySelectorAll("button").length});
 };
 </script></body>
@@ -75,6 +79,7 @@ def test_in_a_browser(plan: Plan, width: int, tmp_path: Path) -> None:
     assert found["errors"] == []
     assert found["wide"] <= width
     assert found["least"] >= 11
+    assert found["cut"] == []  # decisions, bars and reasons are there without scrolling within a part
     assert found["copies"] >= 1
     assert sorted(found["down"]) == sorted(found["up"])
     assert found["down"] != found["up"]

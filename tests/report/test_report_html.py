@@ -84,14 +84,18 @@ def test_light_and_dark() -> None:
 
 
 def test_charts_only_of_what_is_known() -> None:
-    assert parse(PLANS["bert"]).tags.count("svg") == 3
-    assert parse(PLANS["exact"]).tags.count("svg") == 2  # an exact goal has no error budget
-    assert parse(PLANS["nothing_to_decide"]).tags.count("svg") == 1
+    """Each is drawn twice: for a phone, and for what is wider."""
+    assert parse(PLANS["bert"]).tags.count("svg") == 2 * 3
+    assert parse(PLANS["exact"]).tags.count("svg") == 2 * 2  # an exact goal has no error budget
+    assert parse(PLANS["nothing_to_decide"]).tags.count("svg") == 2 * 1
 
 
-def test_time_bars_are_as_long_as_the_totals() -> None:
+@pytest.mark.parametrize("width", ["wide", "narrow"])
+def test_time_bars_are_as_long_as_the_totals(width: str) -> None:
     """Widths of one bar's segments sum to its total on the scale that the other bar gives."""
-    figure = html_report(PLANS["bert"]).split("<figure>")[1]
+    figure = (
+        html_report(PLANS["bert"]).split("<figure>")[1].split(f'<svg class="{width}"')[1].split("</svg>")[0]
+    )
     before, after = figure.split('text-anchor="end">after')
     lengths = [
         sum(float(w) + 1.5 for w in re.findall(r'<rect[^>]* width="([\d.]+)"', part) if w != "0.5")
