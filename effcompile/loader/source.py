@@ -181,9 +181,9 @@ def _python(spec: str) -> ModelSource:
     if not name.isidentifier():
         raise UsageError(f"{name!r} in {spec!r} is not a name. Write model.py or model.py:name.")
     if not file.is_file():
-        siblings = [str(p.name) for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        close = get_close_matches(file.name, siblings, n=1)
-        hint = f" Did you mean {str(file.parent / close[0])!r}?" if close else ""
+        siblings = [p.stem for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        close = get_close_matches(file.stem, siblings, n=1)  # by what is not the same for all
+        hint = f" Did you mean {str(file.with_name(close[0] + '.py'))!r}?" if close else ""
         unknown = (
             ""
             if file.suffix

@@ -121,6 +121,8 @@ def test_no_such_file_says_what_is_close(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     with pytest.raises(UsageError, match=r"No such file: .*modl.py.* Did you mean .*model.py"):
         load(str(tmp_path / "modl.py"))
+    with pytest.raises(UsageError, match=r"No such file: '[^']*mo.py'\.$"):
+        load(str(tmp_path / "mo.py"))
     with pytest.raises(UsageError, match="is a folder"):
         load(str(tmp_path))
     with pytest.raises(UsageError, match="not a name"):
