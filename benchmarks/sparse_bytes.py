@@ -1,4 +1,4 @@
-"""BERT-base with nine of ten blocks of 16 × 16 zero, in every linear of its layers: dense in 8 bits, sparse in
+"""BERT-base with nine of ten blocks of 16 × 16 zero in every linear of its layers: dense in 8 bits, sparse in
 fp32, sparse in 8 bits, on torch-eager, interleaved.
 
     python benchmarks/sparse_bytes.py [--shape 1x128] [--sparsity 0.9] [--block 16] [--no-tiles] [--rounds 15]

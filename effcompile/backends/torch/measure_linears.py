@@ -23,6 +23,7 @@ from effcompile.ir.formats import (
     W8_CHANNEL,
     WeightFormat,
 )
+from effcompile.machine import huge_pages
 from effcompile.machine.target import Dims
 from effcompile.ops import group_codes, int8_sparse
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
@@ -51,13 +52,15 @@ class _OnWeights:
 
 
 def linears(held: WeightFormat, dims: Dims, engine: str, count: int) -> list[Body | None]:
-    """So many of them, each on weights of its own."""
+    """So many of them, each on weights of its own, codes where a lowered model has them."""
     first = _linear(held, dims, engine)
-    others = range(count - 1)
-    return [
-        first,
-        *(first.copy() if isinstance(first, _OnWeights) else _linear(held, dims, engine) for _ in others),
-    ]
+    copied = (
+        first.copy() if isinstance(first, _OnWeights) else _linear(held, dims, engine)
+        for _ in range(count - 1)
+    )
+    made = [first, *copied]
+    huge_pages.move(weight for body in made if isinstance(body, _OnWeights) for weight in body.weights)
+    return made
 
 
 def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:

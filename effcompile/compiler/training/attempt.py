@@ -137,18 +137,15 @@ class Attempt:
         return False
 
     def run(self, joint: Joint, constraints: Constraints) -> tuple[Ran | None, Constraints | None]:
-        """Build, verify and measure.
-
-        What that may teach: a choice does not keep what it promises; operators take other times than they
-        were measured to take (once); the allocator takes bytes beyond the simulated peak.
+        """Build, verify, measure. That may teach: a choice does not keep what it promises; operators take
+        other times than they were measured to take (once); the allocator takes more than the simulated peak.
         """
         work, notes = self.work, [*self.work.notes, *constraints.notes]
         plan = build_plan(joint, self.branches.chosen_from(joint), work.figures, work.goal, notes)
         try:
             runner = runner_of(work.model, joint.case, joint.schedule.emitted)
-            simulated = segments.in_segments(work.figures.target)
-            reserved = segments.reserved_bytes(joint) if simulated else None
-            made = verified(work, joint.schedule.prepared, runner, plan, reserved)
+            foreseen = segments.foreseen(joint, work.figures.target)
+            made = verified(work, joint.schedule.prepared, runner, plan, foreseen)
         except RefutedError as error:
             if constraints.round == ROUNDS:
                 raise

@@ -16,7 +16,7 @@ from effcompile.schedules.reserved import Allocator, Followed, NoSegmentError, f
 from effcompile.schedules.simulate import allocations
 from effcompile.search.training.cases import Joint
 
-__all__ = ["asked", "goes", "in_segments", "reserved_bytes", "that_goes", "told"]
+__all__ = ["asked", "foreseen", "goes", "in_segments", "reserved_bytes", "that_goes", "told"]
 
 #: An allocator of a device or a process of so many bytes.
 Made = Callable[[int | None], Allocator]
@@ -97,6 +97,11 @@ def asked(joint: Joint) -> Followed:
 def reserved_bytes(joint: Joint) -> int:
     """Bytes that are taken from the device where there are enough."""
     return _reserved(joint, _simulated())
+
+
+def foreseen(joint: Joint, target: Target) -> int | None:
+    """The same where such an allocator carries the plan out; None elsewhere."""
+    return reserved_bytes(joint) if in_segments(target) else None
 
 
 def _reserved(joint: Joint, simulated: tuple[Made, ...]) -> int:
