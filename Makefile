@@ -40,6 +40,7 @@ gpu-dry: .venv/dev
 	$(BIN)/pip install -qq --no-deps --upgrade --target .venv/triton-$(OTHER_TRITON) triton==$(OTHER_TRITON)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
 	PYTHONPATH=.venv/triton-$(OTHER_TRITON) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
+	EFFCOMPILE_EVERY_GPU=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/backends/triton/test_amd.py
 	EFFCOMPILE_FAKE_GPU_SCHEDULES=40 OMP_NUM_THREADS=1 $(BIN)/pytest tests/schedules/test_reserved.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_model.py

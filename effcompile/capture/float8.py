@@ -20,6 +20,8 @@ from effcompile.core.reasons import Unsupported
 
 #: The first compute capability with float8 products: Ada (Hopper is 9.0).
 CAPABILITY = (8, 9)
+#: AMD's architectures with float8 products: MI300, MI350.
+_AMD = ("gfx94", "gfx95")
 #: torch._scaled_mm takes sizes that are multiples of this.
 _MULTIPLE = 16
 
@@ -33,8 +35,13 @@ def unavailable(device: str) -> Unsupported | None:
             CAPABILITY[1],
             device,
         )
+    amd = torch.cuda.get_device_properties().gcnArchName.partition(":")[0] if torch.version.hip else None
+    if amd is not None and not amd.startswith(_AMD):
+        return Unsupported.of(
+            "float8 products need an AMD GPU of {} or {}; this one is {}", f"{_AMD[0]}…", f"{_AMD[1]}…", amd
+        )
     found = torch.cuda.get_device_capability()
-    if found < CAPABILITY:
+    if amd is None and found < CAPABILITY:
         return Unsupported.of(
             "float8 products need compute capability {}.{} or above; this GPU has {}.{}",
             CAPABILITY[0],

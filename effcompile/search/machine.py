@@ -15,6 +15,7 @@ from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend
 from effcompile.backends.torch.measure import measure as torch_measure
 from effcompile.backends.torch.measure import priced_as
+from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Reason
 from effcompile.machine import busy_points, memory
 from effcompile.machine import calibration as store
@@ -34,6 +35,9 @@ BASELINE = "torch"
 _HOST = torch.device("cpu")
 #: Backends that run on the processor alone: their kernels are no measure of a GPU's.
 _ON_HOST = ("onnxruntime", "openvino")
+
+#: Types of device that are measured; what has no data is planned as if it were here.
+_PLACES = ("cpu", "cuda", "meta")
 
 #: Seconds that one plan may spend on timing kernels it has no measurement of; further ones are interpolated.
 PROBE_SECONDS = 25.0
@@ -95,10 +99,17 @@ def resolve(target: str | Target, backends: Iterable[Backend], place: torch.devi
     a target that names it.
 
     Raises:
-        UnknownNameError: no such target. FormatError: a target file that is not one.
+        UnknownNameError: no such target. FormatError: a target file that is not one. UsageError: a plan for
+            here, where the model lies on something that is not measured.
     """
     if not is_here(target, place):
         return Machine(target=target if isinstance(target, Target) else load_target(target))
+    if place.type not in _PLACES:
+        raise UsageError(
+            f"The model lies on {place}, which effcompile does not measure: plans are carried out on CPUs "
+            "and on GPUs that torch calls 'cuda' (NVIDIA's, and AMD's under ROCm). Move the model and its "
+            "inputs there, or ask for a plan alone: effcompile.plan(..., target='h100-sxm')."
+        )
     found = _here(backends, this_accelerator() if place.type == "cuda" else None)
     if target == AUTO:
         return found

@@ -4,11 +4,14 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from effcompile.backends.triton.configs import candidates
+from effcompile.capture import float8
+from effcompile.core.errors import UsageError
 from effcompile.estimate.operators import Measured
 from effcompile.machine import calibration as store
 from effcompile.machine import memory
@@ -141,10 +144,11 @@ def test_a_slice_of_a_gpu_is_not_the_gpu(h100: list[Accelerator], monkeypatch: p
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
     assert not resolve("h100-sxm", [], GPU).here
     assert resolve(AUTO, [], GPU).target.memory_bytes == 9 << 30
-    tiles = [
+    offered = [
         candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here=f"{name}, triton 3.6.0")
         for name in (H100.name, named)
     ]
+    tiles = [[one for one in found if not one.tma] for found in offered]
     assert len(tiles[0]) == 1 < len(tiles[1])
 
 
@@ -152,3 +156,36 @@ def test_gpus_have_the_names_that_torch_knows_them_by() -> None:
     names = [name for target in known_targets() for name in load_target(target).devices]
     assert "NVIDIA H200" in names
     assert len(set(names)) == len(names), "one GPU is one target"
+
+
+@pytest.mark.parametrize("place", ["xpu:0", "mps:0"])
+def test_what_is_not_measured_is_declined_in_words(place: str, h100: list[Accelerator]) -> None:
+    """Not planned as the CPU beside it; for a machine that is named there is a plan all the same."""
+    with pytest.raises(UsageError, match=f"lies on {place}.*target='h100-sxm'"):
+        resolve(AUTO, [], torch.device(place))
+    assert not h100, "and no GPU was asked for it"
+    assert not resolve("h100-sxm", [], torch.device(place)).here
+    assert resolve(AUTO, [], torch.device("meta")).here
+
+
+@pytest.mark.parametrize(
+    ("amd", "capability", "there"),
+    [
+        (None, (9, 0), True),
+        (None, (8, 6), False),
+        ("gfx942:sramecc+", (9, 4), True),
+        ("gfx90a", (9, 0), False),
+    ],
+)
+def test_float8_is_asked_of_amds_architecture(
+    amd: str | None, capability: tuple[int, int], there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers of capability say nothing: MI200's 9.0 is no Hopper."""
+    monkeypatch.setattr(torch.version, "hip", None if amd is None else "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(gcnArchName=amd or "")
+    )
+    reason = str(float8.unavailable("cuda") or "")
+    assert ("float8 products need" not in reason) is there, reason
+    assert amd is None or there or "gfx90a" in reason

@@ -24,8 +24,10 @@ __all__ = ["ARCHITECTURES", "SHARED_LIMIT", "CompileJob", "Report", "compile_job
 #: Architectures that a table is made for.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 #: Shared memory (LDS) that one program may take, in bytes (CUDA C++ Programming Guide, table of compute
-#: capabilities; CDNA3 ISA).
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+#: capabilities; CDNA3 and CDNA4 ISA).
+SHARED_LIMIT = {
+    "sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ __all__ = ["asked", "foreseen", "goes", "in_segments", "reserved_bytes", "that_g
 Made = Callable[[int | None], Allocator]
 #: Solves at the most, each for less.
 _ROUNDS = 4
-#: torch's options of its allocator, the second an older name.
-_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+#: torch's options of its allocator, the others older names (the last one ROCm's).
+_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments"
 _RESERVED = (
     "on the GPU torch's allocator reserves {bytes} for the peak of {bytes}, in segments of its "
