@@ -108,16 +108,14 @@ def bounded(product: Product) -> int:
     seen to allocate.
 
     fp32 sums of the result and both operands padded to whole tiles (32 by 64), for 16 bits; nothing for wider
-    numbers, whose products take their buffers from elsewhere than torch's allocator.
+    numbers, whose products take their buffers from elsewhere than torch's allocator. Operands in fp16 are
+    copied in fp32 where AVX512-FP16 is there and tiles of fp16 are not.
     """
     if product.dtype not in (torch.bfloat16, torch.float16):
         return 0
-    depth = _up(product.k, 32)
-    return (
-        4 * _up(product.m, 32) * _up(product.n, 64)
-        + 2 * depth * (_up(product.m, 32) + _up(product.n, 64))
-        + _SMALL
-    )
+    rows, columns, depth = _up(product.m, 32), _up(product.n, 64), _up(product.k, 32)
+    width = 4 if product.dtype == torch.float16 else 2
+    return 4 * rows * columns + width * depth * (rows + columns) + _SMALL
 
 
 #: What was seen beside: alignment, and sums per thread.
