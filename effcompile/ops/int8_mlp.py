@@ -174,12 +174,21 @@ def _run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behi
         check(x, *first, after)
     check(x if first is None else x.new_empty((0, first[1].shape[0])), *last, "none")
     found, rows = kernels(), x.numel() // max(1, x.shape[-1])
-    given = [*(first or ()), *last, *behind[:3]]
-    plain = all(not isinstance(t, Tensor) or t.is_contiguous() for t in given)
-    shaped = behind[0] is None or behind[0].shape == (*x.shape[:-1], last[1].shape[0])
-    if isinstance(found, str) or not pays(rows) or not (plain and shaped):
+    if isinstance(found, str) or not pays(rows) or not _fits(x, first, last, behind):
         return _in_parts(x, first, after, last, behind)
     return found.mlp(flat_rows(x), first, after, last, behind).view(*x.shape[:-1], -1)
+
+
+def _fits(x: Tensor, first: Linear | None, last: Linear, behind: Behind) -> bool:
+    """Whether the kernel takes them: all is dense, and what is behind in fp32 and of one shape."""
+    n = last[1].shape[0]
+    shapes = ((*x.shape[:-1], n), (n,), (n,))
+    biases = [linear[2] for linear in (first, last) if linear is not None]
+    alike = all(
+        t is None or (t.shape == shape and t.dtype is torch.float32)
+        for t, shape in zip(behind[:3], shapes, strict=True)
+    )
+    return alike and all(t is None or t.is_contiguous() for t in (*biases, *behind[:3]))
 
 
 def int8_mlp_on_cpu(x: Tensor, w1: Tensor, s1: Tensor, b1: Tensor | None, after: str, *rest: Any) -> Tensor:

@@ -46,6 +46,18 @@ def test_each_is_saved_and_copied_alone_and_goes_when_it_goes() -> None:
     assert gone() is None and int(second[3]) == 3
 
 
+@pytest.mark.skipif(not LINUX, reason="the system has no madvise(MADV_HUGEPAGE)")
+def test_what_one_looks_at_goes_with_it() -> None:
+    """torch.export.load gives views of what it read."""
+    read = weight(3)
+    seen, before = read.view(3, -1), read.clone()
+    gone = weakref.ref(read.untyped_storage())
+    huge_pages.move([seen])
+    gc.collect()
+    assert gone() is None and torch.equal(read, before) and torch.equal(seen.flatten(), before)
+    assert read.data_ptr() == seen.data_ptr()
+
+
 def test_what_is_small_of_another_kind_or_seen_in_parts_stays() -> None:
     others = [weight(0.5), torch.zeros(1 << 20), weight(4)[::2], weight(4).to("meta")]
     places = [each.data_ptr() for each in others[:3]]

@@ -26,6 +26,7 @@ from effcompile.core.types import Forward, Outputs
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
+from effcompile.machine import huge_pages
 from effcompile.ops.bf16_attention import bf16_attention
 from effcompile.ops.bf16_attention import told as attentions_told
 from effcompile.ops.group_linear import group_linear
@@ -159,6 +160,7 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
         raise FormatError(
             f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again."
         ) from error
+    huge_pages.move([*exported.state_dict.values(), *exported.constants.values()])
     int8 = {torch.ops.onednn.qlinear_pointwise} if torch_compat.has_onednn_int8() else set()
     packets = {getattr(node.target, "overloadpacket", None) for node in exported.graph.nodes}
     if int8 & packets and products_saturate():
@@ -187,6 +189,7 @@ def lower_eager(program: Program) -> TorchLowered:
     packed = packed_weights(module)
     put_plain_aside(module, program.made)
     module = pack(module, packed)
+    huge_pages.move(module.buffers())
     _try(module, program)
     return TorchLowered(
         program=program,

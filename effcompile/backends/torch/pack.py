@@ -19,7 +19,6 @@ from effcompile.core.errors import LoweringError
 from effcompile.core.types import Value
 from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
-from effcompile.machine import huge_pages
 from effcompile.machine.memory import give_back
 
 #: Bytes of plain weights from which on they are worth files.
@@ -68,7 +67,7 @@ def _replace_by_value(graph: fx.Graph, node: fx.Node, value: Value) -> None:
 
 def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -> fx.GraphModule:
     """The module with its packing operators carried out: weights in oneDNN's blocked layout, plain copies
-    dropped; codes in large pages.
+    dropped.
 
     packed: what they return (`packed_weights`), where it is there already.
     """
@@ -81,9 +80,7 @@ def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -
         node.replace_all_uses_with(constant)
         module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
-    module = fx.GraphModule(module, module.graph, class_name=type(module).__name__)
-    huge_pages.move(module.buffers())
-    return module
+    return fx.GraphModule(module, module.graph, class_name=type(module).__name__)
 
 
 def packed_weights(module: fx.GraphModule) -> list[torch.Tensor]:
