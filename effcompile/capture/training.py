@@ -371,6 +371,7 @@ def _step(subject: _Subject, joint: training_graph.JointGraph) -> Step:
     layout = subject.layout
     assert layout is not None
     constants = [entry.value for entry in joint.roles.enters(Entering.CONSTANT).values()]
+    given = resident_bytes(subject.model, subject.args, subject.kwargs, constants)
     return Step(
         name=type(subject.model).__name__,
         module=joint.module,
@@ -383,5 +384,6 @@ def _step(subject: _Subject, joint: training_graph.JointGraph) -> Step:
         mends=tuple(subject.mends),
         args=subject.args,
         kwargs=subject.kwargs,
-        resident_bytes=resident_bytes(subject.model, subject.args, subject.kwargs, constants),
+        resident_bytes=given + subject.inputs.copied_bytes,
+        copied_bytes=subject.inputs.copied_bytes,
     )

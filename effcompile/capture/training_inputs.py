@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.capture.calls import CallChecks
+from effcompile.core import gpu
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.types import Args, Inputs, Kwargs, Value
 from effcompile.ir.guards import Guard
@@ -46,6 +47,17 @@ class StepInputs:
         self._differentiated = [tensor.requires_grad for _, tensor in self.call.tensors]
         # as the capture has them
         self._strides = [tensor.detach().clone().stride() for _, tensor in self.call.tensors]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of the example's tensors that lie otherwise than the capture has them (expanded, cut out of a
+        larger one): what `leaves` gives is a copy, beside the user's own.
+        """
+        return sum(
+            gpu.rounded(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
+            for (_, tensor), strides in zip(self.call.tensors, self._strides, strict=True)
+            if tensor.stride() != strides
+        )
 
     def leaves(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """The tensors, in the order of the graph's inputs, with the strides of the capture.

@@ -95,8 +95,9 @@ class Step(Traced):
             (ops/consume.py): they are no results.
         spread: how its parameters lie over ranks; None where there is one process.
         resident_bytes: of all that is there before the step begins: the model's storages, whether the step
-            reads them or not, its inputs and constants. None where no model is known: then only what the
-            graph reads is counted.
+            reads them or not, its inputs and constants, and copied_bytes. None where no model is known: then
+            only what the graph reads is counted.
+        copied_bytes: of copies of the inputs that lie otherwise than in the graph.
     """
 
     roles: Roles
@@ -106,6 +107,7 @@ class Step(Traced):
     consumed: tuple[str, ...] = ()
     spread: Spread | None = None
     resident_bytes: int | None = None
+    copied_bytes: int = 0
     cut_off: Mapping[int, str] = field(default_factory=dict)
     coded: Mapping[str, str] = field(default_factory=dict)
     fixed: Callable[[], Iterable[Guard]] = tuple

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -24,9 +24,6 @@ from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
 from effcompile.ir.saved import save_alone
 from effcompile.runtime.planned import PlannedModel
-
-if TYPE_CHECKING:
-    pass
 
 
 class TrainingExecutable(PlannedModel):
@@ -152,6 +149,8 @@ def planned(
     members |= {name: _Beside(name, value) for name, value in beside.items()}
     result.__class__ = type(kind.__name__, (TrainingExecutable, kind), members)
     runner.state, runner.guarded = runner.state.bound_to(model, result), True
+    if plan.goal.memory is not None and plan.predicted.peak_bytes is not None:
+        runner.room = plan.goal.memory - plan.predicted.peak_bytes + runner.step.copied_bytes
     assert isinstance(result, TrainingExecutable)
     return result
 

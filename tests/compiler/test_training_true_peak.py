@@ -9,7 +9,7 @@ from torch import nn
 
 from effcompile.compiler import optimize_training
 from effcompile.core import torch_compat_memory
-from effcompile.core.errors import InfeasibleError
+from effcompile.core.errors import GuardError, InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.runtime.training import TrainingExecutable
 
@@ -181,6 +181,52 @@ def test_one_tensor_given_twice_counts_once() -> None:
         == planned.plan.measured.peak_bytes
         == true_peak(planned, model, {"x": x, "y": x})
     )
+
+
+LAID: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "expanded": lambda x: x[:1].expand(ROWS, WIDTH),
+    "cut out": lambda x: torch.cat([x, x], 1)[:, :WIDTH],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other": lambda x: torch.cat([x, x], 0)[::2],
+}
+
+
+@pytest.mark.parametrize("laid", LAID)
+def test_copies_of_inputs_that_lie_otherwise_are_counted(laid: str) -> None:
+    """The graph wants strides of its own, so that a view of a larger tensor is copied at each call."""
+    torch.manual_seed(0)
+    model = Plain().train()
+    batch = {"x": LAID[laid](torch.randn(ROWS, WIDTH)), "y": torch.randint(0, 4, (ROWS,))}
+    with pytest.raises(InfeasibleError) as refused:
+        optimize_training(model, (), batch, goal=Goal(mode="training", memory=1), passes=["checkpoint"])
+    least = int(refused.value.nearest["memory"])
+    planned = optimize_training(
+        model, (), batch, goal=Goal(mode="training", memory=least), passes=["checkpoint"]
+    )
+    assert true_peak(planned, model, batch) <= least
+
+
+def test_a_copy_that_the_budget_leaves_no_room_for_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Plain().train()
+    batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, 4, (ROWS,))}
+    other = {**batch, "x": LAID["cut out"](batch["x"])}
+    free = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint"])
+    torch.testing.assert_close(free(**other), model(**other))
+    peak = free.plan.predicted.peak_bytes
+    assert peak is not None
+    tight = optimize_training(
+        model, (), batch, goal=Goal(mode="training", memory=peak), passes=["checkpoint"]
+    )
+    with pytest.raises(GuardError, match=r"x has other strides .* takes 8192 bytes, .* leaves \d+ to such"):
+        tight(**other)
+    torch.testing.assert_close(tight(**batch), model(**batch))
+    roomy = optimize_training(
+        model, (), batch, goal=Goal(mode="training", memory=peak + 8192), passes=["checkpoint"]
+    )
+    torch.testing.assert_close(roomy(**other), model(**other))
+    copied = true_peak(roomy, model, other) - nbytes([other["x"]]) + nbytes([batch["x"]])
+    assert copied <= peak + 8192
 
 
 class Bags(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import times, unscaled_factor
 from effcompile.backends.torch.ranks import Ranks
-from effcompile.backends.torch.step_inputs import held
+from effcompile.backends.torch.step_inputs import given_tensors, held
 from effcompile.backends.torch.training import StepRunner, first_order
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Value
@@ -65,7 +65,8 @@ class MicrobatchRunner(StepRunner):
         Raises:
             InputsError: the batch is not the one that was planned for.
         """
-        leaves, size = self.divided.whole.leaves(args, kwargs), self.divided.examples
+        leaves = given_tensors(self.divided.whole, args, kwargs, self.room)
+        size = self.divided.examples
         which = list(zip(leaves, self.divided.batched, strict=True))
         rows = [leaf.shape[0] // self.divided.count if yes else 0 for leaf, yes in which]
         assert all(n in (0, size) for n in rows), rows

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.types import Args, Kwargs, Value
 from effcompile.ir.step import Step
 
 
@@ -27,6 +29,31 @@ def autocast_of(devices: list[str]) -> tuple[tuple[str, torch.dtype], ...]:
     return tuple(
         (device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)
     )
+
+
+def given_tensors(step: Step, args: Args, kwargs: Kwargs, room: int | None) -> list[Value]:
+    """The tensors of a call, in the order of the step's inputs; copies of those that lie otherwise than in
+    the graph.
+
+    room: bytes that the budget leaves to such copies; None without one.
+
+    Raises:
+        GuardError: the inputs are not those that the step was captured for, or their copies take more.
+    """
+    leaves = step.leaves(args, kwargs)
+    if room is not None:
+        given = set(map(id, pytree.tree_leaves((args, dict(kwargs)))))
+        copied = [id(leaf) not in given for leaf in leaves]
+        nbytes = sum(leaf.nbytes for leaf, yes in zip(leaves, copied, strict=True) if yes)
+        if nbytes > room:
+            names = ", ".join(name for name, yes in zip(step.input_names, copied, strict=True) if yes)
+            raise GuardError(
+                f"At this call {names} has other strides than the example that was planned for. A copy that "
+                f"has those takes {nbytes} bytes, and the budget of this plan leaves {room} to such. Plan "
+                f"with an example that lies as the batches do, or give {names}.contiguous().",
+                place=f"strides of {names}",
+            )
+    return leaves
 
 
 def laid_out(node: fx.Node, value: torch.Tensor) -> torch.Tensor:

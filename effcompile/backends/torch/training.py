@@ -26,6 +26,7 @@ from effcompile.backends.torch.refusing import cut_off_words, refusing
 from effcompile.backends.torch.step_inputs import (
     autocast_of,
     fitting,
+    given_tensors,
     held,
     laid_out,
     refuse_inference,
@@ -77,6 +78,7 @@ class StepRunner:
         self.items: Items | None = None  # how the loss follows num_items_in_batch
         self.sink: Sink | None = None  # where gradients go that the backward hands on by itself
         self.updated: Mapping[str, torch.Tensor] = {}  # the parameters that it updates by them
+        self.room: int | None = None  # of a budget, for copies of inputs
         assert step.state is not None
         self.state = step.state.bound_to(model)
         self.calls = 0  # of the user's
@@ -173,7 +175,7 @@ class StepRunner:
 
     def _run(self, args: Args, kwargs: Kwargs) -> tuple[torch.Tensor, ...]:
         self._check_model()
-        values = self._values(self.step.leaves(args, kwargs))
+        values = self._values(given_tensors(self.step, args, kwargs, self.room))
         parameters = [held(self.model, name) for name in self._differentiated]
         wanted = [values[node] for node in self._wanted]
         consumed = [held(self.model, name) for name in self.step.consumed]
@@ -283,13 +285,11 @@ class StepRunner:
         """
         scale = self.loss_scale
         if scale is None:
-            return (
-                *self._gradients(self.differentiate(saved, values, tangent)),
-                *[None] * len(self.step.consumed),
-            )
-        factor = unscaled_factor(tangent)
-        gradients = scale.unscaled(self.differentiate(saved, values, scale.scaled(torch.ones_like(tangent))))
-        return (*self._gradients(tuple(times(gradients, factor))), *[None] * len(self.step.consumed))
+            gradients = self.differentiate(saved, values, tangent)
+        else:
+            found = self.differentiate(saved, values, scale.scaled(torch.ones_like(tangent)))
+            gradients = tuple(times(scale.unscaled(found), unscaled_factor(tangent)))
+        return (*self._gradients(gradients), *[None] * len(self.step.consumed))
 
     def differentiate(
         self, saved: list[Value], values: Mapping[fx.Node, object], tangent: torch.Tensor
