@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.types import Kwargs, Value
 from effcompile.ir.guards import Guard, described, same
 
@@ -112,8 +112,8 @@ class _Tensor:
     index: int
 
     def take(self, value: Value, found: list[Value]) -> None:
-        if not isinstance(value, torch.Tensor):
-            raise _other(self.place, "a tensor", described(value))
+        if not isinstance(value, torch.Tensor) or value.is_nested:
+            raise _other(self.place, "a tensor", _shown(value))
         found[self.index] = value
 
 
@@ -208,7 +208,9 @@ def _other(place: ArgumentPlace, was: str, now: str) -> GuardError:
 
 
 def _shown(value: object) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else described(value)
+    if not isinstance(value, torch.Tensor):
+        return described(value)
+    return "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
 
 
 @dataclass(slots=True)
@@ -233,6 +235,11 @@ class _Builder:
     def _(self, value: torch.Tensor, place: ArgumentPlace) -> _Node:
         if self.default:
             return _Value(place, value, default=True)
+        if value.is_nested:
+            raise InputsError(
+                f"{place} is a nested tensor, whose rows have lengths of their own, and a plan holds dense "
+                "ones. Give a padded tensor (torch.nested.to_padded_tensor) and a mask."
+            )
         self.tensors.append((place, value))
         return _Tensor(place, len(self.tensors) - 1)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from effcompile.capture.calls import CallChecks
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import GuardError, InputsError
 
 X, Y = torch.zeros(2), torch.ones(3)
 
@@ -126,3 +126,17 @@ def test_sorted_by_name_for_a_step() -> None:
     known = CallChecks(forward, "Model", (X,), {"batch": [Y], "alpha": 2.0}, by_name=True)
     assert [str(place) for place, _ in known.tensors] == ["batch[0]", "x"]
     assert {guard.place: guard.expected for guard in known.listed()}["inputs['alpha']"] == "2.0"
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused_in_words(layout: torch.layout) -> None:
+    """Asked for its shape, one raises an internal error of torch's."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    rows = torch.nested.nested_tensor([torch.zeros(2, 8), torch.zeros(3, 8)], layout=layout)
+    with pytest.raises(InputsError, match="x is a nested tensor"):
+        CallChecks(forward, "Model", (rows,), {})
+    with pytest.raises(GuardError, match="x = a tensor when the plan was made, but got a nested tensor"):
+        CallChecks(forward, "Model", (torch.zeros(2, 8),), {}).take((rows,), {})
