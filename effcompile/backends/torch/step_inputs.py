@@ -41,7 +41,8 @@ def given_tensors(step: Step, args: Args, kwargs: Kwargs, room: int | None) -> l
         GuardError: the inputs are not those that the step was captured for, or their copies take more.
     """
     leaves = step.leaves(args, kwargs)
-    if room is not None:
+    direct = {*map(id, args), *map(id, kwargs.values())}
+    if room is not None and not direct.issuperset(map(id, leaves)):
         given = set(map(id, pytree.tree_leaves((args, dict(kwargs)))))
         copied = [id(leaf) not in given for leaf in leaves]
         nbytes = sum(leaf.nbytes for leaf, yes in zip(leaves, copied, strict=True) if yes)
