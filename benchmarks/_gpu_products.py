@@ -92,18 +92,15 @@ def fp8(x: Tensor, weight: Tensor) -> Timed:
         "exact": exact,
         **torchao("Float8DynamicActivationFloat8WeightConfig", x, weight),
     }
-    return (
-        runs
-        if DRY
-        else {**runs, "cuBLAS fp8": lambda: torch._scaled_mm(a, b.T, sa, sb.T.contiguous(), out_dtype=DTYPE)}
-    )
+    cublas = lambda: torch._scaled_mm(a, b.T, sa, sb.T.contiguous(), out_dtype=DTYPE)  # noqa: E731
+    return {**runs, "cuBLAS fp8": cublas}
 
 
 def torchao(config: str, x: Tensor, weight: Tensor, **options: Any) -> Timed:
     """torchao's linear of this kind, compiled as its documentation says; nothing where it is not installed or
     does not take the shape.
     """
-    if DRY or missing("torchao"):
+    if missing("torchao"):
         return {}
     try:
         from torchao import quantization
@@ -166,13 +163,10 @@ def one_width(dtype: torch.dtype, n: int) -> None:
     # p, both states read and written, the gradient read
     least = {"ours": n * (3 * width + 4), "torch fused": n * 7 * width}
     runs: Timed = {"ours": ours, "torch fused": optimizer_step(torch.optim.AdamW, p, grad, fused=True)}
-    if not DRY:
-        try:
-            from torchao.optim import AdamW8bit
+    with attempt(case, name="torchao 8-bit"):
+        from torchao.optim import AdamW8bit
 
-            runs["torchao 8-bit"] = optimizer_step(AdamW8bit, p, grad)
-        except ImportError as error:
-            say(case=case, name="torchao 8-bit", error=str(error))
+        runs["torchao 8-bit"] = optimizer_step(AdamW8bit, p, grad)
     compare(case, 12.0 * n, runs, gbytes=least["ours"] / 1e9, torch_moves_gbytes=least["torch fused"] / 1e9)
 
 

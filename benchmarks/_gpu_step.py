@@ -96,14 +96,8 @@ def step() -> None:
         timed("torch.utils.checkpoint, every block", lambda: model(ids, labels), model)
     model.recompute = False
     model.zero_grad(set_to_none=True)
-    if not DRY:
-        torch.cuda.empty_cache()  # what is free is asked of the driver
-    if lacking := missing("msgspec", "z3"):
-        say(
-            case="step",
-            name="ours",
-            error=f"not planned without {' and '.join(lacking)}: carry the wheels (benchmarks/README.md)",
-        )
+    torch.cuda.empty_cache()  # what is free is asked of the driver
+    if lost("step", missing("msgspec", "z3")):
         return
     start = time.perf_counter()
     limit = natural // 2 if natural else None
@@ -121,21 +115,25 @@ def step() -> None:
     timed("ours at half the peak", lambda: planned(ids=ids, labels=labels), planned, **notes)
 
 
-def timed(name: str, loss: Callable[[], Any], model: nn.Module, **notes: Any) -> int | None:
-    """Three steps, forward and backward: the fastest, and the most that the allocator held (None without a
-    GPU).
-    """
-    taken, peak = [], None
+def lost(case: str, lacking: list[str]) -> bool:
+    """Whether packages are missing that plan, which is said then."""
+    if lacking:
+        error = f"not planned without {' and '.join(lacking)}: carry the wheels (benchmarks/README.md)"
+        say(case=case, name="ours", error=error)
+    return bool(lacking)
+
+
+def timed(name: str, loss: Callable[[], Any], model: nn.Module, **notes: Any) -> int:
+    """Three steps, forward and backward: the fastest, and the most that the allocator held."""
+    taken, peak = [], 0
     for _ in range(1 if DRY else 4):
         model.zero_grad(set_to_none=True)
-        if not DRY:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         loss().backward()
-        if not DRY:
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
         taken.append(time.perf_counter() - start)
     model.zero_grad(set_to_none=True)
     say(
@@ -143,7 +141,7 @@ def timed(name: str, loss: Callable[[], Any], model: nn.Module, **notes: Any) ->
         name=name,
         ms=min(taken) * 1e3,
         tokens_per_s=BATCH * LENGTH / min(taken),
-        peak_gbytes=peak and peak / 1e9,
+        peak_gbytes=peak / 1e9,
         **notes,
     )
     return peak

@@ -52,9 +52,11 @@ from _gpu_common import (
     say,
     seconds,
 )
+from _gpu_memory import copies, memory, reserved
 from _gpu_products import products, states
 from _gpu_rows import rows
 from _gpu_step import step
+from _gpu_tiles import tiles
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -88,12 +90,13 @@ def candidates() -> None:
     from effcompile.backends.triton import attention_calls, attention_tiles
     from effcompile.backends.triton.configs import KERNELS
 
-    for d in (128, 64):
+    small = {"length": 64, "heads": (2, 1)} if DRY else {}
+    for d in (16,) if DRY else (128, 64):
         for kernel in KERNELS:
             for option in attention_tiles.options(kernel, torch.device(DEVICE), DTYPE, d, d):
                 if mine():
                     with attempt(f"{kernel} {option}"):
-                        attention_calls.trial(kernel, option, torch.device(DEVICE), DTYPE, d)()
+                        attention_calls.trial(kernel, option, torch.device(DEVICE), DTYPE, d, **small)()
 
 
 FORMS = ("causal", "window", "documents", "softcap", "full", "bias")
@@ -122,18 +125,21 @@ def correctness() -> None:
 
 
 def one_form(case: str, form: dict[str, Any], s: int, d: int, dv: int) -> None:
-    """Output and gradients of two heads that share one key head."""
+    """Output and gradients (of a bias, too) of two heads that share one key head."""
     q, k, v = make(1, 2, s, d, grad=True), make(1, 1, s, d, grad=True), make(1, 1, s, dv, grad=True)
-    grad = make(1, 2, s, dv)
+    grad, leaves = make(1, 2, s, dv), {"q": q, "k": k, "v": v}
+    if "bias" in form:
+        leaves["bias"] = form["bias"].requires_grad_()
     out = call(q, k, v, d**-0.5, form)[0]
     out.backward(grad)
-    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    expected = dense(wide[0], wide[1], wide[2], d**-0.5, form)
+    wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
+    near = form | ({"bias": wide["bias"]} if "bias" in wide else {})
+    expected = dense(wide["q"], wide["k"], wide["v"], d**-0.5, near)
     close(f"{case} out", out.detach(), expected.detach(), 6e-3)
     expected.backward(grad.double())
-    for letter, one, other in zip("qkv", (q, k, v), wide, strict=True):
-        assert one.grad is not None and other.grad is not None
-        close(f"{case} d{letter}", one.grad, other.grad, 6e-3)
+    for name, one in leaves.items():
+        assert one.grad is not None
+        close(f"{case} d{name}", one.grad, wide[name].grad, 6e-3)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, form: dict[str, Any]) -> Tensor:
@@ -202,13 +208,12 @@ def one_case(name: str, b: int, s: int, d: int, *, group: int = 1) -> None:
         }
         runs |= sdpa(q, k, v, name, scale) if name in ("causal", "full") else {}
         runs |= (
-            {"causal flash": sdpa(q, k, v, "causal", scale)["FLASH_ATTENTION"]}
-            if name in ("window", "documents") and not DRY
+            {"causal flash": next(iter(sdpa(q, k, v, "causal", scale).values()))}
+            if name in ("window", "documents")
             else {}
         )
-        if not DRY:
-            with attempt(label, name="flex"):
-                runs["flex"] = flex(q, k, v, form, scale, s)
+        with attempt(label, name="flex"):
+            runs["flex"] = flex(q, k, v, form, scale, s)
         flops = 4.0 * d * pairs(q, k, form)
         notes = {
             "tiles": tiles.density,
@@ -335,10 +340,9 @@ def loss_head() -> None:
         "ours in one pass": once,
         "eager": lambda: torch.autograd.grad(eager(*leaves), leaves),
     }
-    if not DRY:
-        torch._dynamo.reset()
-        compiled = torch.compile(eager, dynamic=False)
-        runs["torch.compile"] = lambda: torch.autograd.grad(compiled(*leaves), leaves)
+    torch._dynamo.reset()
+    compiled = torch.compile(eager, dynamic=False)
+    runs["torch.compile"] = lambda: torch.autograd.grad(compiled(*leaves), leaves)
     with attempt("correct: loss head"):
         wanted = torch.autograd.grad(eager(*leaves), leaves)
         for name, made in (
@@ -351,7 +355,7 @@ def loss_head() -> None:
             del found
         del wanted
     compare(f"loss head N{n} D{d} V{words}", 6.0 * n * d * words, runs)
-    for name, run in {} if DRY or SHARE else runs.items():
+    for name, run in {} if SHARE else runs.items():
         with attempt("loss head memory", name=name):
             say(case="loss head memory", name=name, mbytes=working_bytes(run) / 1e6)
 
@@ -371,12 +375,12 @@ def working_bytes(run: Callable[[], Any]) -> int:
 
 #: In the order of what matters: the time may end.
 SECTIONS: dict[str, Callable[[], None]] = {
-    "ceilings": ceilings, "correctness": correctness, "attention": attention_cases,
-    "block_sparse": block_sparse, "loss_head": loss_head, "rows": rows, "states": states, "gemm": products,
-    "step": step, "lengths": lengths,
+    "ceilings": ceilings, "correctness": correctness, "tiles": tiles, "attention": attention_cases,
+    "block_sparse": block_sparse, "loss_head": loss_head, "step": step, "memory": memory, "copies": copies,
+    "rows": rows, "states": states, "gemm": products, "lengths": lengths, "reserved": reserved,
 }  # fmt: skip
 #: Those whose kernels are compiled beside, before the first is run.
-COMPILED = ("correctness", "attention", "block_sparse", "loss_head", "rows", "gemm", "lengths")
+COMPILED = ("correctness", "tiles", "attention", "block_sparse", "loss_head", "rows", "gemm", "lengths")
 
 
 def compile_beside(sections: list[str], processes: int, patience: float) -> None:
@@ -384,7 +388,7 @@ def compile_beside(sections: list[str], processes: int, patience: float) -> None
     than `patience` are ended.
     """
     chosen = [name for name in sections if name in COMPILED]
-    if DRY or not chosen or processes < 1:
+    if not chosen or processes < 1:
         return
     environment = {
         **os.environ,
@@ -392,7 +396,16 @@ def compile_beside(sections: list[str], processes: int, patience: float) -> None
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, __file__, "--seconds", str(patience), "--only", *chosen, "--share"]
+    command = [
+        sys.executable,
+        __file__,
+        *["--dry"] * DRY,
+        "--seconds",
+        str(patience),
+        "--only",
+        *chosen,
+        "--share",
+    ]
     start = time.monotonic()
     started = [
         subprocess.Popen(
@@ -428,8 +441,7 @@ def run_sections(options: argparse.Namespace) -> bool:
             say(section=section, error=traceback.format_exc(limit=-3))
             if broken(error) and not SHARE:
                 return elsewhere(options.only[index + 1 :]) and whole
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     return whole
 
 
@@ -441,7 +453,18 @@ def elsewhere(sections: list[str]) -> bool:
         left = max(1.0, END[0] - time.monotonic())
         out = ["--out", OUT[0].name] if OUT else []
         subprocess.run(
-            [sys.executable, __file__, "--processes", "0", "--seconds", str(left), *out, "--only", *sections],
+            [
+                sys.executable,
+                __file__,
+                *["--dry"] * DRY,
+                "--processes",
+                "0",
+                "--seconds",
+                str(left),
+                *out,
+                "--only",
+                *sections,
+            ],
             check=False,
         )
     return False
@@ -452,7 +475,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument(
+        "--only", nargs="*", choices=list(SECTIONS), default=[s for s in SECTIONS if s != "reserved"]
+    )
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing further after this time")
     parser.add_argument(
         "--processes",
@@ -479,7 +504,7 @@ def main() -> None:
     say(device=name, torch=torch.__version__, triton=version("triton"), missing=lacking, declined=reason)
     if reason is not None:
         sys.exit(reason)
-    if SHARE and not DRY and {"attention", "lengths", "correctness"} & set(options.only):
+    if SHARE and {"attention", "lengths", "correctness"} & set(options.only):
         candidates()
     elif not SHARE:
         compile_beside(options.only, options.processes, min(120.0, options.seconds / 3))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from effcompile.backends.triton import attention, attention_calls, configs, tune
+from effcompile.backends.triton import attention, attention_calls, configs, proof, tune
 from effcompile.core.building import building
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="kernels are launched by the interpreter here")
@@ -239,6 +240,29 @@ def test_tiles_are_measured_while_planning_and_never_in_a_recording(
             attention_calls._chosen("forward", torch.device("cuda", 0), torch.bfloat16, 64, 64) == offered[1]
         )
     assert asked == [measured]
+
+
+@pytest.mark.parametrize(("verdict", "offered"), [(None, [False, True]), ("NaN in bfloat16", [False])])
+def test_what_copies_whole_tiles_is_timed_where_it_was_right(
+    verdict: str | None, offered: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compared in a process of its own before it runs in this one."""
+    plain = configs.LaunchConfig(block_m=64, block_n=32, warps=4, stages=1)
+    asked: list[list[bool]] = []
+
+    def choose(name: str, options: Any, trial: Any, *, measure: bool) -> Any:
+        asked.append([one.tma for one in options])
+        return options[0]
+
+    monkeypatch.setattr(attention_calls, "options", lambda *_: (plain, replace(plain, tma=True)))
+    monkeypatch.setattr(tune, "tuner", lambda device: SimpleNamespace(choose=choose))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(proof, "proven", lambda families, *_: dict.fromkeys(families, verdict))
+    with building():
+        attention_calls._chosen("forward", torch.device("cuda", 0), torch.bfloat16, 64, 64, tma=True)
+        attention_calls._chosen("forward", torch.device("cuda", 0), torch.bfloat16, 64, 64)
+    assert asked == [offered], "the second is not of whole tiles, and has nothing to choose from"
 
 
 def test_what_is_tried_once_is_not_kept(launches: list[dict[str, Any]]) -> None:

@@ -138,3 +138,14 @@ def test_a_users_step_is_not_held_up(tmp_path: Path) -> None:
         tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m, measure=False).block_m
         == 64
     )
+
+
+def test_a_tile_whose_result_is_another_is_not_taken(tmp_path: Path) -> None:
+    """The fastest of three gives something else: the next one is taken."""
+    right = torch.arange(6.0)
+    results = {128: (right, right), 64: (right, right * 1.1), 32: (right, right + 1e-4)}
+    seconds = iter([3.0, 2.0])
+    found = Tuner(tmp_path / "tiles.json", lambda run: next(seconds)).choose(
+        "dkdv bf16 64", OPTIONS, lambda config: lambda: results[config.block_m]
+    )
+    assert found.block_m == 32
