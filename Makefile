@@ -34,13 +34,13 @@ fuzz: .venv/dev
 	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2
 
 # What can be shown of the GPU's path without one, with the two tritons that its kernels are made for; some
-# ten minutes.
+# thirty minutes.
 OTHER_TRITON ?= 3.6.0
 gpu-dry: .venv/dev
 	$(BIN)/pip install -qq --no-deps --upgrade --target .venv/triton-$(OTHER_TRITON) triton==$(OTHER_TRITON)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
 	PYTHONPATH=.venv/triton-$(OTHER_TRITON) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
-	EFFCOMPILE_EVERY_GPU=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/backends/triton/test_amd.py
+	EFFCOMPILE_EVERY_GPU=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/backends/triton/test_amd.py tests/backends/triton/test_gpu_benchmark.py
 	EFFCOMPILE_FAKE_GPU_SCHEDULES=40 OMP_NUM_THREADS=1 $(BIN)/pytest tests/schedules/test_reserved.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_model.py
