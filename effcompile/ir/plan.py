@@ -132,8 +132,8 @@ def _reason(wanted: type, data: object) -> Reason:
 #: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a
 #: call itself takes in Python.
 FAR_APART, _CALL_SECONDS = 1.5, 5e-3
-#: A machine is slower than when it was priced by so much at the most: what an original takes beyond that is
-#: calls in Python, which no price has.
+#: A machine is slower than when it was priced by so much at the most: with more, one under load was left with
+#: a slower backend than one that it did not build.
 _SLOWER = 1.25
 
 
@@ -216,12 +216,12 @@ class Plan:
     @property
     def seconds_as_priced(self) -> float:
         """Measured seconds by the machine of the prices, which may be slower now, as the original beside it
-        tells; 0 where nothing was measured.
+        tells (but for its calls in Python, which no price has); 0 where nothing was measured.
         """
         ours, original = (
             (each.seconds if each else None) or 0.0 for each in (self.measured, self.measured_baseline)
         )
-        slower = original / self.baseline.seconds if self.baseline.seconds else 1.0
+        slower = (original - _CALL_SECONDS) / self.baseline.seconds if self.baseline.seconds else 1.0
         return ours / min(max(slower, 1.0), _SLOWER)
 
     @property
