@@ -12,6 +12,7 @@ DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {
     "linear/bf16",
     "linear/2:4",
+    "linear/sparse_int8",
     "linear/int8_token",
     "linear/int8_groups",
     "linear/int4_groups",

@@ -92,7 +92,10 @@ def program_of(model: nn.Module, *shape: int) -> Program:
 
 def planned(program: Program) -> dict[str, Form]:
     """The sparse forms that the weights have as they are, in the blocks that fit them best."""
-    return {site.site: Form(weights=forms[-1].format) for site, forms in Sparsify()._forms(program)}
+    return {
+        site.site: Form(weights=[form for form in forms if not form.coded][-1].format)
+        for site, forms in Sparsify()._forms(program)
+    }
 
 
 def lower(program: Program, tags: dict[str, Form]) -> Any:
