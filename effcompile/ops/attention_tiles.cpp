@@ -16,8 +16,6 @@ constexpr int64_t ROWS = 32;    // queries that are taken at once
 constexpr int64_t WORDS = 256;  // of a tile
 constexpr float LOG2_E = 1.4426950408889634f;
 
-inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 // 32 numbers as pairs of bf16, rounded to nearest even; and those that are bf16.
 inline V paired(const float* x, int64_t count) { return (V)_mm512_cvtne2ps_pbh((__m512)some_of(x + W, count - W), (__m512)some_of(x, count)); }
 inline VU narrow(V x) { return (VU)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }

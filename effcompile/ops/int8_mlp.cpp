@@ -11,8 +11,6 @@
 
 namespace {
 
-inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 // What one thread holds of `rows` rows: codes of x, then of what is between; their scales and 128 times their sums; the largest bits of each
 // lane of a row between, and what is between, [columns / 32][rows][32] of bf16.
 struct Room {
