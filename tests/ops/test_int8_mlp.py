@@ -170,4 +170,5 @@ def test_workspace_covers_what_the_allocator_hands_out(way: str, count: int) -> 
         beside = torch_compat_memory.peak_of_memory_events(profile) - 4 * count * 24
         said = workspace_bytes(operator.default, arguments)
         assert said is not None and beside <= said
-        assert said == beside or way == "in parts" or count == 8
+        whole = way == "here" and module.fallback_reason() is None and count > 8
+        assert said == beside or not whole
