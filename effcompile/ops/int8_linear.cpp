@@ -171,8 +171,9 @@ void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t*
 
 }  // namespace
 
-// x (M, K), fp32, rows ldx apart → y (M, N), in fp32 or, by the second, in bf16. `codes` (M, K to the next multiple of four, or for tiles of 64, 64 bytes aligned), `row_scales`
-// (M) and `offsets` (M) are workspace. Rows are taken in chunks of `chunk`, so that their codes stay in a core's cache.
+// x (M, K), fp32, rows ldx apart → y (M, N), in fp32 or, by the second, in bf16. `codes` (M, K to the next multiple of four, or for tiles of
+// 64, 64 bytes aligned), `row_scales` (M) and `offsets` (M) are workspace. Rows are taken in chunks of `chunk`, so that their codes stay in a
+// core's cache.
 #define EACH_ARGUMENT(T) \
     const float *x, int64_t ldx, int64_t m, int64_t k, const uint8_t *weight, const float *scales, const float *bias, int64_t n, int64_t after, \
         T *y, int8_t *codes, float *row_scales, int32_t *offsets, int64_t chunk, int64_t threads

@@ -79,10 +79,6 @@ struct Sparse {
     }
 };
 
-}  // namespace
-
-namespace {
-
 // Codes of some rows of x, and their scales, quad by quad: W rows are made at a time, on `lines`, and turned.
 void lay(const float* x, int64_t ldx, int64_t rows, int64_t k, int8_t* lines, int8_t* laid, float* row_scales) {
     const int64_t depth = (k + 3) / 4, wide = (depth + W - 1) / W * W * 4;
@@ -114,9 +110,9 @@ bool fit(const int32_t* quads, const int32_t* starts, int64_t strips, int64_t he
 // x (M, K), fp32, rows ldx apart -> y (M, N). Rows are taken in chunks of `chunk`; `codes`: for each thread K to the next multiple of 4 W, times
 // W + chunk; `row_scales` (M). Few chunks are shared by strips, of which each thread takes as many.
 // Returns 1, and writes nothing, where an index is wrong.
-extern "C" int64_t int8_sparse(const float* x, int64_t ldx, int64_t m, int64_t k, const int8_t* values, const int32_t* quads, const int32_t* starts,
-                               int64_t held, const int32_t* sums, const float* scales, const float* bias, int64_t n, int64_t after, float* y, int8_t* codes,
-                            float* row_scales, int64_t chunk, int64_t threads) {
+extern "C" int64_t int8_sparse(const float* x, int64_t ldx, int64_t m, int64_t k, const int8_t* values, const int32_t* quads,
+                               const int32_t* starts, int64_t held, const int32_t* sums, const float* scales, const float* bias, int64_t n,
+                               int64_t after, float* y, int8_t* codes, float* row_scales, int64_t chunk, int64_t threads) {
     const int64_t deep = (k + 4 * W - 1) / (4 * W) * 4 * W, strips = (n + LANES - 1) / LANES, chunks = (m + chunk - 1) / chunk;
     const int64_t parts = chunks >= threads ? 1 : threads, share = (strips + parts - 1) / parts;
     if (!fit(quads, starts, strips, held, (k + 3) / 4)) return 1;

@@ -99,17 +99,19 @@ def narrow_projections(program: Program) -> None:
     """
     read: dict[fx.Node, list[fx.Node]] = {}
     for attention in program.calls(bf16_attention.default):
-        for source in attention.args[:3]:
-            read.setdefault(_seen_through(source), []).append(attention)
-    fit = {
-        node
-        for node in read
-        if node.target is int8_linear.default and _ends(node) <= set(program.calls(bf16_attention.default))
-    }
+        for source in _reads(attention):
+            read.setdefault(source, []).append(attention)
+    fit = {node for node in read if node.target is int8_linear.default and _ends(node) <= set(read[node])}
+    while beside := {node for node in fit if not all(_reads(attention) <= fit for attention in read[node])}:
+        fit -= beside  # what an attention reads is all of one dtype
     for node in fit:
-        if all(_seen_through(source) in fit for attention in read[node] for source in attention.args[:3]):
-            node.kwargs = {**node.kwargs, "narrow": True}
-            _retype(node)
+        node.kwargs = {**node.kwargs, "narrow": True}
+        _retype(node)
+
+
+def _reads(attention: fx.Node) -> set[fx.Node]:
+    """What makes the query, key and value of an attention."""
+    return {_seen_through(source) for source in attention.args[:3]}
 
 
 #: What only looks at a tensor in another way.

@@ -125,6 +125,29 @@ def test_projections_of_a_bf16_attention_are_bf16_and_change_nothing(monkeypatch
     assert not any("narrow" in n.kwargs for n in plain.program.graph.nodes)  # type: ignore[attr-defined]
 
 
+class Shared(nn.Module):
+    """Two attentions with one key and value; the second one's query is no linear's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, plain = (
+            t.view(*x.shape[:2], 2, 16).transpose(1, 2)
+            for t in (self.query(x), self.key(x), self.value(x), x.sin())
+        )
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(q, k, v) + attend(plain, k, v)
+
+
+def test_an_attention_reads_one_dtype() -> None:
+    """A projection that another attention needs in fp32 keeps those beside it in fp32, too."""
+    made = lowered(Shared(), torch.randn(2, 32, 32))[1]
+    assert not any("narrow" in node.kwargs for node in made.program.graph.nodes)  # type: ignore[attr-defined]
+
+
 def test_a_saved_one_gives_the_same(tmp_path: Path) -> None:
     model, x = Block(), torch.randn(2, 32, 32)
     made = lowered(model, x)[1]
