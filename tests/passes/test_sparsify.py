@@ -379,6 +379,13 @@ def test_blocks_in_bytes_are_an_option_of_torchs_engines(dense: Program) -> None
     assert not any("+int8" in name for name in options(dense, made, elsewhere)[0].get(UP, {}))
 
 
+def test_bytes_of_more_blocks_than_were_planned_are_not_found(dense: Program) -> None:
+    """What the operator says is held against what it holds: this weight was not pruned."""
+    plan = plan_with({UP: "sparse8@0.75+int8"})
+    lowered = TorchEager().lower(dense.tagged(plan.forms(), "test"), plan, [])
+    assert UP not in lowered.applied and HEAD in lowered.applied
+
+
 def test_snip_scores_are_taken_for_blocks_too(dense: Program) -> None:
     made = Sparsify(sparsity=(0.5,), block=8, saliency="snip", sites=(HEAD,))
     weight = made.replaced_weights(dense)[HEAD, "sparse8@0.50"]

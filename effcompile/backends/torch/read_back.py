@@ -47,6 +47,7 @@ from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
 from effcompile.ops.int8_sparse import int8_sparse_linear
 from effcompile.ops.mask import BAND
+from effcompile.ops.sparse_codes import SparseCodes
 from effcompile.ops.tile_predictors import STATIC
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
 from effcompile.sites.parts import add_norms, argument, linears, stored_format
@@ -247,12 +248,19 @@ def _sparse(module: fx.GraphModule, node: fx.Node) -> Signature | None:
 
 
 def _sparse_bytes(module: fx.GraphModule, node: fx.Node) -> Signature | None:
-    """Columns are those of x: the weight tells up to which it is not 0."""
-    values, scales = _constant(module, node.args[1]), _constant(module, node.args[5])
+    """Columns are those of x: the weight tells up to which it is not 0. None where it has more blocks than
+    the operator says: one that is kept may be all 0, but nothing else is held.
+    """
+    held, scales = [_constant(module, each) for each in node.args[1:5]], _constant(module, node.args[5])
     block, kept = node.args[6:8]
-    if values is None or scales is None or not isinstance(block, int) or not isinstance(kept, int):
+    whole = scales is not None and all(each is not None for each in held)
+    if not whole or not isinstance(block, int) or not isinstance(kept, int):
         return None
+    assert scales is not None
     k, n = shape_of(node.args[0])[-1], int(scales.shape[0])  # type: ignore[arg-type]
+    _, values = BlockPattern.from_dense(SparseCodes(*held).dense(n, k), block)  # type: ignore[arg-type]
+    if len(values) > kept:
+        return None
     return in_bytes(sparse_format(kept, (n // block) * (k // block), block)), k, n
 
 
