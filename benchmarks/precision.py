@@ -1,5 +1,5 @@
-"""A GPT-2 training step in fp32 and in 16 bits: eager, eager under torch.autocast, planned exactly, planned
-with an error allowed, and that in micro-batches.
+"""A GPT-2 training step in fp32 and in 16 bits: eager, eager and torch.compile under torch.autocast, planned
+exactly, planned with an error allowed, and that in micro-batches.
 
     python benchmarks/precision.py [--layers 12] [--width 768] [--tokens 256] [--batch 2] [--max-error 0.02]
     [--rounds 5] [--threads 1]
@@ -46,7 +46,11 @@ def _measured(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(**batch).loss
 
-    steps: dict[str, Callable[[], Any]] = {"eager fp32": eager, "eager autocast bf16": autocast}
+    steps: dict[str, Callable[[], Any]] = {
+        "eager fp32": eager,
+        "eager autocast bf16": autocast,
+        "torch.compile autocast bf16": torch.compile(autocast),
+    }
     plans = {}
     allowed = f"planned, error ≤ {options.max_error:g}"
     divided = (f"{allowed}, one example at a time", options.max_error, [f"microbatch.count={options.batch}"])

@@ -26,13 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
+from effcompile.ops.loss_rows import LossRows, where_for
 from effcompile.ops.sums import sum_dtype
 from effcompile.ops.wide import product_into
 
@@ -88,13 +89,10 @@ def gradients_by_chunks(head: Head, needs: Sequence[bool]) -> tuple[Tensor, Tens
 
     `needs`: which of the three gradients are wanted, in this order; others are empty tensors.
     """
-    labels, gradients, chunk = _Labels(head), _Gradients(head, needs), _Chunk(head, backward=True)
+    labels, gradients, chunk = _Labels(head), _Gradients(head, needs), _chunk(head, needs)
     labels.factor.mul_(head.slope)
     for rows in row_slices(head.x.shape[0], head.chunks):
-        logits = chunk.logits(rows)
-        torch.log_softmax(logits, 1, out=logits)
-        torch.gather(logits, 1, labels.index[rows], out=labels.picked[rows])
-        gradients.add(chunk, logits.exp_(), rows, labels)
+        gradients.add(chunk, chunk.gradient(rows, labels), rows)
     return labels.loss().neg_(), *gradients.results()
 
 
@@ -117,17 +115,11 @@ def loss_head_gradients(
 
 def forward_by_chunks(head: Head) -> tuple[Tensor, Tensor]:
     """(loss, log of the sum of exp(logits) per row as (N, 1))."""
-    labels, chunk = _Labels(head), _Chunk(head, backward=False)
-    # the factor is for gradients: its memory serves again
-    lse, sums = torch.empty_like(labels.picked), labels.factor
+    labels, chunk = _Labels(head), _chunk(head)
+    lse = torch.empty_like(labels.picked)
     for rows in row_slices(head.x.shape[0], head.chunks):
-        logits = chunk.logits(rows)
-        torch.amax(logits, 1, keepdim=True, out=lse[rows])
-        torch.gather(logits, 1, labels.index[rows], out=labels.picked[rows])
-        torch.sum(logits.sub_(lse[rows]).exp_(), 1, keepdim=True, out=sums[rows])
-    lse.add_(sums.log_())
-    torch.sub(lse, labels.picked, out=labels.picked)
-    return labels.loss(), lse
+        chunk.denominator(rows, labels, lse[rows])
+    return labels.loss().neg_(), lse
 
 
 @torch.library.custom_op(
@@ -147,14 +139,10 @@ def backward_by_chunks(
 
     `lse` is what `loss_head_forward` returned.
     """
-    labels, gradients, chunk = (
-        _Labels(head, picks=False),
-        _Gradients(head, needs),
-        _Chunk(head, backward=True),
-    )
+    labels, gradients, chunk = _Labels(head, picks=False), _Gradients(head, needs), _chunk(head, needs)
     labels.factor.mul_(head.slope).mul_(grad)
     for rows in row_slices(head.x.shape[0], head.chunks):
-        gradients.add(chunk, chunk.logits(rows).sub_(lse[rows]).exp_(), rows, labels)
+        gradients.add(chunk, chunk.gradient_again(rows, labels, lse[rows]), rows)
     return gradients.results()
 
 
@@ -198,11 +186,59 @@ class _Labels:
         return total.div_(self.count) if self.mean else total
 
 
-class _Chunk:
+class _Rows(Protocol):
     """One chunk's logits, and the memory that they take, used again for each chunk.
 
-    tanh: (R, V), for capped logits in a backward. narrow: (R, V) in x's
-    dtype, when that is not `wide`'s.
+    Gradients are d loss / d z, (R, V), and lie until the next chunk; narrow: memory (R, V) in x's dtype.
+    """
+
+    narrow: Tensor
+
+    def gradient(self, rows: slice, labels: _Labels) -> Tensor:
+        """Of rows, whose labels' log-probabilities are put into `labels.picked`."""
+
+    def denominator(self, rows: slice, labels: _Labels, lse: Tensor) -> None:
+        """Log-probabilities as above, and the log of the softmax's denominator into `lse` (R, 1)."""
+
+    def gradient_again(self, rows: slice, labels: _Labels, lse: Tensor) -> Tensor:
+        """Of rows whose denominators are known."""
+
+
+def _chunk(head: Head, needs: Sequence[bool] = ()) -> _Rows:
+    """By compiled kernels where there are some for it. `needs`: the gradients that are wanted, if any are."""
+    bias = bool(needs) and needs[2] and head.bias is not None
+    found = where_for(head.x, capped=head.capped, bias=bias)
+    return _TorchRows(head, backward=bool(needs)) if found is None else _CompiledRows(head, found)
+
+
+class _CompiledRows:
+    """By `loss_rows`: in x's dtype, in one place."""
+
+    def __init__(self, head: Head, kernels: LossRows) -> None:
+        self.head, self.kernels = head, kernels
+        self.narrow = head.x.new_empty((chunk_rows(head.x.shape[0], head.chunks), head.weight.shape[0]))
+
+    def gradient(self, rows: slice, labels: _Labels) -> Tensor:
+        return self._run(rows, labels, factors=labels.factor[rows], picked=labels.picked[rows])
+
+    def denominator(self, rows: slice, labels: _Labels, lse: Tensor) -> None:
+        self._run(rows, labels, picked=labels.picked[rows], lse=lse)
+
+    def gradient_again(self, rows: slice, labels: _Labels, lse: Tensor) -> Tensor:
+        return self._run(rows, labels, factors=labels.factor[rows], lse=lse, given=True)
+
+    def _run(self, rows: slice, labels: _Labels, **wanted: Any) -> Tensor:
+        head, narrow = self.head, self.narrow[: rows.stop - rows.start]
+        product_into(narrow, head.x[rows], head.weight.t(), bias=head.bias)
+        self.kernels.run(narrow, labels.index[rows], head.inner, **wanted)
+        return narrow
+
+
+class _TorchRows:
+    """By torch.
+
+    tanh: (R, V), for capped logits in a backward. wide: (R, V) in the softmax's dtype, `narrow` if that is
+    x's.
     """
 
     def __init__(self, head: Head, *, backward: bool) -> None:
@@ -212,7 +248,24 @@ class _Chunk:
         self.narrow = self.wide if dtype == head.x.dtype else head.x.new_empty(shape)
         self.tanh = head.x.new_empty(shape, dtype=dtype) if head.capped and backward else None
 
-    def logits(self, rows: slice) -> Tensor:
+    def gradient(self, rows: slice, labels: _Labels) -> Tensor:
+        logits = self._logits(rows)
+        torch.log_softmax(logits, 1, out=logits)
+        torch.gather(logits, 1, labels.index[rows], out=labels.picked[rows])
+        return self._of(logits.exp_(), rows, labels)
+
+    def denominator(self, rows: slice, labels: _Labels, lse: Tensor) -> None:
+        logits, picked, sums = self._logits(rows), labels.picked[rows], labels.factor[rows]
+        torch.amax(logits, 1, keepdim=True, out=lse)
+        torch.gather(logits, 1, labels.index[rows], out=picked)
+        # the factor is for gradients: its memory serves again
+        lse.add_(torch.sum(logits.sub_(lse).exp_(), 1, keepdim=True, out=sums).log_())
+        picked.sub_(lse)
+
+    def gradient_again(self, rows: slice, labels: _Labels, lse: Tensor) -> Tensor:
+        return self._of(self._logits(rows).sub_(lse).exp_(), rows, labels)
+
+    def _logits(self, rows: slice) -> Tensor:
         """The logits of these rows, in `wide`."""
         head, size = self.head, rows.stop - rows.start
         x, wide, narrow = head.x[rows], self.wide[:size], self.narrow[:size]
@@ -228,7 +281,7 @@ class _Chunk:
             wide.mul_(head.outer)
         return wide
 
-    def gradient(self, probabilities: Tensor, rows: slice, labels: _Labels) -> Tensor:
+    def _of(self, probabilities: Tensor, rows: slice, labels: _Labels) -> Tensor:
         """Probabilities to d loss / d z, in place."""
         index = labels.index[rows]
         probabilities.scatter_add_(1, index, probabilities.new_full((1, 1), -1.0).expand_as(index))
@@ -245,7 +298,7 @@ class _Gradients:
     """
 
     def __init__(self, head: Head, needs: Sequence[bool]) -> None:
-        self.like, x, weight, bias = head.x, head.x, head.weight, head.bias
+        self.head, x, weight, bias = head, head.x, head.weight, head.bias
         self.x, self.weight, self.bias = _like(x, weight, bias, needs)
         self.bias_sum = self.row = None
         if self.bias is not None:
@@ -254,25 +307,24 @@ class _Gradients:
                 self.bias.zero_() if self.bias.dtype == self.row.dtype else torch.zeros_like(self.row)
             )
 
-    def add(self, chunk: _Chunk, probabilities: Tensor, rows: slice, labels: _Labels) -> None:
-        """What these rows add, from their probabilities, which are overwritten."""
-        gradient = chunk.gradient(probabilities, rows, labels)
+    def add(self, chunk: _Rows, gradient: Tensor, rows: slice) -> None:
+        """What these rows add, from the gradient of their z."""
         if self.bias_sum is not None:
             self.bias_sum.add_(torch.sum(gradient, 0, out=self.row))
         narrow = chunk.narrow[: gradient.shape[0]]
         if narrow.dtype != gradient.dtype:
             narrow.copy_(gradient)
         if self.x is not None:
-            product_into(self.x[rows], narrow, chunk.head.weight)
+            product_into(self.x[rows], narrow, self.head.weight)
         if self.weight is not None:
-            product_into(self.weight, narrow.t(), chunk.head.x[rows], accumulate=rows.start > 0)
+            product_into(self.weight, narrow.t(), self.head.x[rows], accumulate=rows.start > 0)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dx, dW, dbias), empty tensors where None."""
         if self.bias is not None and self.bias_sum is not self.bias:
             self.bias.copy_(self.bias_sum)  # type: ignore[arg-type]
         x, weight, bias = (
-            g if g is not None else self.like.new_empty(0) for g in (self.x, self.weight, self.bias)
+            g if g is not None else self.head.x.new_empty(0) for g in (self.x, self.weight, self.bias)
         )
         return x, weight, bias
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from effcompile.ops.loss_head import chunk_rows, row_slices
-from effcompile.ops.products import Product, Scratch, measured
+from effcompile.ops.loss_rows import where_for
+from effcompile.ops.products import Product, Scratch, measured, unknown
 from effcompile.ops.sums import sum_dtype
 from effcompile.ops.wide import scratch_of
 
@@ -24,6 +25,7 @@ class _Sizes:
     e: int
     w: int
     capped: bool
+    compiled: bool
 
     @property
     def labels(self) -> int:
@@ -31,7 +33,9 @@ class _Sizes:
         return self.n * (8 + 1 + self.w) + 8 + 16
 
     def chunk(self, *, backward: bool) -> int:
-        """wide, narrow, tanh."""
+        """wide, narrow, tanh; or narrow alone, by compiled kernels."""
+        if self.compiled:
+            return self.r * self.v * self.e
         return (
             self.r
             * self.v
@@ -53,7 +57,8 @@ def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measur
     Args:
         name: "effcompile::loss_head_gradients" (an OpOverload's `name()` without ".default").
         args: the operator's arguments, tensors real or fake.
-        scratch: what a product takes for itself; all else of the operator is alive then.
+        scratch: what a product takes for itself; all else of the operator is alive then. A margin for
+            another machine is one for an operator without compiled kernels.
 
     Returns:
         None when the operator is not one of these.
@@ -66,24 +71,20 @@ def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measur
     capped, chunks = given[9:11] if kind == "backward" else given[8:10]
     assert isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(chunks, int)
     n, v = int(x.shape[0]), int(weight.shape[0])
-    sizes = _Sizes(
-        n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=sum_dtype(x).itemsize, capped=bool(capped)
-    )
     needs = given[-1] if kind != "forward" else (False, False, False)
     assert isinstance(needs, Sequence)
+    of_bias, here = bool(needs[2]) and bias is not None, scratch in (measured, unknown)
+    sizes = _Sizes(
+        n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=sum_dtype(x).itemsize, capped=bool(capped),
+        compiled=here and where_for(x, capped=bool(capped), bias=of_bias) is not None,
+    )  # fmt: skip
     of_products = max(
         map(scratch_of(scratch), _products(x, weight, bias is not None, chunks, needs)), default=0
     )
     if kind == "forward":
         return sizes.labels + n * sizes.w + sizes.chunk(backward=False) + of_products
     picked = n * sizes.w if kind == "gradients" else 0
-    return (
-        sizes.labels
-        + picked
-        + sizes.chunk(backward=True)
-        + sizes.bias(bool(needs[2]) and bias is not None)
-        + of_products
-    )
+    return sizes.labels + picked + sizes.chunk(backward=True) + sizes.bias(of_bias) + of_products
 
 
 def _products(x: Tensor, weight: Tensor, bias: bool, chunks: int, needs: Sequence[bool]) -> Iterator[Product]:
