@@ -33,6 +33,7 @@ TRAINING_PASSES: Mapping[str, str] = {
     "loss_head": "computes logits and loss in chunks; adds tied gradients in place",
     "parts": "sums the gradients of a value's parts, read in a loop, in place",
     "wide": "computes 16-bit products in fp32, rounded once, where that is faster",
+    "tiled": "gradients of bf16 attentions by AMX's tiles, where that is faster",
     "int8": "computes products with weights in 8 bits, gradients of weights in full (SwitchBack)",
     "frozen": "holds weights that are not trained in 8 or 4 bits (QLoRA)",
     "pointwise": "runs chains of element-wise operators as one kernel",

@@ -21,6 +21,7 @@ from effcompile.machine.cluster import Cluster
 from effcompile.machine.target import Target
 from effcompile.ops import collectives, grouped
 from effcompile.ops.attention import attention, attention_backward
+from effcompile.ops.bf16_attention_backward import bf16_attention_backward
 from effcompile.ops.frozen_codes import passed_bytes
 from effcompile.ops.parts import add_select_, add_slice_
 
@@ -55,6 +56,7 @@ _FAMILIES = {
             _ATEN._scaled_dot_product_efficient_attention_backward,
             _ATEN._scaled_dot_product_cudnn_attention_backward,
             _ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
+            bf16_attention_backward,
         ),
         "sdpa_backward",
     ),

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from effcompile.ops import (
     attention_workspace,
     bf16_attention,
+    bf16_attention_backward,
     bitmask,
     block_sparse,
     collectives,
@@ -38,6 +39,7 @@ _OTHERS = (
     int8_sparse,
     group_linear,
     bf16_attention,
+    bf16_attention_backward,
     wide,
     frozen_codes,
     mask_part,

@@ -45,6 +45,7 @@ from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.states import States
 from effcompile.passes.training.tensor import TensorParallel
+from effcompile.passes.training.tiled import TiledGradients
 from effcompile.passes.training.wide import WideProducts
 from effcompile.schedules.ways import Way
 
@@ -98,6 +99,7 @@ _OF_THE_GRAPH: dict[str, type[Any]] = {
     "loss_head": LossHeads,
     "parts": Parts,
     "wide": WideProducts,
+    "tiled": TiledGradients,
     "int8": Int8Products,
     "frozen": Frozen,
     "pointwise": Pointwise,
