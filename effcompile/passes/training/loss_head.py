@@ -29,6 +29,7 @@ from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Args, Value
 from effcompile.ir.program import dtype_of, module_path, shape_of
 from effcompile.ir.step import Step
+from effcompile.ops.scaled import scale_
 from effcompile.passes.training.accumulate import accumulate_embeddings
 from effcompile.passes.training.loss_head_match import LeftWhole, Match, matches
 from effcompile.passes.training.step_edit import call, copied, operator_name
@@ -237,7 +238,7 @@ class _Rewrite:
             result = call(self.graph, self.product if scale else place, operator.getitem, made, index)
         with self.graph.inserting_before(place):
             if scale is not None:
-                result = call(self.graph, place, aten.mul_.Tensor, result, scale)
+                result = call(self.graph, place, scale_, result, scale)
             if name == "x" and self._cuts():
                 result = self._undone(place, result)
             if name == "bias" and shape_of(end) != shape_of(result):
