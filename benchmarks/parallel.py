@@ -3,8 +3,8 @@
     python benchmarks/parallel.py [published|regret|large]
 
 `published` compares seconds and peaks of steps whose figures others published (named with each) with the
-closed form: none of the steps was run here. One rate and one half-width (planner/parallel/engines.py) were
-fitted to all of Megatron's rows together. `regret` solves and simulates every strategy of 64 devices (of two
+closed form: none of the steps was run here. The rates of an engine (planner/parallel/engines.py) were
+fitted to all of its rows together. `regret` solves and simulates every strategy of 64 devices (of two
 choices of what is free) and compares the best with the one that the search takes. `large` times plans of 70 B
 parameters on 64 devices and of 1 T on 3072.
 """
