@@ -145,7 +145,14 @@ def _best_seconds(fn: Callable[[], object], budget: float = 0.3) -> float:
 
 
 def _cpu_model() -> str:
-    return _cpu_entry("model name") or platform.processor() or platform.machine() or "unknown processor"
+    named = _cpu_entry("model name") or _arm_model()
+    return named or platform.processor() or platform.machine() or "unknown processor"
+
+
+def _arm_model() -> str:
+    """Of an ARM, which Linux tells by numbers alone: "ARM implementer 0x41, part 0xd0c"; "" of others."""
+    implementer, part = _cpu_entry("CPU implementer"), _cpu_entry("CPU part")
+    return f"ARM implementer {implementer}, part {part}" if part else ""
 
 
 def _cpu_entry(name: str) -> str:
@@ -174,6 +181,11 @@ _SETS = frozenset(
         "amx_bf16",
         "amx_int8",
         "amx_fp16",
+        "asimd",
+        "asimddp",
+        "i8mm",
+        "sve",
+        "sve2",
     )
 )
 #: What tells torch, oneDNN and MKL to use less than there is.
@@ -182,7 +194,8 @@ _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL
 
 def _instructions() -> str:
     """For instance "avx2 avx512f fma; ONEDNN_MAX_CPU_ISA=AVX2"."""
-    flags = sorted(_SETS.intersection(_cpu_entry("flags").split()))
+    told = _cpu_entry("flags") or _cpu_entry("Features")  # the second on ARM
+    flags = sorted(_SETS.intersection(told.split()))
     return "; ".join(
         [" ".join(flags), *(f"{name}={os.environ[name].upper()}" for name in _LIMITS if os.environ.get(name))]
     )

@@ -1,9 +1,14 @@
-"""The instruction sets of native.ISA_FLAGS that this CPU has and torch uses: $ATEN_CPU_CAPABILITY lowers what
-torch uses, and so these.
+"""The instruction sets of native.ISA_FLAGS that this CPU has and torch uses: on x86 $ATEN_CPU_CAPABILITY
+lowers what torch uses, and so these.
+
+On ARM: NEON, which every 64-bit one has, SDOT and SMMLA. SVE is told of a machine (hardware.py) and not used:
+registers whose width is known at run time alone are no types of C++ that arrays hold, and where they are 128
+bits, or 256 with half as many units, NEON computes as much in a cycle.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,6 +18,8 @@ from effcompile.core import torch_compat
 
 def best_isa() -> str:
     """The widest for floating-point arithmetic."""
+    if on_arm():
+        return "neon"
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
         return "avx512_bf16" if torch_compat.has_avx512_bf16() else "avx512"
@@ -21,10 +28,13 @@ def best_isa() -> str:
 
 def integer_isas() -> tuple[str, ...]:
     """Those with products of bytes in vector registers, the fastest first; none on other processors than
-    x86.
+    x86 and ARM.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     found = _found()
+    if on_arm():
+        dot = ("neon_dotprod",) if found.get("dot") else ()
+        return ("neon_i8mm", *dot, "neon") if dot and found.get("i8mm") else (*dot, "neon")
     wide = ("avx512_vnni",) if found.get("avx512_vnni") else ()
     narrow = ("avx_vnni", "avx2") if found.get("avx_vnni") else ("avx2",)
     return {"AVX512": (*wide, "avx512", *narrow), "AVX2": narrow}.get(capability, ())
@@ -41,6 +51,11 @@ def has_bf16_tiles() -> bool:
     """Whether `amx_bf16` is among them."""
     found = _found()
     return best_isa() == "avx512_bf16" and bool(found.get("amx_bf16")) and bool(found.get("avx512_vnni"))
+
+
+def on_arm() -> bool:
+    """Whether this is a 64-bit ARM, as Linux and macOS name it."""
+    return platform.machine() in ("aarch64", "arm64")
 
 
 def _found() -> Mapping[str, object]:

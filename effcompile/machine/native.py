@@ -42,6 +42,9 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "avx512_bf16": (*_WIDE, "-mavx512bf16"),
     "avx2": ("-mavx2", "-mfma"),
     "avx_vnni": ("-mavx2", "-mfma", "-mavxvnni"),
+    "neon": ("-march=armv8-a",),
+    "neon_dotprod": ("-march=armv8.2-a+dotprod",),
+    "neon_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
     "generic": (),
 }
 

@@ -26,7 +26,7 @@ BLOCKS = (1, 4, 8, 16, 32, 64)
 _SOURCE = Path(__file__).with_name("block_sparse.cpp")
 _ORT_SOURCE = Path(__file__).with_name("block_sparse_ort.cpp")
 _FP32, _BF16, _PAIRS = 0, 1, 2
-_WIDTHS = {"avx512": 16, "avx512_bf16": 16, "avx2": 8, "generic": 4}
+_WIDTHS = {"avx512": 16, "avx512_bf16": 16, "avx2": 8, "neon": 4, "generic": 4}
 
 #: Bytes of transposed x: in the whole workspace, of the panels that one core works on at a time, and of a
 #: chunk of the sampled product.
@@ -111,11 +111,12 @@ class KernelForm:
         pairs = isa == "avx512_bf16" and block > 1
         kind = _FP32 if dtype == torch.float32 else _PAIRS if pairs else _BF16
         width = _WIDTHS[isa]
+        many = width == 16 or isa == "neon"  # 32 registers, not 16
         if block == 1:
             return cls(block, kind, width, 1, 8)
         if block == 4:
-            return cls(block, kind, width, 4, 6 if width == 16 else 3)
-        return cls(block, kind, width, 8 if width == 16 else 4, 3)
+            return cls(block, kind, width, 4, 6 if many else 3)
+        return cls(block, kind, width, 8 if many else 4, 3)
 
     @property
     def per_word(self) -> int:

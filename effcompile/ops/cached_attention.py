@@ -23,7 +23,15 @@ from effcompile.ops.cache_rows import SCALE, as_numbers, into
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("cached_attention.cpp")
-_WIDTHS = {"avx512_vnni": 16, "avx_vnni": 8, "avx512": 16, "avx2": 8}
+_WIDTHS = {
+    "avx512_vnni": 16,
+    "avx_vnni": 8,
+    "avx512": 16,
+    "avx2": 8,
+    "neon_i8mm": 4,
+    "neon_dotprod": 4,
+    "neon": 4,
+}
 #: dtype of a cache → how the kernel names it.
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _WIDEST = max(_WIDTHS.values())

@@ -11,7 +11,7 @@
 // Sums of a group are exact in whole numbers: 16 bits hold eight VPMADDUBSW of 4-bit codes (8 * 2 * 15 * 127 = 30480), 32 bits all else.
 
 #define KIND 0
-#include "integers.h"
+#include "row_pairs.h"
 
 namespace {
 
@@ -25,6 +25,8 @@ constexpr int64_t block_bytes(int bits) { return SCALES + 64 * bits; }
 inline V scales_at(const uint8_t* block) {
 #if WIDTH == 16
     return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)block)), 16);
+#elif defined(__aarch64__)
+    return (V)vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(block))), 16);
 #else
     return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)block)), 16);
 #endif
@@ -33,6 +35,9 @@ inline V scales_at(const uint8_t* block) {
 // The products of 4-bit codes. Without VNNI lanes of 16 bits are summed until the group is done.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 inline VI dot4(VI sum, VI weights, VI codes) { return dot(sum, weights, codes); }
+inline VI whole4(VI sum) { return sum; }
+#elif defined(__aarch64__)
+inline VI dot4(VI sum, VI weights, Four codes) { return dot_signed(sum, weights, codes); }
 inline VI whole4(VI sum) { return sum; }
 #elif WIDTH == 16
 inline VI dot4(VI sum, VI weights, VI codes) {
@@ -69,7 +74,7 @@ struct Linear {
     // The products of one piece: R rows of x at `a`, `apart` bytes apart, times NV vectors of outputs.
     template <int R, int NV>
     static inline void piece(VI (&acc)[R][NV], const uint8_t* w, const int8_t* a, int64_t apart) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
             const VI held = load_ints(w + v * W * 4);
             const VI mask = VI{} + 0x0f0f0f0f, low = BITS == 4 ? held & mask : held, high = (VI)((VU)held >> 4) & mask;
@@ -84,11 +89,32 @@ struct Linear {
         }
     }
 
+    // The same of a whole group, two rows at once.
+    template <int R, int NV>
+    static inline void paired(VI (&acc)[held_rows(R)][NV], const uint8_t* w, const int8_t* a, int64_t apart) {
+#ifdef __ARM_FEATURE_MATMUL_INT8
+        for (int j = 0; j < PIECES; j += 2, w += 2 * 64, a += 8) {
+            const auto held = [&](int second, int v) { return load_ints(w + second * 64 + v * W * 4); };
+            const auto rows = [&](int r, int s) { return two_rows(a + r * apart, a + s * apart); };
+            if constexpr (BITS == 8) {
+                add_pairs<R, NV>(acc, [&](int second, int v) { return lowered(held(second, v)); }, rows);
+            } else {
+                const auto high = [&](int r, int s) { return two_rows(a + 16 + r * apart, a + 16 + s * apart); };
+                add_pairs<R, NV>(acc, [&](int second, int v) { return held(second, v) & 0x0f0f0f0f; }, rows);
+                add_pairs<R, NV>(acc, [&](int second, int v) { return (VI)((VU)held(second, v) >> 4) & 0x0f0f0f0f; }, high);
+            }
+        }
+        part_pairs(acc);
+#endif
+    }
+
     // The sums of one group's products. One row's pieces are unrolled, for there instructions limit; more rows' are not, lest GCC adds up in
     // another order and runs out of registers.
     template <int R, int NV>
-    static inline void group(VI (&acc)[R][NV], const uint8_t* w, const int8_t* a, int64_t apart) {
-        if constexpr (R == 1) {
+    static inline void group(VI (&acc)[held_rows(R)][NV], const uint8_t* w, const int8_t* a, int64_t apart) {
+        if constexpr (PAIRED && R > 1) {
+            paired<R, NV>(acc, w, a, apart);
+        } else if constexpr (R == 1) {
 #pragma GCC unroll 8
             for (int j = 0; j < PIECES; j++) {
                 __builtin_prefetch(w + j * 64 + AHEAD, 0, 3);
@@ -117,9 +143,9 @@ struct Linear {
         const uint8_t* block = weight + from / LANES * groups * block_bytes(BITS);
         const int8_t* a = codes + i * groups * GROUP;
         for (int64_t g = 0; g < groups; g++, block += block_bytes(BITS)) {
-            VI acc[R][NV] = {};
+            VI acc[held_rows(R)][NV] = {};
             group<R, NV>(acc, block + SCALES + 4 * at, a + g * GROUP, groups * GROUP);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
                 const V scales = scales_at(block + 2 * (at + v * W));
 #pragma GCC unroll 16
@@ -131,7 +157,7 @@ struct Linear {
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int v = 0; v < NV; v++) write(i + r, from + v * W, sums[r][v]);
     }
 
@@ -147,7 +173,7 @@ struct Linear {
                 const uint8_t* block = first + s * apart * bytes;
                 VI acc[1][PER_LANES] = {};
                 group<1, PER_LANES>(acc, block + SCALES, codes + of * GROUP, 0);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
                 for (int v = 0; v < PER_LANES; v++)
                     sums[s][v] = sums[s][v] + as_floats(finished(acc[0][v], offsets[of])) * (scales_at(block + 2 * v * W) * x_scales[of]);
             }
@@ -168,7 +194,11 @@ struct Linear {
         if (here <= 0) return;
         if (bias) z = z + (here < W ? (V)words_of(bias + from, here) : load(bias + from));
         if (after) z = followed(z, after);
+#ifdef __aarch64__
+        put(y + row * n + from, z, here);
+#else
         std::memcpy(y + row * n + from, &z, here * sizeof(float));
+#endif
     }
 
     template <int R>

@@ -1,9 +1,9 @@
 """A linear with a weight of 4 or 8 bits in groups of 32 that takes and gives fp32: x is quantised in the same
 groups inside.
 
-`group_codes.py` defines it. On an x86 CPU with a C++ compiler the kernels of `group_linear.cpp` run, made for
-few rows: with one, it is as fast as its weight is read. Many rows run in those of `group_tiles.cpp` where a
-CPU has AMX. Elsewhere torch computes the same. As `int8_linear.py`, it is defined without custom_op.
+`group_codes.py` defines it. On an x86 or ARM CPU with a C++ compiler the kernels of `group_linear.cpp` run,
+made for few rows: with one, it is as fast as its weight is read. Many rows run in those of `group_tiles.cpp`
+where a CPU has AMX. Elsewhere torch computes the same. As `int8_linear.py`, it is defined without custom_op.
 """
 
 from __future__ import annotations

@@ -23,7 +23,15 @@ _SOURCE = Path(__file__).with_name("group_linear.cpp")
 
 #: Instruction set → words of a vector, rows and vectors of the register tile; a panel has 16 outputs.
 #: Measured on AVX2 alone (Zen, 96×896×1024, 4 bits: 4×2 122 GOP/s, 6×1 105, 3×2 87).
-TILES = {"avx512_vnni": (16, 8, 1), "avx_vnni": (8, 4, 2), "avx512": (16, 8, 1), "avx2": (8, 4, 2)}
+TILES = {
+    "avx512_vnni": (16, 8, 1),
+    "avx_vnni": (8, 4, 2),
+    "avx512": (16, 8, 1),
+    "avx2": (8, 4, 2),
+    "neon_i8mm": (4, 4, 4),
+    "neon_dotprod": (4, 4, 4),
+    "neon": (4, 4, 4),
+}
 
 #: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
 _CHUNK = 1 << 18

@@ -45,7 +45,7 @@ def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
         failed.append(said)
     return (
         "; ".join(failed)
-        or "the C++ kernels multiply bytes on x86 processors with AVX2 at least; this one has it not"
+        or "the C++ kernels multiply bytes on ARM and on x86 with AVX2 at least; this processor is neither"
     )
 
 

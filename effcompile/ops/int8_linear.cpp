@@ -6,13 +6,13 @@
 //   TILED  rows of x from which on AMX tiles multiply; 0: there are none
 //
 // Codes of x are s8, x ~ scale * code with one scale per row; codes of W are kept as u8, code + 128, because x86 multiplies unsigned by
-// signed bytes (VPDPBUSD); that adds 128 * sum(codes of the row of x), which is taken off again. The four-byte interleaving
+// signed bytes (VPDPBUSD); that adds 128 * sum(codes of the row of x), which is taken off again. ARM makes them signed instead. The four-byte interleaving
 // [N / 16][K / 4][16][4] is what VPDPBUSD reads as one register, and also what an AMX tile of 16 rows is (Intel, Optimization Reference
 // Manual, 8.2.1 and 20.5; oneDNN: BA16b4a; FBGEMM: Khudia et al. 2021, arXiv 2101.05615).
 // All of a panel of outputs is summed in registers before anything is written: codes of x and a panel of W stay in the L2 cache.
 
 #define KIND 0
-#include "integers.h"
+#include "row_pairs.h"
 #if TILED
 #include "tiled_linear.h"
 #endif
@@ -44,19 +44,23 @@ struct Linear {
     // R rows from row i times the outputs [from, from + V * W).
     template <int R, int NV>
     void tile(int64_t i, int64_t from) const {
-        VI acc[R][NV] = {};
+        VI acc[held_rows(R)][NV] = {};
         const int8_t* a = codes + i * stride;
         const int64_t apart = quads * LANES * 4;
-        const uint8_t* w = weight + from / LANES * apart;
-        for (int64_t q = 0; q < quads; q++) {
-            VI ws[NV];
+        const uint8_t* w = weight + from / LANES * apart + (PANEL % LANES ? from % LANES * 4 : 0);
+        if constexpr (PAIRED && R > 1) {
+            paired<R, NV>(acc, w, apart, a);
+        } else {
+            for (int64_t q = 0; q < quads; q++) {
+                VI ws[NV];
 #pragma GCC unroll 8
-            for (int v = 0; v < NV; v++) ws[v] = load_ints(w + v / PER_LANES * apart + q * LANES * 4 + v % PER_LANES * W * 4);
+                for (int v = 0; v < NV; v++) ws[v] = load_ints(w + v / PER_LANES * apart + q * LANES * 4 + v % PER_LANES * W * 4);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-                const VI code = repeated(a + r * stride + q * 4);
+                for (int r = 0; r < R; r++) {
+                    const auto code = repeated(a + r * stride + q * 4);
 #pragma GCC unroll 8
-                for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], ws[v], code);
+                    for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], ws[v], code);
+                }
             }
         }
         VI sums[R * NV];
@@ -65,6 +69,18 @@ struct Linear {
 #pragma GCC unroll 8
             for (int v = 0; v < NV; v++) sums[r * NV + v] = acc[r][v];
         write(i, R, from, NV, sums);
+    }
+
+    // The sums of a tile, two rows at once. Codes of x are zeros behind the last quad.
+    template <int R, int NV>
+    inline void paired(VI (&acc)[held_rows(R)][NV], const uint8_t* w, int64_t apart, const int8_t* a) const {
+#ifdef __ARM_FEATURE_MATMUL_INT8
+        const auto held = [&](int64_t q, int v) { return load_ints(w + v / PER_LANES * apart + q * LANES * 4 + v % PER_LANES * W * 4); };
+        for (int64_t q = 0; q < quads; q += 2)
+            add_pairs<R, NV>(acc, [&](int second, int v) { return lowered(held(std::min(q + second, quads - 1), v)); },
+                             [&](int r, int s) { return two_rows(a + r * stride + q * 4, a + s * stride + q * 4); });
+        part_pairs(acc);
+#endif
     }
 
     // The vectors of sums of some rows as outputs.
@@ -126,7 +142,7 @@ void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t*
     const int64_t stride = tiled ? (k + STEP - 1) / STEP * STEP : 4 * quads;
     if (tiled) chunk = CHUNK;
 #else
-    const int64_t stride = 4 * quads;
+    const int64_t stride = PAIRED ? (quads + 1) / 2 * 8 : 4 * quads;
 #endif
     const int64_t chunks = (m + chunk - 1) / chunk;
     const Linear<T> linear{m, n, k, quads, weight, scales, bias, (int)after, codes, stride, row_scales, offsets, y, n};
@@ -171,8 +187,8 @@ void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t*
 
 }  // namespace
 
-// x (M, K), fp32, rows ldx apart → y (M, N), in fp32 or, by the second, in bf16. `codes` (M, K to the next multiple of four, or for tiles of
-// 64, 64 bytes aligned), `row_scales` (M) and `offsets` (M) are workspace. Rows are taken in chunks of `chunk`, so that their codes stay in a
+// x (M, K), fp32, rows ldx apart → y (M, N), in fp32 or, by the second, in bf16. `codes` (M, K to the next multiple of four, by SMMLA of
+// eight, or for tiles of 64, 64 bytes aligned), `row_scales` (M) and `offsets` (M) are workspace. Rows are taken in chunks of `chunk`, so that their codes stay in a
 // core's cache.
 #define EACH_ARGUMENT(T) \
     const float *x, int64_t ldx, int64_t m, int64_t k, const uint8_t *weight, const float *scales, const float *bias, int64_t n, int64_t after, \

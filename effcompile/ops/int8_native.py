@@ -23,18 +23,22 @@ _SOURCE = Path(__file__).with_name("int8_linear.cpp")
 
 #: Instruction set → words of a vector, rows and vectors of the register tile. A panel of two vectors of
 #: outputs stays in the L1 cache (measured on AVX512-VNNI, 128×768×3072: 14×2 297 GOP/s, 6×4 244, 8×3 256,
-#: 12×2 245).
+#: 12×2 245). Those of ARM were timed nowhere: they are the largest that GCC keeps in its 32 registers.
 TILES = {
     "amx_int8": (16, 14, 2),
     "avx512_vnni": (16, 14, 2),
     "avx_vnni": (8, 5, 2),
     "avx512": (16, 8, 2),
     "avx2": (8, 4, 2),
+    "neon_i8mm": (4, 8, 2),
+    "neon_dotprod": (4, 6, 4),
+    "neon": (4, 4, 4),
 }
 
-#: Rows of x from which on AMX multiplies, where there is any; 0: never. It reads 64 codes of a row at a time.
+#: Rows of x from which on AMX multiplies, where there is any; 0: never.
 TILED = {"amx_int8": 12}
-_DEPTH = 64
+#: Codes of a row that are read at a time, where these are not four.
+_DEPTHS = {"amx_int8": 64, "neon_i8mm": 8}
 
 #: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
 _CHUNK = 1 << 18
@@ -88,8 +92,8 @@ class ByteKernels:
             call.argtypes, call.restype = _ARGUMENTS, None
 
     def room(self, x: Tensor) -> CodedRows:
-        """Each row is one group; four of its codes are read at a time, or as many as a tile has."""
-        depth = _DEPTH if TILED.get(self.isa) else 4
+        """Each row is one group, whole reads of it."""
+        depth = _DEPTHS.get(self.isa, 4)
         return CodedRows.of(x, 1, -(-int(x.shape[-1]) // depth) * depth)
 
     def linear(

@@ -10,7 +10,7 @@
 // off again; where there is no such instruction they are signed.
 
 #define KIND 0
-#include "integers.h"
+#include "row_pairs.h"
 
 #include <omp.h>
 
@@ -19,12 +19,27 @@ namespace {
 constexpr int LANES = 16;
 constexpr int VECS = LANES / W;
 
-#ifdef SIGNED
+#if defined(__aarch64__)
+constexpr int RAISED = 0;
+inline VI products(VI sum, VI weights, Four codes) { return dot_signed(sum, weights, codes); }
+#elif defined(SIGNED)
 constexpr int RAISED = 0;
 inline VI products(VI sum, VI weights, VI codes) { return dot(sum, (VI)((VU)weights ^ 0x80808080u), codes); }
 #else
 constexpr int RAISED = 128;
 inline VI products(VI sum, VI weights, VI codes) { return dot(sum, codes, weights); }
+#endif
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+// A row and the next, or itself again, over two quads, of which each has its rows side by side.
+inline VI two_rows(const int8_t* quad, const int8_t* next, bool another) {
+    const auto held = [&](const int8_t* at) {
+        int32x2_t words;
+        std::memcpy(&words, at, another ? 8 : 4);
+        return vcombine_s32(another ? words : vdup_lane_s32(words, 0), vdup_n_s32(0));
+    };
+    return zip_words((VI)held(quad), (VI)held(next), false);
+}
 #endif
 
 struct Sparse {
@@ -39,15 +54,26 @@ struct Sparse {
     // Rows [top, top + R) of a chunk whose codes are `rows` apart, times a strip.
     template <int R>
     void tile(const int8_t* codes, int64_t rows, int64_t top, int64_t row, int64_t strip) const {
-        VI acc[R][VECS] = {};
+        VI acc[held_rows(R)][VECS] = {};
         const int8_t* w = values + (int64_t)starts[strip] * LANES * 4;
-        for (int64_t q = starts[strip]; q < starts[strip + 1]; q++, w += LANES * 4) {
+        int64_t q = starts[strip];
+#ifdef __ARM_FEATURE_MATMUL_INT8
+        if constexpr (R > 1) {
+            for (; q + 1 < starts[strip + 1]; q += 2, w += 2 * LANES * 4) {
+                const int8_t *a = codes + (quads[q] * rows + top) * 4, *b = codes + (quads[q + 1] * rows + top) * 4;
+                add_pairs<R, VECS>(acc, [&](int second, int v) { return load_ints(w + (second * VECS + v) * W * 4); },
+                                   [&](int r, int s) { return two_rows(a + r * 4, b + r * 4, s > r); });
+            }
+            part_pairs(acc);
+        }
+#endif
+        for (; q < starts[strip + 1]; q++, w += LANES * 4) {
             const int8_t* a = codes + (quads[q] * rows + top) * 4;
             VI ws[VECS];
             for (int v = 0; v < VECS; v++) ws[v] = load_ints(w + v * W * 4);
 #pragma GCC unroll 32
             for (int r = 0; r < R; r++) {
-                const VI code = repeated(a + r * 4);
+                const auto code = repeated(a + r * 4);
                 for (int v = 0; v < VECS; v++) acc[r][v] = products(acc[r][v], ws[v], code);
             }
         }

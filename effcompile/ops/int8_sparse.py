@@ -1,7 +1,7 @@
 """A linear in 8 bits whose weight is mostly zeros: `int8_linear`, of the quads of the weight that are held.
 
-On an x86 CPU with a C++ compiler the kernels of `int8_sparse.cpp` run; elsewhere torch computes the same, of
-a dense copy. Defined without torch.library.custom_op, as `int8_linear` is.
+On an x86 or ARM CPU with a C++ compiler the kernels of `int8_sparse.cpp` run; elsewhere torch computes the
+same, of a dense copy. Defined without torch.library.custom_op, as `int8_linear` is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ __all__ = ["fallback_reason", "int8_sparse_linear", "told", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("int8_sparse.cpp")
 #: Instruction set → words of a vector, rows of the register tile.
-_TILES = {"avx512_vnni": (16, 14), "avx_vnni": (8, 5), "avx512": (16, 8), "avx2": (8, 4)}
+_TILES = {
+    "avx512_vnni": (16, 14),
+    "avx_vnni": (8, 5),
+    "avx512": (16, 8),
+    "avx2": (8, 4),
+    "neon_i8mm": (4, 4),
+    "neon_dotprod": (4, 6),
+    "neon": (4, 4),
+}
 #: Rows of x that one core takes at once, and the bytes of their codes at most.
 _CHUNK, _CACHE = 56, 1 << 19
 

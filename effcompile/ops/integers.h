@@ -6,7 +6,11 @@
 
 #include <algorithm>
 #include <cmath>
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 namespace {
 
@@ -21,7 +25,29 @@ inline V as_floats(VI v) { return __builtin_convertvector(v, V); }
 inline V where(VI mask, V a, V b) { return mask ? a : b; }
 
 // Each lane: sum += four products of unsigned with signed bytes. Exact: no step saturates.
-#if defined(__AVX512VNNI__)
+#if defined(__aarch64__)
+// Codes of W as signed bytes: ARM multiplies signed bytes by signed ones.
+inline VI lowered(VI weights) { return (VI)((VU)weights ^ 0x80808080u); }
+#ifdef __ARM_FEATURE_DOTPROD
+typedef int8x8_t Four;  // bytes of x, which SDOT takes for every lane
+inline Four repeated(const int8_t* four) {
+    uint32_t word;
+    std::memcpy(&word, four, 4);
+    return vcreate_s8(word);
+}
+inline VI dot_signed(VI sum, VI weights, Four codes) { return (VI)vdotq_lane_s32((int32x4_t)sum, (int8x16_t)weights, codes, 0); }
+#else
+typedef VI Four;
+// 16 bits hold two products: at most 2 * 127 * 127.
+inline VI dot_signed(VI sum, VI weights, Four codes) {
+    const int8x16_t w = (int8x16_t)weights, c = (int8x16_t)codes;
+    const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(c)), vmull_high_s8(w, c));
+    return (VI)vpadalq_s16((int32x4_t)sum, pairs);
+}
+#endif
+inline VI dot(VI sum, VI weights, Four codes) { return dot_signed(sum, lowered(weights), codes); }
+#define SIGNED
+#elif defined(__AVX512VNNI__)
 inline VI dot(VI sum, VI weights, VI codes) { return (VI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)codes); }
 #elif defined(__AVXVNNI__)
 inline VI dot(VI sum, VI weights, VI codes) { return (VI)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)codes); }
@@ -43,18 +69,35 @@ inline VI dot(VI sum, VI weights, VI codes) {
 #define SIGNED
 #endif
 
+#ifndef __ARM_FEATURE_DOTPROD
 inline VI repeated(const int8_t* four) {
     int32_t word;
     std::memcpy(&word, four, 4);
     return word - VI{};
 }
+#endif
 
 // To the nearest whole number, ties to even.
-#if WIDTH == 16
+#if defined(__aarch64__)
+inline VI rounded(V v) { return (VI)vcvtnq_s32_f32((float32x4_t)v); }
+#elif WIDTH == 16
 inline VI rounded(V v) { return (VI)_mm512_cvtps_epi32((__m512)v); }
 #else
 inline VI rounded(V v) { return (VI)_mm256_cvtps_epi32((__m256)v); }
 #endif
+
+// The lowest byte of each lane.
+inline VB as_bytes(VI v) {
+#ifdef __aarch64__  // GCC takes the lanes one by one
+    const int16x4_t halves = vmovn_s32((int32x4_t)v);
+    const int32x2_t bytes = vreinterpret_s32_s8(vmovn_s16(vcombine_s16(halves, halves)));
+    VB made;
+    std::memcpy(&made, &bytes, sizeof(made));
+    return made;
+#else
+    return __builtin_convertvector(v, VB);
+#endif
+}
 
 inline VI words_of(const float* x, int64_t count) {  // `count` of them, then zeros
     VI words = {};
@@ -129,9 +172,9 @@ inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* c
         VI whole = rounded((V)(count - i < W ? words_of(x + i, std::max<int64_t>(count - i, 0)) : load_ints(x + i)) * inverse);
         whole = finite ? whole : VI{};
         sums += whole;
-        const VB bytes = __builtin_convertvector(whole, VB);
+        const VB bytes = as_bytes(whole);
         if constexpr (RUN) std::memcpy(codes + i / RUN * apart + i % RUN, &bytes, W);
-        else std::memcpy(codes + i, &bytes, std::min<int64_t>(W, padded - i));
+        else std::memcpy(codes + i, &bytes, W == 4 ? W : std::min<int64_t>(W, padded - i));  // padded is a multiple of four
     }
     return sum_of_lanes(sums) * 128;
 }

@@ -22,7 +22,15 @@ from effcompile.ops import rows
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("rows.cpp")
-_WIDTHS = {"avx512_vnni": 16, "avx_vnni": 8, "avx512": 16, "avx2": 8}
+_WIDTHS = {
+    "avx512_vnni": 16,
+    "avx_vnni": 8,
+    "avx512": 16,
+    "avx2": 8,
+    "neon_i8mm": 4,
+    "neon_dotprod": 4,
+    "neon": 4,
+}
 _STRIDES = ctypes.c_int64 * 3
 
 

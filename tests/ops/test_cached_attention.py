@@ -127,8 +127,10 @@ def test_wrong_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong attention" in str(made.objection())
 
 
-@pytest.mark.parametrize("name", sorted(op._WIDTHS))
+@pytest.mark.parametrize(
+    "name", [isa for isa in sorted(op._WIDTHS) if isa.startswith("neon") == instructions.on_arm()]
+)
 def test_every_instruction_set_compiles(name: str) -> None:
     if isinstance(op.kernels(), str):
-        pytest.skip("there is no compiler, or this processor is no x86")
+        pytest.skip("there is no compiler, or this processor has no such kernels")
     assert native.compiled(op._SOURCE, {"WIDTH": op._WIDTHS[name]}, name).exists()

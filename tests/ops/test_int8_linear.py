@@ -294,9 +294,11 @@ class TestChoice:
         assert "wrong product" in str(made.objection())
 
 
-@pytest.mark.parametrize("isa", sorted(int8_native.TILES))
+@pytest.mark.parametrize(
+    "isa", [isa for isa in sorted(int8_native.TILES) if isa.startswith("neon") == instructions.on_arm()]
+)
 def test_every_instruction_set_compiles(isa: str) -> None:
     """Those that this processor has not are compiled too."""
     if fallback_reason() is not None:
-        pytest.skip("there is no compiler, or this processor is no x86")
+        pytest.skip("there is no compiler, or this processor has no such kernels")
     assert native.compiled(int8_native._SOURCE, int8_native.macros(isa), isa).exists()

@@ -138,10 +138,13 @@ def test_wrong_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong norm" in str(made.objection())
 
 
-@pytest.mark.parametrize("isa_name", sorted(rows_native._WIDTHS))
+@pytest.mark.parametrize(
+    "isa_name",
+    [isa for isa in sorted(rows_native._WIDTHS) if isa.startswith("neon") == instructions.on_arm()],
+)
 def test_every_instruction_set_compiles(isa_name: str) -> None:
     if isinstance(rows_native.kernels(), str):
-        pytest.skip("there is no compiler, or this processor is no x86")
+        pytest.skip("there is no compiler, or this processor has no such kernels")
     assert native.compiled(rows_native._SOURCE, {"WIDTH": rows_native._WIDTHS[isa_name]}, isa_name).exists()
 
 
