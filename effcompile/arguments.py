@@ -112,6 +112,11 @@ def declare(goal: GoalLike, changes: Mapping[str, object]) -> Goal:
     Raises:
         UsageError: a value that is not allowed.
     """
+    if named := next((name for name in ("devices", "nodes", "strategy") if name in changes), None):
+        raise UsageError(
+            f"{named} is of effcompile.plan, which divides a step among devices that need not be there. To "
+            "carry one out, give mesh=init_device_mesh(...) in each process that torchrun starts."
+        )
     base = (
         Goal.of(**{str(name): value for name, value in goal.items()}) if isinstance(goal, Mapping) else goal
     )

@@ -14,6 +14,7 @@ from effcompile import compiler
 from effcompile.compiler import Executable, Request, TrainingExecutable
 from effcompile.compiler.generation import generating
 from effcompile.core import effort
+from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Plan
 
@@ -34,7 +35,11 @@ def carry_out(
     """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait.
 
     `hold`: whether a training step's codes take the place of the model's frozen weights at once.
+
+    Raises:
+        UsageError: the model has no values to run. Else of its mode.
     """
+    _refuse_meta(model)
     with PLANNING, effort.within(request.effort):
         if request.goal.mode == "generation":
             return generating().optimize_generation(model, args, kwargs, **request.whole)
@@ -45,6 +50,16 @@ def carry_out(
                     return compiler.optimize_on_ranks(model, args, kwargs, **request.whole)
                 return compiler.optimize_training(model, args, kwargs, hold=hold, **request.whole)
         return compiler.optimize(model, args, kwargs, **request.whole)
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    """Raises UsageError for a model without values, as what is carried out is compared with it."""
+    values = (*model.named_parameters(), *model.named_buffers())
+    if name := next((name for name, value in values if value.is_meta), None):
+        raise UsageError(
+            f"{name} is on the meta device, and so has no values to run. effcompile.plan decides for such a "
+            "model; to carry a plan out, load its weights first (load_state_dict(..., assign=True))."
+        )
 
 
 def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Plan:

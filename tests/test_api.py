@@ -16,6 +16,7 @@ from torch import nn
 import effcompile
 from effcompile import api, dynamo, modes
 from effcompile.core.errors import FormatError, InputsError, UnknownNameError, UsageError
+from effcompile.core.goal import Mode
 from effcompile.ir.plan import Plan
 
 QUICK: dict[str, Any] = {"backend": "torch-eager", "dynamic": False}
@@ -157,6 +158,9 @@ def test_decorated_forward_is_one_per_instance(x: torch.Tensor) -> None:
         ({"passes": [None]}, UsageError, "passes = \\[None\\]"),
         ({"passes": "quantize"}, UsageError, "a sequence of names"),
         ({"backend": {"torch": 1}}, UsageError, "backend is a dict"),
+        ({"devices": 2, "mode": "training"}, UsageError, "devices is of effcompile.plan"),
+        ({"strategy": "tp=2", "mode": "training"}, UsageError, "give mesh=init_device_mesh"),
+        ({"mesh": 2, "mode": "training"}, UsageError, "mesh = 2 is none. Give the mesh of the processes"),
     ],
 )
 def test_bad_requests(
@@ -169,6 +173,14 @@ def test_bad_requests(
 def test_points_that_are_no_number(net: Net, x: torch.Tensor) -> None:
     with pytest.raises(UsageError, match="points = 'many' must be a whole number"):
         effcompile.frontier(net, x, points="many", **QUICK)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_model_without_values_is_planned_alone(x: torch.Tensor, mode: Mode) -> None:
+    with torch.device("meta"):
+        empty = Net()
+    with pytest.raises(UsageError, match=r"is on the meta device.*effcompile\.plan decides for such"):
+        effcompile.optimize(empty, inputs=x, mode=mode)
 
 
 def test_a_model_that_is_none(x: torch.Tensor) -> None:

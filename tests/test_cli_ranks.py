@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,12 @@ def test_plan_script_and_report_are_written(written: Path) -> None:
     plan = json.loads((written / "plan.json").read_text())
     assert [d["settings"]["ranks"] for d in plan["decisions"] if d["kind"] == "data parallel"] == [2]
     compile((written / "train.py").read_text(), "train.py", "exec")
+
+
+def test_a_script_that_torchrun_did_not_start_says_so(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"This is one rank of 2: start it with torchrun"):
+        runpy.run_path(str(written / "train.py"), run_name="__main__")
 
 
 def test_verify_trains_a_copy(written: Path, capsys: pytest.CaptureFixture[str]) -> None:

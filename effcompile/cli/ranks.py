@@ -338,6 +338,8 @@ OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        sys.exit("This is one rank of {devices}: start it with torchrun, as its first lines say.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all here: the machine may have no network name

@@ -121,7 +121,7 @@ class Meeting:
         for name in what:
             said: dict[str, list[int]] = {}
             for rank, one in zip(self.ranks, found, strict=True):
-                said.setdefault(json.dumps(one.get(name)), []).append(rank)
+                said.setdefault(json.dumps(one.get(name), ensure_ascii=False), []).append(rank)
             if len(said) > 1:
                 each = "; ".join(
                     f"{named_ranks(ranks)}: {value.strip(chr(34))}" for value, ranks in list(said.items())[:4]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from effcompile.capture.training import Loss
 from effcompile.core import effort
 from effcompile.core.effort import Effort
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import UsageError, clipped
 from effcompile.core.goal import Goal
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.plan import Plan
@@ -199,6 +199,11 @@ class Request:
                 )
 
     def _check_mesh(self) -> None:
+        if not isinstance(self.mesh, DeviceMesh):
+            raise UsageError(
+                f"mesh = {clipped(repr(self.mesh))} is none. Give the mesh of the processes that torchrun "
+                'started: init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), of torch.distributed.'
+            )
         if not self.training:
             raise UsageError("mesh is for a training step. Leave it out, or ask for mode='training'.")
         if self.on_change in ("replan", "eager"):

@@ -284,8 +284,7 @@ def updated(
     """(losses, norms of all gradients before they are clipped) of STEPS steps."""
     losses, norms = [], []
     for _ in range(STEPS):
-        found = model(**inputs)
-        loss = found if isinstance(found, Tensor) else found.loss
+        loss = model(**inputs).loss
         loss.backward()
         norms.append(float(clip(0.5)))
         optimizer.step()

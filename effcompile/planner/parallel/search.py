@@ -264,7 +264,8 @@ def _divisions(problem: DivisionProblem, asked: StrategyFields, found: Found) ->
             continue
         divisions.append(division)
     if not divisions:
-        raise refused or _nothing(problem, asked)
+        # of what was left free, the first that did not divide is no more at fault than the others
+        raise refused if refused is not None and _PARTS & asked.keys() else _nothing(problem, asked)
     return divisions
 
 
@@ -280,13 +281,19 @@ def _host_too_small(division: Division) -> bool:
     )
 
 
+#: The parts of a strategy that have to divide the model.
+_PARTS = {"tp", "pp", "cp", "vpp", "sp", "cuts"}
+
+
 def _nothing(problem: DivisionProblem, asked: StrategyFields) -> UsageError:
-    given = ", ".join(f"{name}={value}" for name, value in asked.items()) or "any strategy"
+    given = ", ".join(f"{name}={value}" for name, value in asked.items())
+    model = problem.model
     return UsageError(
-        f"{given}: no such strategy divides {problem.cluster.devices} devices, {problem.model.depth} layers, "
-        f"{problem.model.heads} heads ({problem.model.key_heads} of keys) and a global batch of "
-        f"{problem.global_batch}. dp × tp × pp × cp must be the number of devices, dp × micro_batch divide "
-        "the batch, and tp the heads."
+        f"{given}{': no such' if given else 'No'} strategy divides {problem.cluster.devices} devices, "
+        f"{model.depth} layers, {model.heads} heads ({model.key_heads} of keys) and a global batch of "
+        f"{problem.global_batch} sequences of {model.sequence} tokens. dp × tp × pp × cp must be the number "
+        "of devices, dp × micro_batch divide the batch, tp the heads, 2 × cp (× tp with sp) the tokens, and "
+        "pp × vpp be no more than the layers."
     )
 
 

@@ -211,7 +211,7 @@ def _stage(
         joint = join(lift(own, model, inputs), model)
     step = Step(
         name=part.name, module=joint.module, roles=joint.roles, leaves=lambda args, kwargs: list(args),
-        rebuild=lambda loss, shown: loss, state=part.state,
+        rebuild=part.rebuild, state=part.state,
         args=tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs), resident_bytes=0,
         spread=part.spread,
     )  # fmt: skip

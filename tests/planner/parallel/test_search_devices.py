@@ -86,6 +86,8 @@ def test_too_little_memory_names_the_leanest_and_the_fewest_devices():
 
 
 def test_nothing_that_divides_is_an_error_with_what_does():
+    with pytest.raises(UsageError, match=r"^No strategy divides 7 devices, .*micro_batch divide the batch"):
+        search(problem(devices=7, batch=8, layers=4), {})
     with pytest.raises(UsageError, match="no such strategy divides 8 devices"):
         search(problem(devices=8, batch=16), {"dp": 3})
     with pytest.raises(UsageError, match="no such arithmetic"):
