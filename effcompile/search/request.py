@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Required, TypedDict, get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -203,6 +204,11 @@ class Request:
             raise UsageError(
                 f"mesh = {clipped(repr(self.mesh))} is none. Give the mesh of the processes that torchrun "
                 'started: init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), of torch.distributed.'
+            )
+        if not dist.is_initialized():
+            raise UsageError(
+                "The processes of this mesh have parted (dist.destroy_process_group()): plan before that, or "
+                "make a new mesh."
             )
         if not self.training:
             raise UsageError("mesh is for a training step. Leave it out, or ask for mode='training'.")

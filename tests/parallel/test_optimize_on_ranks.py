@@ -242,7 +242,8 @@ def others(rank: int, plan: Plan) -> dict[str, str]:
     counting = tiny()
     if rank:
         counting.register_buffer("seen", torch.zeros(2))
-    return {
+    along = {axis: init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)) for axis in ("tp", "cp")}
+    found = {
         "models": asked(Tiny(width=8 if rank else WIDTH)),
         "frozen": asked(frozen),
         "evaluated": asked(evaluated),
@@ -260,7 +261,13 @@ def others(rank: int, plan: Plan) -> dict[str, str]:
         "no states": asked(passes=["checkpoint", "shard.forms=states"]),
         "optimizer": asked(optimizer=torch.optim.SGD(tiny().parameters(), lr=0.1)),
         "infeasible": asked(memory=1000, passes=["checkpoint"]),
+        "context": asked(mesh=along["cp"]),
+        "another axis": refused(
+            lambda: effcompile.optimize(tiny(), inputs=(mine(0),), mesh=along["tp"], plan=plan)
+        ),
     }
+    dist.destroy_process_group()
+    return {**found, "parted": asked()}
 
 
 #: In which the states are divided: with the parameters, and alone.
@@ -357,6 +364,9 @@ def test_ranks_that_do_not_agree_are_told(plan: Plan) -> None:
         assert "zero=1) divides an optimizer's states, and no optimizer is planned" in said["no states"]
         assert re.search(r"UsageError: mesh has the axes .*'dp', 'ep'", said["mesh"])
         assert "make it of the returned model's parameters()" in said["optimizer"]
+        assert "UsageError: mesh has the axes ('cp',) of (2,)" in said["context"]
+        assert "2 data-parallel ranks, and the mesh has 2 tensor-parallel ranks" in said["another axis"]
+        assert "UsageError: The processes of this mesh have parted" in said["parted"]
         assert "InfeasibleError" in said["infeasible"]
         assert ("Rank 0, which makes the plan for all" in said["infeasible"]) == bool(rank)
 
@@ -369,7 +379,10 @@ def with_plan(rank: int, plan: Plan, ranks: int) -> str:
 
 def test_another_world_size_is_told(plan: Plan) -> None:
     for said in on_ranks(with_plan, 3, plan, 3):
-        assert "The plan is for 2 data-parallel ranks, and the mesh has 3. Start 2 with torchrun" in said
+        assert (
+            "The plan is for 2 data-parallel ranks, and the mesh has 3 data-parallel ranks. Start 2 with"
+            in said
+        )
 
 
 def test_a_plan_for_ranks_without_a_mesh_is_told(plan: Plan) -> None:

@@ -30,6 +30,8 @@ from effcompile.ops.collectives import rows_of_shard
 
 #: The axes of a mesh, in the order in which parameters are divided along them.
 AXES = ("pp", "tp", "dp")
+#: What is no data parallelism by these names; a mesh of one axis with any other is that.
+OTHER_AXES = frozenset({"cp", "ep", "sp"})
 
 
 def ordered_mesh(mesh: DeviceMesh) -> DeviceMesh:

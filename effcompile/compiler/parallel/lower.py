@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import around_ranks
-from effcompile.backends.torch.ranks import AXES, SAMPLER, Ranks, ordered_mesh, spread_parameters
+from effcompile.backends.torch.ranks import AXES, OTHER_AXES, SAMPLER, Ranks, ordered_mesh, spread_parameters
 from effcompile.compiler.parallel.axes import axes_of, beside_any, passes_for
 from effcompile.compiler.parallel.lower_stages import forward_of, left_with, own_stages, stage_runner
 from effcompile.compiler.parallel.prove import Stages, own_step, proven
@@ -86,7 +86,7 @@ def _checked(mesh: DeviceMesh | None) -> DeviceMesh:
     """
     assert mesh is not None
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 1 and not set(names) <= set(AXES):
+    if not set(names) <= {*AXES} and (mesh.ndim > 1 or names[0] in OTHER_AXES):
         raise UsageError(
             f"mesh has the axes {names or mesh.ndim} of {tuple(mesh.shape)}. A step is divided along 'dp' "
             "(each rank has examples of its "
@@ -226,10 +226,9 @@ def _check_world(plan: Plan, place: Ranks) -> None:
     axes, here = axes_of(plan), {axis: place.place(axis)[1] for axis in ("dp", "tp", "pp")}
     axes = {**axes, "dp": here["dp"]} if beside_any(plan) else axes
     if axes != here:
-        has = " × ".join(str(here[axis]) for axis in axes if max(here[axis], axes[axis]) > 1)
         raise UsageError(
-            f"The plan is for {_named(axes)}, and the mesh has {has}. {_start(axes)[:-1]}, or leave "
-            "`plan` out to plan for what is there."
+            f"The plan is for {_named(axes)}, and the mesh has {_named(here)}. {_start(axes)[:-1]} and give "
+            "a mesh of these, or leave `plan` out to plan for what is there."
         )
 
 
