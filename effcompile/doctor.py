@@ -29,6 +29,7 @@ from effcompile.machine import calibration as store
 from effcompile.machine.accelerator import this_accelerator
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.block_sparse_dense import dense_weight
+from effcompile.ops.int8_linear import told as int8_told
 from effcompile.search.request import Request
 from effcompile.sparse.pattern import BlockPattern
 
@@ -110,7 +111,9 @@ def _sum(way: tuple[int, ...], of: list[int]) -> int:
 
 
 def _compiler() -> Iterator[Finding]:
-    """The C++ kernels of sparse linears, against the dense product."""
+    """The C++ kernels of sparse linears, against the dense product, and by which instructions bytes are
+    multiplied, or why by torch.
+    """
     if (name := native.fingerprint()) == "no compiler":
         yield Finding(
             part="C++ kernels", status="absent",
@@ -130,7 +133,7 @@ def _compiler() -> Iterator[Finding]:
     with torch.no_grad():
         found = block_sparse_linear(x, values, *pattern.indices, None)
         error = _error(found, x.double() @ dense_weight(values, *pattern.indices[:2], 96).double().T)
-    yield _judged("C++ kernels", error, f"sources {name}")
+    yield _judged("C++ kernels", error, f"sources {name}; bytes are multiplied by {int8_told()}")
 
 
 def _judged(part: str, error: float, about: str) -> Finding:

@@ -17,6 +17,7 @@ from effcompile import doctor, report
 from effcompile.backends.torch import TorchEager
 from effcompile.cli import main
 from effcompile.core.errors import MissingPackageError
+from effcompile.ops import int8_linear
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,8 @@ def test_a_sound_machine_and_what_it_has_not(capsys: pytest.CaptureFixture[str])
         and "pip install" in parts["openvino"]["seen"] + parts["openvino"]["remedy"]
     )
     assert all(each["seconds"] >= 0 and each["seen"] for each in parts.values())
+    if parts["C++ kernels"]["status"] == "ok":
+        assert f"bytes are multiplied by {int8_linear.told()}" in parts["C++ kernels"]["seen"]
 
 
 def test_a_backend_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
