@@ -24,15 +24,16 @@ from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 __all__ = ["LossRows", "where_for"]
 
 _SOURCE = Path(__file__).with_name("loss_rows.cpp")
-#: Instruction set → words of a vector, the best first.
-_WIDTHS = {"avx512_bf16": 16, "avx512": 16, "avx2": 8}
+#: Instruction set → words of a vector.
+_WIDTHS = {"avx512_bf16": 16, "avx512": 16, "avx2": 8, "neon": 4}
 
 
 @functools.cache
 def kernels() -> LossRows | str:
     """The best kernels that this machine runs, or why there are none."""
-    best, all_isas = best_isa(), tuple(_WIDTHS)
-    return best_of(LossRows, all_isas[all_isas.index(best) :] if best in all_isas else ())
+    best = best_isa()
+    lesser = {"avx512_bf16": ("avx512", "avx2"), "avx512": ("avx2",)}.get(best, ())
+    return best_of(LossRows, (best, *lesser) if best in _WIDTHS else ())
 
 
 def where_for(x: Tensor, *, capped: bool, bias: bool) -> LossRows | None:

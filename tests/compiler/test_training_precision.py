@@ -112,7 +112,7 @@ def whole_error(found: Results, wanted: Results) -> float:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_loss_and_gradients_are_those_of_autocast_with_their_error_told(made: Any, name: str) -> None:
     model, batch = made[name]
-    executable = optimize_training(model, (), batch, goal=goal(), passes=ALWAYS)
+    executable = optimize_training(model, (), batch, goal=goal(), passes=[*ALWAYS, "no-tiled"])
     plan = executable.plan
     assert precision(plan) == "bf16 autocast" and plan.met and plan.predicted.error is None
     assert abs(plan.predicted.peak_bytes - plan.measured.peak_bytes) <= 0.02 * plan.measured.peak_bytes

@@ -141,6 +141,13 @@ def _adam8(a: Sequence[int]) -> Pointers:
     }
 
 
+def _loss_rows(a: Sequence[int]) -> Pointers:
+    rows, size = a[2], 2 if a[1] else 4
+    each = 4 * rows
+    numbers = {6: (_IN, each), 7: (_OUT, each), 8: (_BOTH, each)}
+    return {**numbers, 0: (_BOTH, size * rows * a[3]), 5: (_IN, 2 * each)}
+
+
 def _of_blocks(block: int, size: int) -> dict[str, Of]:
     """Of block_sparse.cpp, with elements of so many bytes; its kernels have weights in fp32."""
 
@@ -183,6 +190,7 @@ POINTERS: dict[str, Of] = {
     "rotary": _rotary,
     "cached_attention": _cached_attention,
     "adam8": _adam8,
+    "loss_rows": _loss_rows,
 }
 
 

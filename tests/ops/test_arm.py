@@ -24,6 +24,7 @@ from effcompile.ops import (
     int8_codes,
     int8_native,
     int8_sparse,
+    loss_rows,
     rows,
     rows_native,
     states8,
@@ -39,7 +40,7 @@ needs_emulator = pytest.mark.skipif(
 )
 INTEGERS = ("neon", "neon_dotprod", "neon_i8mm")
 #: Which are of AMX alone.
-OF_X86 = {"attention_tiles", "group_tiles", "int8_mlp"}
+OF_X86 = {"attention_backward_tiles", "attention_tiles", "group_tiles", "int8_mlp"}
 MODULES = (
     int8_native,
     group_native,
@@ -48,6 +49,7 @@ MODULES = (
     cached_attention,
     block_sparse_native,
     states8_native,
+    loss_rows,
 )
 
 
@@ -91,9 +93,10 @@ def test_the_rest_compiles(compiler: None, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(block_sparse_native, "best_isa", lambda: "neon")
     assert block_sparse_native.onnxruntime_library().exists()
     assert native.compiled(native.SOURCES / "states8.cpp", {}, "neon").exists()
+    assert native.compiled(native.SOURCES / "loss_rows.cpp", {"WIDTH": 4}, "neon").exists()
     assert native.compiled(native.SOURCES / "row_program.cpp", {}, "generic").exists()
     of_integers = {"int8_linear", "group_linear", "int8_sparse", "rows", "cached_attention"}
-    others = {"block_sparse", "block_sparse_ort", "states8", "row_program"}
+    others = {"block_sparse", "block_sparse_ort", "states8", "row_program", "loss_rows"}
     assert {path.stem for path in native.SOURCES.glob("*.cpp")} == of_integers | others | OF_X86
 
 
@@ -246,6 +249,16 @@ class TestFloats:
             cos, sin = (torch.randn(1, m, 2 * half, generator=drawn(m + at)) for at in (1, 2))
             wanted = rows.rotary_by_torch(turned, cos, sin, False)
             torch.testing.assert_close(kernels.rotary(turned, cos, sin), wanted, **close)
+
+    def test_rows_of_a_loss(self, arm: None) -> None:
+        kernels = loss_rows.LossRows("neon")
+        assert kernels.objection() is None
+        for m, n, _ in map(ragged, range(1, 20)):
+            z = torch.randn(m, n, generator=drawn(m))
+            index, factors = torch.arange(m).remainder(n)[:, None], torch.randn(m, 1, generator=drawn(n))
+            wanted = (z.softmax(1) - torch.zeros_like(z).scatter_(1, index, 1.0)) * factors
+            kernels.run(z, index, 1.0, factors=factors)
+            torch.testing.assert_close(z, wanted, rtol=1e-5, atol=1e-6)
 
     def test_attention_over_a_cache(self, arm: None) -> None:
         kernels = cached_attention.AttentionKernels("neon")
