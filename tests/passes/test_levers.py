@@ -29,6 +29,7 @@ from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.states import States
 from effcompile.passes.training.tensor import TensorParallel
+from effcompile.passes.training.tiled import TiledGradients
 from effcompile.passes.training.wide import WideProducts
 from effcompile.planner.remat import smallest_budget
 from effcompile.schedules.blocks import Blocks
@@ -49,6 +50,7 @@ def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
             LossHeads(),
             Parts(),
             WideProducts(),
+            TiledGradients(),
             Pointwise(),
             Shard(),
             Pipeline(),
@@ -61,7 +63,7 @@ def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     assert load(None) == plain
     assert load(["offload", "compress"]) == replace(plain, levers=Levers(values=(Offload(), Compress())))
     assert load(["offload.host=1GiB", "no-pointwise"]).step == (
-        *plain.step[:5],
+        *plain.step[:6],
         Shard(),
         Pipeline(),
         States(),
@@ -86,9 +88,9 @@ def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     assert load(None, inexact=True).step == (
         TensorParallel(),
         Precision(),
-        *plain.step[1:5],
+        *plain.step[1:6],
         Frozen(),
-        *plain.step[5:],
+        *plain.step[6:],
     )
     assert load(["no-precision", "no-frozen"], inexact=True).step == plain.step and load(
         ["microbatch"]
@@ -103,8 +105,8 @@ def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
 def test_a_plans_own_passes_carry_it_out_also_where_they_were_left_out() -> None:
     left = load_training_passes(["no-pointwise", "no-attention"])
     assert left.carrying_out({"pointwise", "precision", "states"}).step == (
-        TensorParallel(), Precision(), LossHeads(), Parts(), WideProducts(), Pointwise(), Shard(), Pipeline(),
-        States(),
+        TensorParallel(), Precision(), LossHeads(), Parts(), WideProducts(), TiledGradients(), Pointwise(),
+        Shard(), Pipeline(), States(),
     )  # fmt: skip
 
 
