@@ -5,9 +5,11 @@ with full checkpointing.
     python benchmarks/parallel_ranks.py llama gpt2 bert --sweep 10 --layers 2 --width 64 [--way "pp 2"]
 
 Both train the same model for the same steps, in turn within one pair of processes, so that what else the
-machine does falls on both. Peaks are torch's allocator's on the fullest rank, parameters' shards included,
-optimizer states not; seconds the median over steps. The plan is given three budgets: the peak of FSDP2 with
-full checkpointing, the least, and no limit. A budget given by hand stands in the first's place.
+machine does falls on both. Peaks are torch's allocator's on the fullest rank in the first steps, parameters'
+shards included, optimizer states not. Seconds are those of --rounds further steps, which nothing watches, of
+the slower rank: their median, and the median of what each is to FSDP2 with full checkpointing of the same
+turn. The plan is given three budgets: the peak of FSDP2 with full checkpointing, the least, and no limit.
+A budget given by hand stands in the first's place.
 
 The sweep instead takes so many budgets from the least to that of everything kept, for ZeRO by block, tensor
 parallelism and a pipeline, and says how many of the measured peaks are above the budget, and how near
@@ -43,7 +45,8 @@ from effcompile.ir.step import Step
 from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.training.alive import alive_bytes
 
-ROWS, TOKENS, EXAMPLES, STEPS = 1024, 128, 2, 6
+ROWS, TOKENS, EXAMPLES, STEPS = 1024, 128, 2, 3
+STOCK = "FSDP2, full checkpointing"
 PASSES = ["checkpoint", "shard.forms=block,weight"]
 
 
@@ -54,7 +57,7 @@ class Row:
     name: str
     losses: list[float]
     peak: int
-    seconds: float
+    seconds: list[float]
     predicted: int = 0
 
 
@@ -100,15 +103,12 @@ def stock(kind: str, layers: int, width: int, *, checkpointed: bool) -> nn.Modul
     return model
 
 
-def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan]) -> list[Row]:
+def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan], rounds: int) -> list[Row]:
     """Every way, step by step in turn."""
     ranks = dist.get_world_size()
     ids = batch(ranks).chunk(ranks)[rank].clone()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-    models = {
-        f"FSDP2{', full checkpointing' if full else ''}": stock(kind, layers, width, checkpointed=full)
-        for full in (False, True)
-    }
+    models = {name: stock(kind, layers, width, checkpointed=name == STOCK) for name in ("FSDP2", STOCK)}
     predicted = dict.fromkeys(models, 0)
     for name, plan in plans.items():
         inputs = {"input_ids": ids, "labels": ids}
@@ -120,41 +120,45 @@ def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan]) -
     bases = {name: alive_bytes("cpu", *model.parameters(), ids) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in models}
     peaks, seconds = dict.fromkeys(models, 0), {name: list[float]() for name in models}
-    for _ in range(STEPS):
+    for turn in range(STEPS + rounds):
         for name, model in models.items():
             dist.barrier()
-            loss, peak, spent = one(model, ids)
+            if turn < STEPS:
+                loss, peak = watched(model, ids)
+                peaks[name] = max(peaks[name], bases[name] + peak)
+            else:
+                loss, spent = one(model, ids)
+                seconds[name].append(spent)
             optimizers[name].step()
             optimizers[name].zero_grad()
             dist.all_reduce(loss)
             losses[name].append(float(loss) / ranks)
-            peaks[name] = max(peaks[name], bases[name] + peak)
-            seconds[name].append(spent)
     return [
         Row(
             name=name,
             losses=losses[name],
             peak=peaks[name],
-            seconds=statistics.median(seconds[name][1:]),
+            seconds=seconds[name],
             predicted=predicted[name],
         )
         for name in models
     ]
 
 
-def one(model: nn.Module, ids: Tensor) -> tuple[Tensor, int, float]:
-    """(loss, peak, seconds) of one forward and backward.
+def one(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
+    """(loss, seconds) of one forward and backward."""
+    start = perf_counter()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    spent = perf_counter() - start
+    return loss.detach().clone(), spent
 
-    Watching slows the step: each is run watched, and its seconds are of that run.
-    """
+
+def watched(model: nn.Module, ids: Tensor) -> tuple[Tensor, int]:
+    """(loss, peak) of the same: watching slows it."""
     with torch_compat_memory.watched_memory("cpu") as peak:
-        start = perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        spent = perf_counter() - start
-        found = loss.detach().clone()
-        del loss
-    return found, peak(), spent
+        found, _ = one(model, ids)
+    return found, peak()
 
 
 def stock_peak(rank: int, kind: str, layers: int, width: int) -> int:
@@ -163,7 +167,7 @@ def stock_peak(rank: int, kind: str, layers: int, width: int) -> int:
     model = stock(kind, layers, width, checkpointed=True)
     base, peaks = alive_bytes("cpu", *model.parameters(), ids), []
     for _ in range(STEPS):
-        peaks.append(base + one(model, ids)[1])
+        peaks.append(base + watched(model, ids)[1])
         model.zero_grad()
     return max(peaks)
 
@@ -309,6 +313,7 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=parse_bytes, default=None, help="instead of FSDP2's peak, such as 24MiB"
     )
+    parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
     parser.add_argument("--sweep", type=int, default=0, help="so many budgets for each way to divide a step")
     parser.add_argument(
         "--way", action="append", choices=list(WAYS), help="of a sweep, instead of all of them"
@@ -321,18 +326,30 @@ def main() -> None:
         return
     for kind in asked.kinds:
         plans = plans_of(kind, asked.layers, asked.width, asked.ranks, asked.budget)
-        found = on_ranks(run, asked.ranks, kind, asked.layers, asked.width, plans, seconds=500.0)
+        found = on_ranks(
+            run, asked.ranks, kind, asked.layers, asked.width, plans, asked.rounds, seconds=500.0
+        )
         print(
             f"\n{kind}, {asked.layers} layers of width {asked.width}, {asked.ranks} ranks × {EXAMPLES} × "
             f"{TOKENS} tokens, fp32"
         )
-        print(f"{'':<30}{'peak':>12}{'predicted':>12}{'s a step':>10}   losses")
+        print(f"{'':<30}{'peak':>12}{'predicted':>12}{'s a step':>10}{'÷ stock':>9}   losses")
+        turns = {rows[0].name: slowest(rows) for rows in zip(*found, strict=True)}
         for rows in zip(*found, strict=True):
             worst = max(rows, key=lambda row: row.peak)
             said = format_bytes(worst.predicted) if worst.predicted else "–"
             losses = ", ".join(f"{loss:.5f}" for loss in worst.losses[:3])
-            slowest = max(row.seconds for row in rows)
-            print(f"{worst.name:<30}{format_bytes(worst.peak):>12}{said:>12}{slowest:>10.3f}   {losses}")
+            mine = turns[worst.name]
+            share = statistics.median(own / other for own, other in zip(mine, turns[STOCK], strict=True))
+            print(
+                f"{worst.name:<30}{format_bytes(worst.peak):>12}{said:>12}{statistics.median(mine):>10.3f}"
+                f"{share:>9.3f}   {losses}"
+            )
+
+
+def slowest(rows: tuple[Row, ...]) -> list[float]:
+    """Of each step, the seconds of the rank that took longest."""
+    return [max(spent) for spent in zip(*(row.seconds for row in rows), strict=True)]
 
 
 if __name__ == "__main__":

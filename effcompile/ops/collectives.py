@@ -102,13 +102,8 @@ def scatter_mean(wholes: list[Tensor], axis: str, world: int) -> list[Tensor]:
     group = _group(axis, world)
     shards = [_shard_like(whole, world) for whole in wholes]
     if _copies(group):
-        me = group.rank()
-        for whole, shard in zip(wholes, shards, strict=True):
-            copy = _padded_copy(whole, world)
-            with torch_compat_ranks.lent([copy]):
-                _finish((_reduce(part, into, group) for into, part in enumerate(copy.chunk(world))), group)
-            shard.copy_(copy.chunk(world)[me])
-            del copy
+        for bucket in _buckets(wholes, world):
+            _scatter([wholes[i] for i in bucket], [shards[i] for i in bucket], group)
     else:
         even = [w.contiguous() if w.shape[0] % world == 0 else _padded_copy(w, world) for w in wholes]
         with answered(group):
@@ -231,6 +226,38 @@ def answered(group: dist.ProcessGroup) -> Iterator[None]:
             "output says why. torchrun --max-restarts=3 starts all ranks again; a loop that loads its last "
             "checkpoint goes on from there."
         ) from error
+
+
+def _buckets(wholes: Sequence[Tensor], world: int) -> list[list[int]]:
+    """Which tensors are copied together: of one dtype, and in no more bytes than the largest has alone.
+
+    A reduction of gloo's costs both processes a turn, whatever its size: a layer's in buckets took about
+    two thirds of the time that they took one by one (2 ranks on 2 cores, 64 to 256 wide).
+    """
+    room = max((_padded_bytes(whole, world) for whole in wholes), default=0)
+    found: list[tuple[torch.dtype, int, list[int]]] = []
+    for i in sorted(range(len(wholes)), key=lambda i: -_padded_bytes(wholes[i], world)):
+        dtype, size = wholes[i].dtype, _padded_bytes(wholes[i], world)
+        at = next((at for at, (of, held, _) in enumerate(found) if of == dtype and held + size <= room), None)
+        if at is None:
+            found.append((dtype, size, [i]))
+        else:
+            found[at] = (dtype, found[at][1] + size, [*found[at][2], i])
+    return [bucket for _, _, bucket in found]
+
+
+def _scatter(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over ranks, of which this rank has its shards then: one reduction for each rank."""
+    counts = [shard.numel() for shard in shards]
+    copy = wholes[0].new_zeros((group.size(), sum(counts)))
+    places = [row.split(counts) for row in copy]  # rank → of each tensor
+    for at, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
+        for place, part in zip(places, whole.split(max(1, shard.shape[0])), strict=False):
+            place[at][: part.numel()].view(part.shape).copy_(part)
+    with torch_compat_ranks.lent([copy]):
+        _finish((_reduce(row, into, group) for into, row in enumerate(copy)), group)
+    for shard, found in zip(shards, places[group.rank()], strict=True):
+        shard.copy_(found.view(shard.shape))
 
 
 def _shard_like(whole: Tensor, world: int) -> Tensor:

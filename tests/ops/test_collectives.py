@@ -98,6 +98,19 @@ def test_workspace_is_the_allocators() -> None:
             assert 0 <= real - said <= 64, (real, said)  # a divisor is a tensor of one number
 
 
+def test_small_tensors_are_summed_together_in_the_room_of_the_largest() -> None:
+    """Each once, none beside another dtype; rows that are padding count."""
+    sizes, dtypes = (3, 40, 7, 20, 1, 19, 0), (torch.float32,) * 6 + (torch.bfloat16,)
+    given = [torch.empty(n, 4, dtype=dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    found = collectives._buckets(given, 2)
+    assert sorted(i for bucket in found for i in bucket) == list(range(len(given)))
+    assert len(found) == 4  # 40, 20 with 19, what is left, and the one in 16 bits
+    for bucket in found:
+        assert len({given[i].dtype for i in bucket}) == 1
+        assert sum(collectives._padded_bytes(given[i], 2) for i in bucket) <= 40 * 4 * 4
+    assert collectives._buckets([], 2) == []
+
+
 def test_fakes_have_the_shapes_and_bytes_of_results() -> None:
     with torch_compat.fake_mode():
         shard = torch.empty(4, 3)
