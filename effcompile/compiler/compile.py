@@ -166,9 +166,9 @@ def _best_of(
         best = _finish(shop, outcomes, told)
         if not machine.here or effort.is_low() or asked.goal.minimize != "time":
             return best
-        if _undecided(plans, told, best.plan.seconds_as_priced):
+        if _undecided(plans, told, best.plan.seconds_measured):
             best = _finish(shop, outcomes, told)  # a second look takes a fraction of a build
-        if late := _undecided(plans, told, took := best.plan.seconds_as_priced):
+        if late := _undecided(plans, told, took := best.plan.seconds_measured):
             outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
             best = _finish(shop, outcomes, told)
         return best

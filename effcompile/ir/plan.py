@@ -132,9 +132,6 @@ def _reason(wanted: type, data: object) -> Reason:
 #: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a
 #: call itself takes in Python.
 FAR_APART, _CALL_SECONDS = 1.5, 5e-3
-#: A machine is slower than when it was priced by so much at the most: with more, one under load was left with
-#: a slower backend than one that it did not build.
-_SLOWER = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,15 +211,9 @@ class Plan:
         return None if 1 / FAR_APART <= predicted / measured <= FAR_APART else predicted / measured
 
     @property
-    def seconds_as_priced(self) -> float:
-        """Measured seconds by the machine of the prices, which may be slower now, as the original beside it
-        tells (but for its calls in Python, which no price has); 0 where nothing was measured.
-        """
-        ours, original = (
-            (each.seconds if each else None) or 0.0 for each in (self.measured, self.measured_baseline)
-        )
-        slower = (original - _CALL_SECONDS) / self.baseline.seconds if self.baseline.seconds else 1.0
-        return ours / min(max(slower, 1.0), _SLOWER)
+    def seconds_measured(self) -> float:
+        """0 where nothing was."""
+        return (self.measured.seconds if self.measured else None) or 0.0
 
     @property
     def over_memory(self) -> tuple[str, int] | None:

@@ -53,19 +53,6 @@ def outcome(
     return Outcome(plan=plan, program=cast("Any", None), lowered=cast("Any", None), checks=())
 
 
-@pytest.mark.parametrize(("original", "wanted"), [(2.005, 3.0), (2.205, 3.0 / 1.1), (9.0, 2.4), (1.0, 3.0)])
-def test_seconds_as_priced_are_those_of_the_machine_that_kernels_were_timed_on(
-    original: float, wanted: float
-) -> None:
-    """It is slower by as much as the original takes beyond its prediction and its calls, up to a quarter."""
-    plan = replace(outcome(1.0, 3.0, original).plan, baseline=Totals(seconds=2.0))
-    assert plan.seconds_as_priced == pytest.approx(wanted)
-    assert replace(plan, measured=None).seconds_as_priced == 0.0
-    assert replace(plan, measured_baseline=None).seconds_as_priced == 3.0
-    small = replace(outcome(1.0, 3.0, 2e-3).plan, baseline=Totals(seconds=1e-4))
-    assert small.seconds_as_priced == 3.0
-
-
 def never(plan: Plan | None = None) -> Outcome:
     raise AssertionError("not asked for")
 
