@@ -194,11 +194,7 @@ struct Linear {
         if (here <= 0) return;
         if (bias) z = z + (here < W ? (V)words_of(bias + from, here) : load(bias + from));
         if (after) z = followed(z, after);
-#ifdef __aarch64__
         put(y + row * n + from, z, here);
-#else
-        std::memcpy(y + row * n + from, &z, here * sizeof(float));
-#endif
     }
 
     template <int R>

@@ -127,7 +127,7 @@ struct Linear {
         const int64_t here = std::min<int64_t>(W, n - from);
         if (bias) z = z + (here < W ? (V)words_of(bias + from, here) : load(bias + from));
         if (after) z = followed(z, after);
-        std::memcpy(y + row * n + from, &z, here * sizeof(float));
+        put(y + row * n + from, z, here);
     }
 
     template <int R>
