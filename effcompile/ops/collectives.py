@@ -72,18 +72,7 @@ def gather(shards: list[Tensor], rows: list[int], axis: str, world: int) -> list
     group = _group(axis, world)
     padded = [shard.new_empty((world * shard.shape[0], *shard.shape[1:])) for shard in shards]
     if _copies(group):
-        me = group.rank()
-        for whole, shard in zip(padded, shards, strict=True):
-            whole.chunk(world)[me].copy_(shard)
-        with torch_compat_ranks.lent(padded):
-            _finish(
-                (
-                    _broadcast(part, source, group)
-                    for whole in padded
-                    for source, part in enumerate(whole.chunk(world))
-                ),
-                group,
-            )
+        _gather(padded, shards, group)
     else:
         with answered(group):
             torch_compat_ranks.gather_into(padded, [shard.contiguous() for shard in shards], group)
@@ -260,6 +249,44 @@ def _scatter(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: dist.Pro
         shard.copy_(found.view(shard.shape))
 
 
+def _small(shards: Sequence[Tensor]) -> list[int]:
+    """Which shards are sent together, for a broadcast of gloo's costs a turn, too: vectors beside weights."""
+    room = max((shard.nbytes for shard in shards), default=0) // 4
+    found: list[int] = []
+    for i, shard in enumerate(shards):
+        if shard.nbytes <= min(room, 1 << 14) and shard.dtype == shards[(found or [i])[0]].dtype:
+            found.append(i)
+            room -= shard.nbytes
+    return found if len(found) > 1 else []
+
+
+def _gather(padded: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Fill whole tensors with the ranks' shards, in place."""
+    me, small = group.rank(), _small(shards)
+    large = [i for i in range(len(shards)) if i not in small]
+    counts = [shards[i].numel() for i in small]
+    copies = [shards[small[0]].new_empty((group.size(), sum(counts)))] if small else []
+    for copy in copies:
+        for place, i in zip(copy[me].split(counts), small, strict=True):
+            place.view(shards[i].shape).copy_(shards[i])
+    for i in large:
+        padded[i].chunk(group.size())[me].copy_(shards[i])
+    lent = [*(padded[i] for i in large), *copies]
+    with torch_compat_ranks.lent(lent):
+        _finish(
+            (
+                _broadcast(part, source, group)
+                for whole in lent
+                # held by gloo alone, so that `lent` sees when it lets go
+                for source, part in enumerate(whole.chunk(group.size()))
+            ),
+            group,
+        )
+    for copy in copies:
+        for places, i in zip(copy.split(counts, 1), small, strict=True):
+            padded[i].view(places.shape).copy_(places)
+
+
 def _shard_like(whole: Tensor, world: int) -> Tensor:
     return whole.new_empty((rows_of_shard(whole.shape[0], world), *whole.shape[1:]))
 
@@ -284,7 +311,7 @@ def _padded_bytes(tensor: Tensor, world: int) -> int:
 #: Operator → the bytes that it takes for itself (gloo's ways above; other backends take no more), and that
 #: cross a rank's link.
 _WORKSPACE: dict[str, Callable[[Sequence[Tensor], int], int]] = {
-    "effcompile::gather": lambda tensors, world: 0,
+    "effcompile::gather": lambda tensors, world: world * sum(tensors[i].nbytes for i in _small(tensors)),
     "effcompile::scatter_mean": lambda tensors, world: max(_padded_bytes(t, world) for t in tensors),
     "effcompile::summed": lambda tensors, world: 0,
     "effcompile::mean_over_ranks": lambda tensors, world: 0,

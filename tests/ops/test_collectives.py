@@ -71,9 +71,9 @@ def test_collectives_are_sums_and_slices(ranks: int, dtype: torch.dtype, coalesc
 
 
 def peaks(rank: int) -> list[tuple[int, int]]:
-    given = [torch.ones(1000, 30), torch.ones(999)]
+    given = [torch.ones(1000, 30), torch.ones(999), torch.ones(31), torch.ones(12, 30)]
     calls = [
-        (gather, [shard_of(t, rank, 2) for t in given], ([1000, 999], "dp", 2)),
+        (gather, [shard_of(t, rank, 2) for t in given], ([1000, 999, 31, 12], "dp", 2)),
         (scatter_mean, given, ("dp", 2)), (summed, given, ("dp", 2)), (mean, given, ("dp", 2)),
     ]  # fmt: skip
     found = []
