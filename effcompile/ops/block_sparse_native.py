@@ -19,6 +19,7 @@ from effcompile.core.errors import LoweringError, UsageError
 from effcompile.machine.instructions import best_isa
 from effcompile.machine.native import compiled, library
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
+from effcompile.ops.instruction_sets import WORDS
 
 #: Block sizes that there are kernels for.
 BLOCKS = (1, 4, 8, 16, 32, 64)
@@ -26,7 +27,6 @@ BLOCKS = (1, 4, 8, 16, 32, 64)
 _SOURCE = Path(__file__).with_name("block_sparse.cpp")
 _ORT_SOURCE = Path(__file__).with_name("block_sparse_ort.cpp")
 _FP32, _BF16, _PAIRS = 0, 1, 2
-_WIDTHS = {"avx512": 16, "avx512_bf16": 16, "avx2": 8, "neon": 4, "generic": 4}
 
 #: Bytes of transposed x: in the whole workspace, of the panels that one core works on at a time, and of a
 #: chunk of the sampled product.
@@ -76,7 +76,7 @@ def onnxruntime_library() -> Path:
     forms = [KernelForm.of(torch.float32, block, isa) for block in BLOCKS]
     defines = {
         "KIND": _FP32,
-        "WIDTH": _WIDTHS[isa],
+        "WIDTH": WORDS[isa],
         "CACHE_BYTES": _CACHE,
         "STRIPE_BYTES": _STRIPE,
         "NARROW": _NARROW,
@@ -110,7 +110,7 @@ class KernelForm:
         """The register tile that was fastest: as many accumulators as there are registers for."""
         pairs = isa == "avx512_bf16" and block > 1
         kind = _FP32 if dtype == torch.float32 else _PAIRS if pairs else _BF16
-        width = _WIDTHS[isa]
+        width = WORDS[isa]
         many = width == 16 or isa == "neon"  # 32 registers, not 16
         if block == 1:
             return cls(block, kind, width, 1, 8)

@@ -20,21 +20,12 @@ from torch.nn import functional as F  # noqa: N812
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops.cache_rows import SCALE, as_numbers, into
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
 
 _SOURCE = Path(__file__).with_name("cached_attention.cpp")
-_WIDTHS = {
-    "avx512_vnni": 16,
-    "avx_vnni": 8,
-    "avx512": 16,
-    "avx2": 8,
-    "neon_i8mm": 4,
-    "neon_dotprod": 4,
-    "neon": 4,
-}
 #: dtype of a cache → how the kernel names it.
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_WIDEST = max(_WIDTHS.values())
+_WIDEST = max(WORDS.values())
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 #: Queries of one row that the kernel takes at once, and all that share a head of keys; keys whose rows it
 #: widens at once.
@@ -56,7 +47,7 @@ class AttentionKernels:
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when it cannot be compiled."""
         self.isa, self.instead = isa, instead
-        self.call = library(_SOURCE, {"WIDTH": _WIDTHS[isa]}, isa).cached_attention
+        self.call = library(_SOURCE, {"WIDTH": WORDS[isa]}, isa).cached_attention
         self.call.argtypes = (
             *(POINTER,) * 5,
             _SIX,

@@ -11,6 +11,12 @@ from typing import Protocol, TypeVar
 from effcompile.core.errors import LoweringError
 
 POINTER, ARGUMENT = ctypes.c_void_p, ctypes.c_int64
+#: Instruction set → words of 32 bits in a vector.
+WORDS = {
+    **dict.fromkeys(("avx512_vnni", "avx512_bf16", "avx512"), 16),
+    **dict.fromkeys(("avx_vnni", "avx2"), 8),
+    **dict.fromkeys(("neon_i8mm", "neon_dotprod", "neon", "generic"), 4),
+}
 
 
 class Checked(Protocol):

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from effcompile.machine.instructions import best_isa
 from effcompile.machine.native import library
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
 
 __all__ = ["LossRows", "where_for"]
 
 _SOURCE = Path(__file__).with_name("loss_rows.cpp")
-#: Instruction set → words of a vector.
-_WIDTHS = {"avx512_bf16": 16, "avx512": 16, "avx2": 8, "neon": 4}
 
 
 @functools.cache
@@ -33,7 +31,7 @@ def kernels() -> LossRows | str:
     """The best kernels that this machine runs, or why there are none."""
     best = best_isa()
     lesser = {"avx512_bf16": ("avx512", "avx2"), "avx512": ("avx2",)}.get(best, ())
-    return best_of(LossRows, (best, *lesser) if best in _WIDTHS else ())
+    return best_of(LossRows, (best, *lesser) if best != "generic" else ())
 
 
 def where_for(x: Tensor, *, capped: bool, bias: bool) -> LossRows | None:
@@ -58,7 +56,7 @@ class LossRows:
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
-        self.call = library(_SOURCE, {"WIDTH": _WIDTHS[isa]}, isa).loss_rows
+        self.call = library(_SOURCE, {"WIDTH": WORDS[isa]}, isa).loss_rows
         self.call.argtypes = (
             *(POINTER, ARGUMENT, ARGUMENT, ARGUMENT, ctypes.c_float),
             *(POINTER,) * 4,

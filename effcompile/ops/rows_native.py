@@ -19,18 +19,9 @@ from torch.nn import functional as F  # noqa: N812
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import rows
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
 
 _SOURCE = Path(__file__).with_name("rows.cpp")
-_WIDTHS = {
-    "avx512_vnni": 16,
-    "avx_vnni": 8,
-    "avx512": 16,
-    "avx2": 8,
-    "neon_i8mm": 4,
-    "neon_dotprod": 4,
-    "neon": 4,
-}
 _STRIDES = ctypes.c_int64 * 3
 
 
@@ -49,7 +40,7 @@ class RowKernels:
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
-        found = library(_SOURCE, {"WIDTH": _WIDTHS[isa]}, isa)
+        found = library(_SOURCE, {"WIDTH": WORDS[isa]}, isa)
         self.norm, self.gate, self.turn = found.rms_norm, found.swiglu, found.rotary
         self.norm.argtypes = (
             *(POINTER,) * 3,

@@ -32,6 +32,7 @@ from effcompile.ops import (
 )
 from effcompile.ops.block_sparse_dense import dense_weight
 from effcompile.ops.block_sparse_native import KernelForm
+from effcompile.ops.instruction_sets import WORDS
 from effcompile.ops.sparse_codes import SparseCodes
 
 needs_compiler = pytest.mark.skipif(emulated.missing() is not None, reason=str(emulated.missing()))
@@ -123,8 +124,8 @@ class TestWhichSet:
 
     def test_each_has_flags_and_tiles(self) -> None:
         for isa in INTEGERS:
-            tables = (int8_native.TILES, group_native.TILES, int8_sparse._TILES, rows_native._WIDTHS)
-            assert all(isa in table for table in (*tables, cached_attention._WIDTHS, native.ISA_FLAGS))
+            tables = (int8_native.TILES, group_native.TILES, int8_sparse._TILES, WORDS)
+            assert all(isa in table for table in (*tables, native.ISA_FLAGS))
 
     def test_the_machine_is_named_by_what_linux_tells(self, monkeypatch: pytest.MonkeyPatch) -> None:
         told = {"Features": "fp asimd asimddp i8mm sve", "CPU implementer": "0x41", "CPU part": "0xd40"}

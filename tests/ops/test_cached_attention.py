@@ -12,7 +12,9 @@ from torch import Tensor
 
 from effcompile.machine import instructions, native
 from effcompile.ops import cached_attention as op
+from effcompile.ops import group_native
 from effcompile.ops.cached_attention import cached_attention
+from effcompile.ops.instruction_sets import WORDS
 
 MASKS = ("no", "shared", "by head", "numbers")
 
@@ -128,9 +130,9 @@ def test_wrong_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [isa for isa in sorted(op._WIDTHS) if isa.startswith("neon") == instructions.on_arm()]
+    "name", [isa for isa in sorted(group_native.TILES) if isa.startswith("neon") == instructions.on_arm()]
 )
 def test_every_instruction_set_compiles(name: str) -> None:
     if isinstance(op.kernels(), str):
         pytest.skip("there is no compiler, or this processor has no such kernels")
-    assert native.compiled(op._SOURCE, {"WIDTH": op._WIDTHS[name]}, name).exists()
+    assert native.compiled(op._SOURCE, {"WIDTH": WORDS[name]}, name).exists()

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from effcompile.machine import instructions, native
-from effcompile.ops import rows, rows_native
+from effcompile.ops import group_native, rows, rows_native
 from effcompile.ops.add_norm import add_layer_norm
+from effcompile.ops.instruction_sets import WORDS
 
 DRAWN = {"max_examples": 40, "deadline": None}
 sizes = st.integers(1, 70)
@@ -140,12 +141,12 @@ def test_wrong_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "isa_name",
-    [isa for isa in sorted(rows_native._WIDTHS) if isa.startswith("neon") == instructions.on_arm()],
+    [isa for isa in sorted(group_native.TILES) if isa.startswith("neon") == instructions.on_arm()],
 )
 def test_every_instruction_set_compiles(isa_name: str) -> None:
     if isinstance(rows_native.kernels(), str):
         pytest.skip("there is no compiler, or this processor has no such kernels")
-    assert native.compiled(rows_native._SOURCE, {"WIDTH": rows_native._WIDTHS[isa_name]}, isa_name).exists()
+    assert native.compiled(rows_native._SOURCE, {"WIDTH": WORDS[isa_name]}, isa_name).exists()
 
 
 @settings(max_examples=40, deadline=None)
