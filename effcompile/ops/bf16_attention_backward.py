@@ -36,7 +36,8 @@ _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 _STRIDES = _THREE * 10
 #: Bytes that scratch is moved by, to begin with a cache line.
 _LINE = 64
-_ROUNDS = 3
+#: Calls, and queries and keys, that torch's kernel is timed with at the most.
+_ROUNDS, _TIMED_ROWS = 3, 2048
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -183,7 +184,8 @@ def time_share(queries: int, keys: int, width: int) -> float:
     found = kernels()
     if isinstance(found, str):
         return math.inf
-    query, key = (torch.ones(1, 4, rows, width, dtype=torch.bfloat16) for rows in (queries, keys))
+    rows = (min(queries, _TIMED_ROWS), min(keys, _TIMED_ROWS))
+    query, key = (torch.ones(1, 4, each, width, dtype=torch.bfloat16) for each in rows)
     out, lse = FORWARD(query, key, key)
     given = Given(out, query, key, key, out, lse, 0.0, False)
     ways: tuple[Callable[[Given], object], ...] = (found.gradients, by_torch)

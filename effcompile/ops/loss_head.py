@@ -208,7 +208,9 @@ def _chunk(head: Head, needs: Sequence[bool] = ()) -> _Rows:
     """By compiled kernels where there are some for it. `needs`: the gradients that are wanted, if any are."""
     bias = bool(needs) and needs[2] and head.bias is not None
     found = where_for(head.x, capped=head.capped, bias=bias)
-    return _TorchRows(head, backward=bool(needs)) if found is None else _CompiledRows(head, found)
+    if found is None or head.target.dtype is not torch.int64:
+        return _TorchRows(head, backward=bool(needs))
+    return _CompiledRows(head, found)
 
 
 class _CompiledRows:

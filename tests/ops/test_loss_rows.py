@@ -71,6 +71,12 @@ def test_a_label_that_is_none_is_refused_as_torch_refuses_it(label: int) -> None
         ours.loss_head_gradients(x, weight, None, target, MEAN, -100, 1.0, 1.0, False, 2, [True, True, False])
 
 
+def test_labels_of_another_dtype_are_refused_as_torch_refuses_them() -> None:
+    args = (torch.randn(6, 8), torch.randn(40, 8), None, torch.arange(6, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="int64"):
+        ours.loss_head_gradients(*args, MEAN, -100, 1.0, 1.0, False, 2, [True, True, False])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_without_kernels_torch_says_the_same(

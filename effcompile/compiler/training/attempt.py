@@ -155,7 +155,8 @@ class Attempt:
         ran, misjudged = Ran(made=made, joint=joint), made.executable.plan.misjudged
         if made.over and constraints.budget is not None:
             return ran, constraints.with_less(made.over, Because(_LESS, (made.over,)))
-        if misjudged is None or constraints.priced_again:
+        # where memory is what is minimized, other times would change little but ties
+        if misjudged is None or constraints.priced_again or work.goal.minimize != "time":
             return ran, None
         work.forget(self.branches.whole)
         self.held = _Held(work=work, branches=self.branches, joint=joint)
