@@ -21,16 +21,23 @@ from effcompile.core.types import Shape
 from effcompile.machine.instructions import has_bf16_tiles
 from effcompile.machine.native import library
 from effcompile.ops.cached_attention import mask_strides, masks_so
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, whose, why_torch, with_tiles
+from effcompile.ops.instruction_sets import (
+    ARGUMENT,
+    LINE,
+    POINTER,
+    at_line,
+    best_of,
+    whose,
+    why_torch,
+    with_tiles,
+)
 from effcompile.ops.torch_attention import runs_in
 
-__all__ = ["bf16_attention", "by_torch", "fallback_reason", "told", "workspace_bytes"]
+__all__ = ["bf16_attention", "by_torch", "fallback_reason", "sizes_of", "told", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("attention_tiles.cpp")
 _ISA = "amx_bf16"
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
-#: Bytes that scratch is moved by, to begin with a cache line.
-_LINE = 64
 #: Queries and keys that torch's kernel takes at once, at most.
 _TORCH_ROWS, _TORCH_KEYS = 256, 512
 
@@ -81,7 +88,7 @@ class AttentionTiles:
 
     def room(self, query: Tensor, key: Tensor) -> int:
         """Bytes of scratch."""
-        return 4 * int(self.floats(_sizes(query, key))) * torch.get_num_threads() + _LINE
+        return 4 * int(self.floats(sizes_of(query, key))) * torch.get_num_threads() + LINE
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
@@ -89,16 +96,15 @@ class AttentionTiles:
         """See `bf16_attention_on_cpu`. The result lies in memory as (B, S, H, D)."""
         batch, heads, queries, width = query.shape
         made = torch.empty((batch, queries, heads, width)).transpose(1, 2)
-        sizes, threads = _sizes(query, key), torch.get_num_threads()
+        sizes, threads = sizes_of(query, key), torch.get_num_threads()
         scratch = torch.empty(self.room(query, key), dtype=torch.uint8)
-        start = -(-scratch.data_ptr() // _LINE) * _LINE
         strides = (0, 0, 0) if mask is None else mask_strides(mask)
         self.call(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
             made.data_ptr(), sizes, _THREE(*query.stride()[:3]), _THREE(*key.stride()[:3]),
             _THREE(*value.stride()[:3]), _THREE(*made.stride()[:3]), _THREE(*strides),
             mask is not None and mask.dtype is torch.float32, is_causal,
-            query.dtype is torch.bfloat16, scale, start, threads,
+            query.dtype is torch.bfloat16, scale, at_line(scratch), threads,
         )  # fmt: skip
         return made
 
@@ -121,8 +127,9 @@ class AttentionTiles:
         return None
 
 
-def _sizes(query: Tensor, key: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    batch, heads, queries, width = query.shape
+def sizes_of(query: Tensor, key: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """As the kernels are told them: batch, heads, groups, queries, keys, width."""
+    batch, heads, queries, width = map(int, query.shape)
     return _SIX(batch, heads, key.shape[1], queries, key.shape[2], width)
 
 

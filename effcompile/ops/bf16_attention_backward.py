@@ -23,8 +23,9 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import has_bf16_tiles
 from effcompile.machine.native import library
+from effcompile.ops.bf16_attention import sizes_of
 from effcompile.ops.cached_attention import mask_strides
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, with_tiles
+from effcompile.ops.instruction_sets import ARGUMENT, LINE, POINTER, at_line, best_of, with_tiles
 from effcompile.ops.tiles import once
 from effcompile.ops.torch_attention import BACKWARD, FORWARD
 
@@ -34,8 +35,6 @@ _SOURCE = Path(__file__).with_name("attention_backward_tiles.cpp")
 _ISA = "amx_bf16"
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 _STRIDES = _THREE * 10
-#: Bytes that scratch is moved by, to begin with a cache line.
-_LINE = 64
 #: Calls, and queries and keys, that torch's kernel is timed with at the most.
 _ROUNDS, _TIMED_ROWS = 3, 2048
 
@@ -110,7 +109,7 @@ class BackwardTiles:
 
     def room(self, query: Tensor, key: Tensor) -> int:
         """Bytes of scratch."""
-        return 4 * int(self.floats(_sizes(query, key))) * torch.get_num_threads() + _LINE
+        return 4 * int(self.floats(sizes_of(query, key))) * torch.get_num_threads() + LINE
 
     def gradients(self, given: Given) -> tuple[Tensor, Tensor, Tensor]:
         """See `backward_on_cpu`; of what fits."""
@@ -118,15 +117,15 @@ class BackwardTiles:
         mask = None if given.attn_mask is None else once(given.attn_mask).float()
         made = (_like(query), _like(key), _like(value))
         scratch = torch.empty(self.room(query, key), dtype=torch.uint8)
-        start = -(-scratch.data_ptr() // _LINE) * _LINE
         tensors = (query, key, value, given.grad_out, out, *made)
         strides = [tensor.stride()[:3] for tensor in (*tensors, given.logsumexp)]
         strides.append((0, 0, 0) if mask is None else mask_strides(mask))
         self.call(
             *(tensor.data_ptr() for tensor in tensors[:5]), given.logsumexp.data_ptr(),
             None if mask is None else mask.data_ptr(), *(tensor.data_ptr() for tensor in made),
-            _sizes(query, key), _STRIDES(*(_THREE(*each) for each in strides)), given.is_causal,
-            query.shape[3] ** -0.5 if given.scale is None else given.scale, start, torch.get_num_threads(),
+            sizes_of(query, key), _STRIDES(*(_THREE(*each) for each in strides)), given.is_causal,
+            query.shape[3] ** -0.5 if given.scale is None else given.scale, at_line(scratch),
+            torch.get_num_threads(),
         )  # fmt: skip
         return made
 
@@ -145,11 +144,6 @@ class BackwardTiles:
                 if float((found.float() - wanted.float()).norm()) > 1e-2 * float(wanted.float().norm()):
                     return f"the compiled {self.isa} kernel gave a wrong gradient of an attention"
         return None
-
-
-def _sizes(query: Tensor, key: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    batch, heads, queries, width = map(int, query.shape)
-    return _SIX(batch, heads, heads, queries, int(key.shape[2]), width)
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -8,9 +8,13 @@ import ctypes
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from effcompile.core.errors import LoweringError
 
 POINTER, ARGUMENT = ctypes.c_void_p, ctypes.c_int64
+#: Bytes of a cache line, by which scratch is moved to begin with one.
+LINE = 64
 #: Instruction set → words of 32 bits in a vector.
 WORDS = {
     **dict.fromkeys(("avx512_vnni", "avx512_bf16", "avx512"), 16),
@@ -53,6 +57,11 @@ def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
         "; ".join(failed)
         or "the C++ kernels multiply bytes on ARM and on x86 with AVX2 at least; this processor is neither"
     )
+
+
+def at_line(scratch: Tensor) -> int:
+    """The first address in it at which a cache line begins."""
+    return -(-scratch.data_ptr() // LINE) * LINE
 
 
 def with_tiles(found: ctypes.CDLL) -> ctypes.CDLL:

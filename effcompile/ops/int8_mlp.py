@@ -28,7 +28,7 @@ from effcompile.machine.native import library
 from effcompile.ops import int8_codes
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.coded_rows import flat_rows
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of, why_torch, with_tiles
+from effcompile.ops.instruction_sets import ARGUMENT, LINE, POINTER, at_line, best_of, why_torch, with_tiles
 from effcompile.ops.int8_linear import check, int8_linear_on_cpu
 from effcompile.ops.int8_linear import workspace_bytes as linear_bytes
 
@@ -42,7 +42,6 @@ _ISA = "amx_int8"
 _ROWS, _CACHE = 256, 3 << 19
 #: Rows for each core, from which on this pays; a block of tiles.
 _FEWEST = 32
-_LINE = 64
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _BEHIND = "Tensor? norm_weight=None, Tensor? norm_bias=None, float? eps=None) -> Tensor"
@@ -96,7 +95,7 @@ class MlpTiles:
 
     def room(self, rows: int, k: int, between: int) -> int:
         """Bytes of scratch for so many rows of x (..., K)."""
-        return int(self.bytes(_at_once(rows, between), k, between)) * torch.get_num_threads() + _LINE
+        return int(self.bytes(_at_once(rows, between), k, between)) * torch.get_num_threads() + LINE
 
     def mlp(self, x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
         """See `int8_mlp` and `int8_linear_residual`; x (M, K) has adjacent columns, the rest is dense."""
@@ -108,7 +107,7 @@ class MlpTiles:
             x.data_ptr(), x.stride(0), m, k, *(map(_at, first) if first else (None,) * 3), between,
             int8_codes.AFTER.index(after), *map(_at, last), n, _at(residual), eps is not None,
             _at(norm_weight), _at(norm_bias), eps or 0.0, made.data_ptr(),
-            -(-scratch.data_ptr() // _LINE) * _LINE, _at_once(m, between), torch.get_num_threads(),
+            at_line(scratch), _at_once(m, between), torch.get_num_threads(),
         )  # fmt: skip
         return made
 
