@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import overload
 
 import torch
@@ -71,12 +72,15 @@ class Spool(Mapping[str, Tensor | None]):
 
     Strides stay, but those of a tensor with gaps. What is no plain tensor (sparse ones, subclasses) is kept
     as it is.
+
+    Attributes:
+        seconds: that writing took, in all.
     """
 
     def __init__(self, folder: str = "") -> None:
         # closed with the spool
         self._file = tempfile.TemporaryFile(dir=folder or None, prefix="effcompile-", buffering=0)  # noqa: SIM115
-        self._end = 0
+        self._end, self.seconds = 0, 0.0
         self._places: dict[str, _Place | Tensor | None] = {}
 
     def put(self, name: str, value: Tensor | None) -> None:
@@ -98,6 +102,7 @@ class Spool(Mapping[str, Tensor | None]):
             self._place_of(name, plain), tuple(plain.shape), plain.stride(), plain.dtype, plain.device
         )
         view = _memory(plain.cpu() if plain.device.type != "cpu" else plain)
+        began = perf_counter()
         try:
             for start in range(0, len(view), _MOST_AT_ONCE):
                 self._write(view[start : start + _MOST_AT_ONCE], place.at + start)
@@ -105,6 +110,7 @@ class Spool(Mapping[str, Tensor | None]):
             raise NoRoomError(
                 f"{tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a folder with more room"
             ) from error
+        self.seconds += perf_counter() - began
         self._places[name] = place
 
     def __getitem__(self, name: str) -> Tensor | None:

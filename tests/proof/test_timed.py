@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from effcompile.proof import spool as spooled
 from effcompile.proof.training import timed as timing
 from effcompile.proof.training import verify
 
@@ -64,3 +65,26 @@ def test_one_that_takes_what_was_predicted_is_not_run_again(runs: list[str]) -> 
     assert runs == ["ours", "eager"]
     assert timed(0.5, None, 0.5, None) == (4.0, 0.0)
     assert len(runs) == 4
+
+
+def test_what_puts_gradients_aside_is_not_the_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    write = spooled.Spool._write
+
+    def slow(spool: spooled.Spool, view: memoryview, at: int) -> None:
+        clock[0] += 100.0
+        write(spool, view, at)
+
+    monkeypatch.setattr(spooled.Spool, "_write", slow)
+    monkeypatch.setattr(spooled, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(verify, "perf_counter", lambda: clock[0])
+    model, spool = torch.nn.Linear(2, 2), spooled.Spool()
+
+    def step() -> torch.Tensor:
+        clock[0] += 3.0
+        spool.put("weight", torch.ones(2, 2))
+        return model(torch.ones(1, 2)).sum()
+
+    ran = [verify.run(step, model, spool=spool).seconds for _ in range(2)]  # a loss scale comes down
+    assert ran == [pytest.approx(3.0)] * 2
+    assert clock[0] > 200.0

@@ -15,7 +15,7 @@ from effcompile.search.training.work import Work
 #: Seconds that timing a step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
 #: Seconds of a long step, the share that its figure may move, and by which one that was foretold may be off.
-_LONG, _SETTLED_IF_LONG, _AS_FORETOLD = 2.0, 0.05, 0.1
+_LONG, _SETTLED_IF_LONG, _AS_FORETOLD = 2.0, 0.1, 0.15
 
 
 def _repeated(samples: list[float]) -> bool:
