@@ -141,6 +141,13 @@ def test_measures_what_it_has() -> None:
     assert OpenVino().measure(KernelCall("linear/w4", (8, 32, 32, 32))) is None
 
 
+def test_few_rows_are_no_range_to_smooth_by() -> None:
+    lacks = OpenVino().lacks
+    assert "1 rows" in str(lacks(KernelCall("linear/int8_static", (1, 32, 32))))
+    assert lacks(KernelCall("linear/int8_static", (16, 32, 32))) is None
+    assert lacks(KernelCall("linear/fp32", (1, 32, 32))) is None
+
+
 @installed
 def test_nan_is_refused_and_infinity_is_not() -> None:
     model, x = nn.Sequential(nn.ReLU()), torch.randn(2, 8)
