@@ -58,7 +58,7 @@ def ways(program: Program, sparsity: float, block: int) -> dict[str, Lowered]:
     sites = linears(program)
     norms = {site.site: Form(word="fused") for site in add_norms(program)}
     heads = {site.site: Form(word="sdpa_bf16") for site in attentions(program)}
-    if not instructions.has_bf16_tiles():
+    if not instructions.bf16_isas():
         heads = {}
 
     def pattern(n: int, k: int) -> WeightFormat:

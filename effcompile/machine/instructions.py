@@ -47,10 +47,12 @@ def tile_isas() -> tuple[str, ...]:
     return ("amx_int8", *isas) if there else isas
 
 
-def has_bf16_tiles() -> bool:
-    """Whether `amx_bf16` is among them."""
+def bf16_isas() -> tuple[str, ...]:
+    """Those with products of bf16, `amx_bf16` before `avx512_bf16`; none on other processors than x86."""
+    if best_isa() != "avx512_bf16":
+        return ()
     found = _found()
-    return best_isa() == "avx512_bf16" and bool(found.get("amx_bf16")) and bool(found.get("avx512_vnni"))
+    return (*(("amx_bf16",) if found.get("amx_bf16") and found.get("avx512_vnni") else ()), "avx512_bf16")
 
 
 def on_arm() -> bool:

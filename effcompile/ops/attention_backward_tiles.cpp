@@ -3,7 +3,7 @@
 //     p = exp(scale q kᵀ + mask - lse)    dv = pᵀ dy    ds = p (dy vᵀ - Σ dy y) scale    dq = ds k    dk = dsᵀ q
 //
 // One head at a time: its keys and values are laid as tiles read them, then queries are taken 32 at a time, against all keys they may see.
-// What they weigh is kept, turned, for up to 256 queries, whose products with it are then one each. Needs AMX-BF16 and AVX512-BF16.
+// What they weigh is kept, turned, for up to 256 queries, whose products with it are then one each. Needs AVX512-BF16.
 
 #define WIDTH 16
 #include "bf16_tiles.h"

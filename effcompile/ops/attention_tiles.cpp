@@ -1,7 +1,7 @@
 // Attention of fp32 numbers whose products are of bf16 tiles: softmax(q kᵀ scale + mask) v, sums and softmax in fp32.
 //
 // One head at a time: its keys and values are laid as tiles read them, then queries are taken 32 at a time, against all keys they may see.
-// All scores of those are held, so that the softmax is the ordinary one. Needs AMX-BF16 and AVX512-BF16.
+// All scores of those are held, so that the softmax is the ordinary one. Needs AVX512-BF16.
 
 #define WIDTH 16
 #include "bf16_tiles.h"

@@ -1,6 +1,6 @@
 """Attention of fp32 tensors whose two products are of bf16, with sums and softmax in fp32.
 
-softmax(bf16(q) bf16(k)ᵀ · scale + mask) as bf16, times bf16(v). On a CPU with AMX the kernel of
+softmax(bf16(q) bf16(k)ᵀ · scale + mask) as bf16, times bf16(v). On a CPU with AMX or AVX512-BF16 the kernel of
 `attention_tiles.cpp` runs; elsewhere torch's `scaled_dot_product_attention` of bf16 tensors. Defined without
 torch.library.custom_op, as `int8_linear` is.
 """
@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
 from effcompile.core.types import Shape
-from effcompile.machine.instructions import has_bf16_tiles
+from effcompile.machine.instructions import bf16_isas
 from effcompile.machine.native import library
 from effcompile.ops.cached_attention import mask_strides, masks_so
 from effcompile.ops.instruction_sets import (
@@ -36,7 +36,6 @@ from effcompile.ops.torch_attention import runs_in
 __all__ = ["bf16_attention", "by_torch", "fallback_reason", "sizes_of", "told", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("attention_tiles.cpp")
-_ISA = "amx_bf16"
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 #: Queries and keys that torch's kernel takes at once, at most.
 _TORCH_ROWS, _TORCH_KEYS = 256, 512
@@ -51,9 +50,7 @@ _LIBRARY.define(
 @functools.cache
 def kernels() -> AttentionTiles | str:
     """The kernel that this machine runs, or why there is none."""
-    if not has_bf16_tiles():
-        return "this processor has no AMX of bf16"
-    return best_of(AttentionTiles, (_ISA,))
+    return best_of(AttentionTiles, isas) if (isas := bf16_isas()) else "this processor multiplies no bf16"
 
 
 def fallback_reason() -> str | None:

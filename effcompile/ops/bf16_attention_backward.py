@@ -1,4 +1,4 @@
-"""The gradients of torch's own attention of bf16 tensors on a CPU, by AMX's tiles.
+"""The gradients of torch's own attention of bf16 tensors on a CPU, by AMX's tiles or AVX512-BF16.
 
 It takes what `aten::_scaled_dot_product_flash_attention_for_cpu` has kept for its backward, and gives what
 that gives: products of numbers rounded to bf16, sums and softmax in fp32, results in bf16. 24 heads of
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count
 
 from effcompile.core.types import Shape
-from effcompile.machine.instructions import has_bf16_tiles
+from effcompile.machine.instructions import bf16_isas
 from effcompile.machine.native import library
 from effcompile.ops.bf16_attention import sizes_of
 from effcompile.ops.cached_attention import mask_strides
@@ -32,7 +32,6 @@ from effcompile.ops.torch_attention import BACKWARD, FORWARD
 __all__ = ["Given", "bf16_attention_backward", "time_share", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("attention_backward_tiles.cpp")
-_ISA = "amx_bf16"
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 _STRIDES = _THREE * 10
 #: Calls, and queries and keys, that torch's kernel is timed with at the most.
@@ -85,15 +84,13 @@ class Given(NamedTuple):
 @functools.cache
 def kernels() -> BackwardTiles | str:
     """The kernel that this machine runs, or why there is none."""
-    if not has_bf16_tiles():
-        return "this processor has no AMX of bf16"
-    return best_of(BackwardTiles, (_ISA,))
+    return best_of(BackwardTiles, isas) if (isas := bf16_isas()) else "this processor multiplies no bf16"
 
 
 class BackwardTiles:
     """The compiled kernel.
 
-    `instead`: as of every kernel; there is no better set.
+    `instead`: why better sets are not used; "" where there is none.
     """
 
     def __init__(self, isa: str, instead: str = "") -> None:

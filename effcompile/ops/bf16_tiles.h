@@ -1,4 +1,4 @@
-// Attention by tiles of bf16: how heads are laid for them, their products, and what a key weighs.
+// Attention by tiles of bf16: how heads are laid for them, their products (by AMX, or by VDPBF16PS of vectors), and what a key weighs.
 
 #pragma once
 
@@ -67,6 +67,7 @@ void lay_values(const T* x, int64_t apart, const Sizes& s, float* to) {
 
 // out (32, 32), `apart` floats from row to row: sums over `steps` of tiles of a, the two halves of its rows `of_a` words apart, and of b, whose
 // two columns are `of_column` words apart and its steps `of_step`.
+#ifdef __AMX_BF16__
 inline void multiply(const float* a, int64_t of_a, const float* b, int64_t of_column, int64_t of_step, int64_t steps, float* out, int64_t apart) {
     _tile_zero(0);
     _tile_zero(1);
@@ -87,6 +88,29 @@ inline void multiply(const float* a, int64_t of_a, const float* b, int64_t of_co
     _tile_stored(2, out + 16 * apart, apart * 4);
     _tile_stored(3, out + 16 * apart + W, apart * 4);
 }
+#else
+constexpr int64_t HELD = 8;  // rows whose sums are held in registers
+
+inline void multiply(const float* a, int64_t of_a, const float* b, int64_t of_column, int64_t of_step, int64_t steps, float* out, int64_t apart) {
+    for (int64_t row = 0; row < ROWS; row += HELD) {
+        const float* left = a + row / 16 * of_a + row % 16 * W;
+        __m512 sums[HELD][2] = {};
+        for (int64_t step = 0; step < steps; step++)
+            for (int64_t pair = 0; pair < W; pair++) {
+                const float* right = b + step * of_step + pair * W;
+                const __m512bh first = (__m512bh)load(right), second = (__m512bh)load(right + of_column);
+#pragma GCC unroll 8
+                for (int r = 0; r < HELD; r++) {
+                    const __m512bh both = (__m512bh)_mm512_set1_ps(left[step * WORDS + r * W + pair]);
+                    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], both, first);
+                    sums[r][1] = _mm512_dpbf16_ps(sums[r][1], both, second);
+                }
+            }
+        for (int r = 0; r < HELD; r++)
+            for (int half = 0; half < 2; half++) store(out + (row + r) * apart + half * W, (V)sums[r][half]);
+    }
+}
+#endif
 
 // 2^t for t <= 0 to 3e-06, less than a weight is rounded by: the best polynomial of degree 4 on [-1/2, 1/2]; 0 where it would be subnormal, which
 // takes a hundred times as long. NaN stays one.

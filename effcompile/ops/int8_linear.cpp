@@ -24,6 +24,7 @@ constexpr int LANES = 16;  // outputs that are interleaved
 #endif
 constexpr int PER_LANES = LANES / W;
 constexpr int PANEL = VECS * W;  // outputs of a tile
+constexpr int AHEAD = 512;       // bytes of W that are fetched before they are multiplied
 
 // ------------------------------------------------------------------ the product
 
@@ -54,7 +55,11 @@ struct Linear {
             for (int64_t q = 0; q < quads; q++) {
                 VI ws[NV];
 #pragma GCC unroll 8
-                for (int v = 0; v < NV; v++) ws[v] = load_ints(w + v / PER_LANES * apart + q * LANES * 4 + v % PER_LANES * W * 4);
+                for (int v = 0; v < NV; v++) {
+                    const uint8_t* words = w + v / PER_LANES * apart + q * LANES * 4 + v % PER_LANES * W * 4;
+                    ws[v] = load_ints(words);
+                    __builtin_prefetch(words + AHEAD);
+                }
 #pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
                     const auto code = repeated(a + r * stride + q * 4);

@@ -1,4 +1,5 @@
-// AMX's tiles (Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3): registers of up to 16 rows of 64 bytes.
+// AMX's tiles (Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3): registers of up to 16 rows of 64 bytes. Without
+// AMX they are only how operands are laid.
 
 #pragma once
 
@@ -15,6 +16,7 @@ constexpr int64_t TILE_BYTES = 1024;
 
 inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+#ifdef __AMX_TILE__
 // Linux gives a process the tiles' registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 inline bool tiles_permitted() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
@@ -34,5 +36,12 @@ struct Tiles {
     }
     ~Tiles() { _tile_release(); }
 };
+#else
+inline bool tiles_permitted() { return true; }
+
+struct Tiles {
+    void of(int64_t, int64_t) {}
+};
+#endif
 
 }  // namespace

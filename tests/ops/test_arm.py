@@ -120,7 +120,7 @@ class TestWhichSet:
             monkeypatch.setattr(instructions.platform, "machine", lambda name=name: name)
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told)
             assert instructions.integer_isas() == instructions.tile_isas() == found
-            assert instructions.best_isa() == "neon" and not instructions.has_bf16_tiles()
+            assert instructions.best_isa() == "neon" and not instructions.bf16_isas()
 
     def test_each_has_flags_and_tiles(self) -> None:
         for isa in INTEGERS:

@@ -19,6 +19,7 @@ from effcompile.core import torch_compat_memory
 from effcompile.core.errors import LoweringError
 from effcompile.machine import instructions
 from effcompile.ops import bf16_attention as module
+from effcompile.ops import bf16_attention_backward as backward
 from effcompile.ops.bf16_attention import bf16_attention, fallback_reason, told
 from effcompile.ops.workspace import workspace_bytes
 
@@ -158,7 +159,7 @@ def test_operator() -> None:
     assert counter.get_total_flops() == 4 * 2 * 8 * 8 * 16
 
 
-@pytest.mark.skipif(not instructions.has_bf16_tiles(), reason="this processor has no AMX of bf16")
+@pytest.mark.skipif(not instructions.bf16_isas(), reason="this processor multiplies no bf16")
 class TestChoice:
     @pytest.fixture(autouse=True)
     def _anew(self) -> Iterator[None]:
@@ -167,14 +168,38 @@ class TestChoice:
         module.kernels.cache_clear()
 
     def test_here(self) -> None:
-        assert fallback_reason() is None and told() == "amx_bf16"
+        assert fallback_reason() is None and told() == instructions.bf16_isas()[0]
+
+    @pytest.mark.parametrize("isa", ["amx_bf16", "avx512_bf16"])
+    def test_every_set_is_right(self, isa: str) -> None:
+        if isa not in instructions.bf16_isas():
+            pytest.skip(f"this processor has no {isa}")
+        assert module.AttentionTiles(isa).objection() is None
+        assert backward.BackwardTiles(isa).objection() is None
+
+    @pytest.mark.parametrize(
+        ("tells", "best", "found"),
+        [
+            ({}, "avx512", ()),
+            ({}, "avx512_bf16", ("avx512_bf16",)),
+            ({"amx_bf16": True}, "avx512_bf16", ("avx512_bf16",)),
+            ({"amx_bf16": True, "avx512_vnni": True}, "avx512_bf16", ("amx_bf16", "avx512_bf16")),
+            ({"amx_bf16": True, "avx512_vnni": True}, "avx2", ()),
+        ],
+    )
+    def test_sets_by_what_torch_tells(
+        self, tells: dict[str, bool], best: str, found: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: tells)
+        monkeypatch.setattr(instructions, "best_isa", lambda: best)
+        assert instructions.bf16_isas() == found
 
     def test_a_system_that_gives_no_tiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Refused:
             permitted = staticmethod(lambda: 0)
 
         monkeypatch.setattr(module, "library", lambda *_: Refused())
-        assert fallback_reason() == "the system does not give this process AMX's tiles"
+        assert "the system does not give this process AMX's tiles" in str(fallback_reason())
 
     def test_a_compiler_that_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuses(*_: object) -> None:
