@@ -1,8 +1,8 @@
 """Attention of fp32 tensors whose two products are of bf16, with sums and softmax in fp32.
 
-softmax(bf16(q) bf16(k)ᵀ · scale + mask) as bf16, times bf16(v). On a CPU with AMX or AVX512-BF16 the kernel of
-`attention_tiles.cpp` runs; elsewhere torch's `scaled_dot_product_attention` of bf16 tensors. Defined without
-torch.library.custom_op, as `int8_linear` is.
+softmax(bf16(q) bf16(k)ᵀ · scale + mask) as bf16, times bf16(v). On a CPU with AMX or AVX512-BF16 the kernel
+of `attention_tiles.cpp` runs; elsewhere torch's `scaled_dot_product_attention` of bf16 tensors. Defined
+without torch.library.custom_op, as `int8_linear` is.
 """
 
 from __future__ import annotations

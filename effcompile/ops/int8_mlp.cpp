@@ -1,19 +1,26 @@
 // Two linears in 8 bits with what lies between and behind them, some rows at a time, so that nothing between leaves a core's L2 cache:
 // y = norm(residual + W2 f(W1 x + b1) + b2). Without W1 one linear; without a residual or norm the rest.
 //
-// Codes of x and of f(...) have one scale per row, as in int8_linear.cpp; f(...) is rounded to bf16 before.
+// Codes of x and of f(...) have one scale per row, as in int8_linear.cpp, whose macros these are; f(...) is rounded to bf16 before.
 
 #define KIND 0
 #include "norm_row.h"
+#if TILED
 #include "tiled_linear.h"
+#endif
+#include "vector_linear.h"
 
 #include <omp.h>
 
 namespace {
 
+constexpr int64_t LINE = 64;  // bytes of a cache line
+
 // What one thread holds of `rows` rows: codes of x, then of what is between; their scales and 128 times their sums; the largest bits of each
-// lane of a row between, and what is between, [columns / 32][rows][32] of bf16.
+// lane of a row between, and what is between, of bf16: for tiles [columns / 32][rows][32], else row by row.
 struct Room {
+    static constexpr int64_t COLUMNS = 32;  // that lie side by side
+
     int8_t* codes;
     float* scales;
     int32_t* offsets;
@@ -23,16 +30,18 @@ struct Room {
     Room(uint8_t* at, int64_t rows, int64_t deepest, int64_t columns) {
         largest = reinterpret_cast<VI*>(at);
         between = reinterpret_cast<uint16_t*>(largest + rows);
-        codes = reinterpret_cast<int8_t*>(between + rows * up(columns, PAIR));
+        codes = reinterpret_cast<int8_t*>(between + rows * up(columns, COLUMNS));
         scales = reinterpret_cast<float*>(codes + rows * deepest);
         offsets = reinterpret_cast<int32_t*>(scales + rows);
     }
-    static int64_t bytes(int64_t rows, int64_t deepest, int64_t columns) { return up(rows * (64 + 2 * up(columns, PAIR) + deepest + 8), 64); }
+    static int64_t bytes(int64_t rows, int64_t deepest, int64_t columns) { return up(rows * (LINE + 2 * up(columns, COLUMNS) + deepest + 8), LINE); }
 };
 
+// Next: what one thread multiplies with (`Thread`), how a row of x becomes codes, what is made of sums (`Between`: rounded, and the largest
+// magnitude of each row, then the codes of all; `last_of`: y), and the product, by tiles and by vectors.
+#if TILED
 inline __m512i narrowed(V z0, V z1) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)z1, (__m512)z0); }
 
-// What is between: rounded, and the largest magnitude of each row.
 struct Between {
     Scaled sums;
     int after;
@@ -81,39 +90,106 @@ struct Between {
     }
 };
 
+typedef TileThread Thread;
+
+int64_t code_bytes(int64_t k) { return up(k, STEP); }
+void code_row(const float* x, int64_t k, const Room& room, int64_t row, int64_t rows) {
+    const int64_t stride = code_bytes(k), apart = tiled_height(row, rows) * STEP;
+    room.offsets[row] = quantize<STEP>(x, k, stride, tiled_row(room.codes, row, stride), room.scales + row, apart);
+}
+Between between_of(int64_t n, const float* scales, const float* bias, int after, const Room& room, int64_t rows) {
+    return {{n, scales, bias, room.scales, room.offsets}, after, room, rows};
+}
+Results<float> last_of(int64_t n, const float* scales, const float* bias, const Room& room, float* y) {
+    return {{n, scales, bias, room.scales, room.offsets}, NOTHING, y, n};
+}
+template <typename Out>
+void multiply(Thread& thread, int64_t rows, int64_t n, int64_t k, const uint8_t* weight, const Room& room, const Out& out) {
+    TiledLinear<Out>{rows, n, (k + 3) / 4, weight, room.codes, code_bytes(k), out}.all(thread, 0, rows);
+}
+#else
+struct Between {
+    Numbers numbers;
+    const Room& room;
+    int64_t rows;
+
+    inline void write(int64_t row, int64_t from, VI sums) const {
+        const V z = numbers.of(row, from, sums);
+        const VI bits = (VI)z & 0x7fffffff, old = room.largest[row];
+        room.largest[row] = bits > old ? bits : old;
+        put(room.between + row * numbers.n + from, z, numbers.n - from);
+    }
+
+    // As `quantize` makes them of the rounded numbers.
+    void code(int64_t columns, int64_t stride) const {
+        for (int64_t row = 0; row < rows; row++) {
+            uint16_t widest;  // rounding is monotonic: the largest is the largest rounded
+            put(&widest, (V)VI{largest_lane(room.largest[row])}, 1);
+            const float inverse = scale_of((int32_t)widest << 16, room.scales + row);
+            VI sums = {};
+            for (int64_t i = 0; i < stride; i += W) {
+                const V x = some_of(room.between + row * columns + i, columns - i);
+                const VI whole = inverse != 0.0f ? rounded(x * inverse) : VI{};
+                sums += whole;
+                put(room.codes + row * stride + i, as_bytes(whole), stride - i);
+            }
+            room.offsets[row] = sum_of_lanes(sums) * 128;
+        }
+    }
+};
+
+struct Thread {};
+
+int64_t code_bytes(int64_t k) { return row_bytes((k + 3) / 4); }
+void code_row(const float* x, int64_t k, const Room& room, int64_t row, int64_t) {
+    const int64_t stride = code_bytes(k);
+    room.offsets[row] = quantize(x, k, stride, room.codes + row * stride, room.scales + row);
+}
+Between between_of(int64_t n, const float* scales, const float* bias, int after, const Room& room, int64_t rows) {
+    return {{n, scales, bias, room.scales, room.offsets, after}, room, rows};
+}
+Outputs<float> last_of(int64_t n, const float* scales, const float* bias, const Room& room, float* y) {
+    return {{n, scales, bias, room.scales, room.offsets, NOTHING}, y, n};
+}
+template <typename Out>
+void multiply(Thread&, int64_t rows, int64_t n, int64_t k, const uint8_t* weight, const Room& room, const Out& out) {
+    const VectorLinear<Out> linear{n, (k + 3) / 4, weight, room.codes, code_bytes(k), out};
+    for (int64_t p = 0; p < linear.panels(); p++) linear.panel(p, 0, rows);
+}
+#endif
+
+int64_t deepest_of(int64_t k, int64_t between) { return up(std::max(code_bytes(k), code_bytes(between)), LINE); }
+
 }  // namespace
 
+#if TILED
 extern "C" int64_t permitted() { return tiles_permitted(); }
+#endif
 
 // Bytes of `room` for each thread.
-extern "C" int64_t room_bytes(int64_t rows, int64_t k, int64_t between) { return Room::bytes(rows, std::max(up(k, STEP), up(between, STEP)), between); }
+extern "C" int64_t room_bytes(int64_t rows, int64_t k, int64_t between) { return Room::bytes(rows, deepest_of(k, between), between); }
 
 // x (M, K), rows ldx apart -> y (M, N), both fp32; `residual` (M, N) may be null. Rows are taken `rows` at a time, at most CHUNK.
 extern "C" void int8_mlp(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t* w1, const float* s1, const float* b1, int64_t between,
                          int64_t after, const uint8_t* w2, const float* s2, const float* b2, int64_t n, const float* residual,
                          int64_t norm, const float* norm_weight, const float* norm_bias, double eps, float* y, uint8_t* room, int64_t rows,
                          int64_t threads) {
-    const int64_t depth = w1 ? between : k, deepest = std::max(up(k, STEP), up(between, STEP)), each = Room::bytes(rows, deepest, between);
+    const int64_t deepest = deepest_of(k, between), each = Room::bytes(rows, deepest, between);
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
-        TileThread thread;
+        Thread thread;
 #pragma omp for schedule(static)
         for (int64_t top = 0; top < m; top += rows) {
             const int64_t here = std::min(rows, m - top);
             const Room own(room + omp_get_thread_num() * each, here, deepest, between);
-            const int64_t stride = up(k, STEP);
-            const Results<float> results{{n, s2, b2, own.scales, own.offsets}, NOTHING, y + top * n, n};
-            const TiledLinear<Results<float>> second{here, n, (depth + 3) / 4, w2, own.codes, up(depth, STEP), results};
-            const Between inner{{between, s1, b1, own.scales, own.offsets}, after == GELU ? GELU_SHORT : (int)after, own, here};
-            const TiledLinear<Between> first{here, between, (k + 3) / 4, w1, own.codes, stride, inner};
-            for (int64_t i = 0; i < here; i++)
-                own.offsets[i] = quantize<STEP>(x + (top + i) * ldx, k, stride, tiled_row(own.codes, i, stride), own.scales + i, tiled_height(i, here) * STEP);
+            for (int64_t i = 0; i < here; i++) code_row(x + (top + i) * ldx, k, own, i, here);
             if (w1) {
+                const Between inner = between_of(between, s1, b1, after == GELU ? GELU_SHORT : (int)after, own, here);
                 for (int64_t i = 0; i < here; i++) own.largest[i] = VI{};
-                first.all(thread, 0, here);
-                inner.code(between, up(between, STEP));
+                multiply(thread, here, between, k, w1, own, inner);
+                inner.code(between, code_bytes(between));
             }
-            second.all(thread, 0, here);
+            multiply(thread, here, n, w1 ? between : k, w2, own, last_of(n, s2, b2, own, y + top * n));
             for (int64_t i = top; i < top + here && (residual || norm); i++) {
                 const float* from = residual ? residual + i * n : nullptr;
                 if (norm) layer_norm_row(y + i * n, from, norm_weight, norm_bias, (float)eps, n, y + i * n);

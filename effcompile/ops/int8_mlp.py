@@ -1,5 +1,5 @@
-"""Linears in 8 bits with what lies between and behind them as one call, for a CPU with AMX: nothing between
-leaves a core's cache.
+"""Linears in 8 bits with what lies between and behind them as one call, for a CPU with AMX or AVX512-VNNI:
+nothing between leaves a core's cache.
 
     int8_mlp              norm(residual + W2 f(W1 x + b1) + b2)
     int8_linear_residual  norm(residual + W x + b)
@@ -31,11 +31,12 @@ from effcompile.ops.coded_rows import flat_rows
 from effcompile.ops.instruction_sets import ARGUMENT, LINE, POINTER, at_line, best_of, why_torch, with_tiles
 from effcompile.ops.int8_linear import check, int8_linear_on_cpu
 from effcompile.ops.int8_linear import workspace_bytes as linear_bytes
+from effcompile.ops.int8_native import TILED, macros
 
 __all__ = ["fallback_reason", "int8_linear_residual", "int8_mlp", "pays", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("int8_mlp.cpp")
-_ISA = "amx_int8"
+_ISAS = ("amx_int8", "avx512_vnni")
 #: Rows that one core takes at once, at most: fewer where what is between would be more than this of its L2
 #: cache. With half as many the weights come from beyond it twice as often (768 to 3072 columns: 1.2 times as
 #: long with 64 as with 128).
@@ -60,11 +61,10 @@ Behind = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
 
 
 @functools.cache
-def kernels() -> MlpTiles | str:
+def kernels() -> MlpKernels | str:
     """The kernel that this machine runs, or why there is none."""
-    if _ISA not in tile_isas():
-        return "this processor has no AMX of bytes"
-    return best_of(MlpTiles, (_ISA,))
+    isas = [isa for isa in tile_isas() if isa in _ISAS]
+    return best_of(MlpKernels, isas) if isas else "this processor has neither AMX nor AVX512-VNNI"
 
 
 def fallback_reason() -> str | None:
@@ -77,13 +77,14 @@ def pays(rows: int) -> bool:
     return rows >= _FEWEST * torch.get_num_threads()
 
 
-class MlpTiles:
+class MlpKernels:
     """The compiled kernel."""
 
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when it cannot be compiled, or the system does not give the tiles."""
         self.isa, self.instead = isa, instead
-        found = with_tiles(library(_SOURCE, {"WIDTH": 16}, isa))
+        found = library(_SOURCE, macros(isa), isa)
+        found = with_tiles(found) if TILED.get(isa) else found
         self.bytes, self.call = found.room_bytes, found.int8_mlp
         self.bytes.argtypes, self.bytes.restype = (ARGUMENT,) * 3, ARGUMENT
         self.call.argtypes = (

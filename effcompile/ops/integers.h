@@ -20,6 +20,8 @@ typedef int32_t VI __attribute__((vector_size(W * 4)));
 typedef int8_t VB __attribute__((vector_size(W)));
 typedef int32_t VILoose __attribute__((vector_size(W * 4), aligned(1), may_alias));
 
+inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 inline VI load_ints(const void* p) { return *reinterpret_cast<const VILoose*>(p); }
 inline V as_floats(VI v) { return __builtin_convertvector(v, V); }
 inline V where(VI mask, V a, V b) { return mask ? a : b; }
@@ -124,6 +126,20 @@ inline void put(uint16_t* p, V v, int64_t count) {
     else std::memcpy(p, &halves, count * sizeof(uint16_t));
 }
 
+// The first `count` bytes, or all of them. A copy of a length that is not known is a call.
+inline void put(int8_t* p, VB v, int64_t count) {
+    if (count >= W) std::memcpy(p, &v, W);
+    else std::memcpy(p, &v, count);
+}
+
+// `count` numbers of bf16, or as many as a vector has, then zeros.
+inline V some_of(const uint16_t* p, int64_t count) {
+    VH halves = {};
+    if (count >= W) std::memcpy(&halves, p, sizeof(halves));
+    else if (count > 0) std::memcpy(&halves, p, count * sizeof(uint16_t));
+    return (V)(__builtin_convertvector(halves, VU) << 16);
+}
+
 template <int H, typename T, size_t... I>
 inline T turned(T v, std::index_sequence<I...>) { return __builtin_shufflevector(v, v, (int)(I ^ H)...); }
 
@@ -174,7 +190,7 @@ inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* c
         sums += whole;
         const VB bytes = as_bytes(whole);
         if constexpr (RUN) std::memcpy(codes + i / RUN * apart + i % RUN, &bytes, W);
-        else std::memcpy(codes + i, &bytes, W == 4 ? W : std::min<int64_t>(W, padded - i));  // padded is a multiple of four
+        else put(codes + i, bytes, W == 4 ? W : padded - i);  // padded is a multiple of four
     }
     return sum_of_lanes(sums) * 128;
 }

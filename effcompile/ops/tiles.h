@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include <cstdint>
-#include <immintrin.h>
+#include "integers.h"
+
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -13,8 +13,6 @@ namespace {
 constexpr int64_t STEP = 64;           // bytes of K of one tile
 constexpr int64_t TILE_ROWS = 16;      // rows of x, or quads of K, of one tile
 constexpr int64_t TILE_BYTES = 1024;
-
-inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 #ifdef __AMX_TILE__
 // Linux gives a process the tiles' registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).

@@ -48,9 +48,16 @@ def close(found: Tensor, right: Tensor) -> bool:
     return bool((found - right).abs().max() <= 3e-2 * right.abs().max() + 1e-6)
 
 
-def test_the_kernel_is_there_where_the_processor_has_tiles() -> None:
+def test_there_is_a_kernel_where_the_processor_multiplies_bytes_widely() -> None:
     reason = module.fallback_reason()
-    assert (reason is None) == ("amx_int8" in instructions.tile_isas()), reason
+    assert (reason is None) == bool({"amx_int8", "avx512_vnni"} & set(instructions.tile_isas())), reason
+
+
+@pytest.mark.parametrize("isa", ["amx_int8", "avx512_vnni"])
+def test_every_set_is_right(isa: str) -> None:
+    if isa not in instructions.tile_isas():
+        pytest.skip(f"this processor has no {isa}")
+    assert module.MlpKernels(isa).objection() is None
 
 
 @settings(max_examples=60, deadline=None)
