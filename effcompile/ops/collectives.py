@@ -6,10 +6,8 @@ An operator names an axis of the mesh ("dp", "tp") and its size; which processes
 graph runs (`over`). So a graph is data: it can be planned, simulated and saved where there is one process,
 and nobody measures a collective by running it alone.
 
-gloo makes copies in torch's allocator for its gathers and scatters (all_gather_into_tensor: its output,
-reduce_scatter_tensor: its input), and frees them from another thread a little late. Broadcasts and reductions
-in place make none and take no longer (measured, 2 and 4 ranks), so these are what is used there: then the
-allocator's peak is the simulated one to the byte. Other backends take their own coalesced calls.
+On gloo they are made of messages from rank to rank (`ops/messages.py`), which take no memory but what is said
+below; other backends take their own coalesced calls.
 
 Legend: W ranks; a whole tensor (N, ...) is W shards of ⌈N / W⌉ rows, the last ones padded.
 """
@@ -18,15 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from effcompile.core import torch_compat_ranks
-from effcompile.core.errors import LoweringError, RankError
-from effcompile.core.stages import first_line
+from effcompile.core.errors import LoweringError
+from effcompile.ops import messages
+from effcompile.ops.messages import answered, finish, parts_of, rows_of_shard, spread
 
 __all__ = [
     "gather",
@@ -61,18 +60,13 @@ def over(groups: Groups) -> Iterator[None]:
         _LOCAL.groups = before
 
 
-def rows_of_shard(rows: int, world: int) -> int:
-    """⌈N / W⌉: as DTensor's Shard(0) divides."""
-    return -(-rows // world)
-
-
 @torch.library.custom_op("effcompile::gather", mutates_args=())
 def gather(shards: list[Tensor], rows: list[int], axis: str, world: int) -> list[Tensor]:
     """The whole tensors (N, ...) of padded shards (⌈N / W⌉, ...); `rows`: their N."""
     group = _group(axis, world)
     padded = [shard.new_empty((world * shard.shape[0], *shard.shape[1:])) for shard in shards]
     if _copies(group):
-        _gather(padded, shards, group)
+        messages.gather(padded, shards, group)
     else:
         with answered(group):
             torch_compat_ranks.gather_into(padded, [shard.contiguous() for shard in shards], group)
@@ -91,8 +85,7 @@ def scatter_mean(wholes: list[Tensor], axis: str, world: int) -> list[Tensor]:
     group = _group(axis, world)
     shards = [_shard_like(whole, world) for whole in wholes]
     if _copies(group):
-        for bucket in _buckets(wholes, world):
-            _scatter([wholes[i] for i in bucket], [shards[i] for i in bucket], group)
+        messages.scatter(wholes, shards, group)
     else:
         even = [w.contiguous() if w.shape[0] % world == 0 else _padded_copy(w, world) for w in wholes]
         with answered(group):
@@ -111,9 +104,12 @@ def _(wholes, axis, world):  # type: ignore[no-untyped-def]
 def summed(tensors: list[Tensor], axis: str, world: int) -> list[Tensor]:
     """The sum over ranks of each tensor, on every rank, to the same bits."""
     group = _group(axis, world)
+    if _copies(group):
+        totals = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        messages.sum_all(tensors, totals, group)
+        return totals
     totals = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    with torch_compat_ranks.lent(totals):
-        _finish((_all_reduce(total, group) for total in totals), group)
+    finish((_all_reduce(total, group) for total in totals), group)
     return totals
 
 
@@ -135,15 +131,17 @@ def _(tensors, axis, world):  # type: ignore[no-untyped-def]
 
 def exchange_rows(wholes: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank what each has of whole tensors (N, ...), in place: the first ⌈N / W⌉ rows the first."""
-    with torch_compat_ranks.lent(wholes):
-        _finish(
-            (
-                _broadcast(part, source, group)
-                for whole in wholes
-                for source, part in enumerate(whole.split(rows_of_shard(whole.shape[0], group.size())))
-            ),
-            group,
-        )
+    if _copies(group):
+        spread([parts_of(whole, group.size()) for whole in wholes], group)
+        return
+    finish(
+        (
+            _broadcast(part, source, group)
+            for whole in wholes
+            for source, part in enumerate(parts_of(whole, group.size()))
+        ),
+        group,
+    )
 
 
 #: As graphs have them.
@@ -173,118 +171,15 @@ def _group(axis: str, world: int) -> dist.ProcessGroup:
 
 def _copies(group: dist.ProcessGroup) -> bool:
     """Whether the backend copies what it gathers and scatters."""
-    return str(dist.get_backend(group)) == "gloo"
+    return group.size() > 1 and str(dist.get_backend(group)) == "gloo"
 
 
 def _broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work | None:
     return dist.broadcast(tensor, group=group, group_src=source, async_op=True) if tensor.numel() else None
 
 
-def _reduce(tensor: Tensor, into: int, group: dist.ProcessGroup) -> dist.Work | None:
-    return dist.reduce(tensor, group=group, group_dst=into, async_op=True) if tensor.numel() else None
-
-
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    view = tensor.view(tensor.shape)  # whoever holds it holds the storage once more, which `lent` sees
-    return dist.all_reduce(view, group=group, async_op=True) if tensor.numel() else None
-
-
-def _finish(begun: Iterable[dist.Work | None], group: dist.ProcessGroup) -> None:
-    """Begin all of it, then wait for all of it."""
-    with answered(group):
-        works = list(begun)
-        while works:
-            if (work := works.pop(0)) is not None:
-                work.wait()
-
-
-@contextlib.contextmanager
-def answered(group: dist.ProcessGroup) -> Iterator[None]:
-    """What a backend raises within, where another rank does not answer, is an error that names the rank.
-
-    Raises:
-        RankError: which rank fell out.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        missing = torch_compat_ranks.missing(group)
-        who = f"Rank {', '.join(map(str, missing))}" if missing else "Another rank"
-        raise RankError(
-            f"{who} fell out of the step: it did not answer in a collective ({first_line(error)}). Its own "
-            "output says why. torchrun --max-restarts=3 starts all ranks again; a loop that loads its last "
-            "checkpoint goes on from there."
-        ) from error
-
-
-def _buckets(wholes: Sequence[Tensor], world: int) -> list[list[int]]:
-    """Which tensors are copied together: of one dtype, and in no more bytes than the largest has alone.
-
-    A reduction of gloo's costs both processes a turn, whatever its size: a layer's in buckets took about
-    two thirds of the time that they took one by one (2 ranks on 2 cores, 64 to 256 wide).
-    """
-    room = max((_padded_bytes(whole, world) for whole in wholes), default=0)
-    found: list[tuple[torch.dtype, int, list[int]]] = []
-    for i in sorted(range(len(wholes)), key=lambda i: -_padded_bytes(wholes[i], world)):
-        dtype, size = wholes[i].dtype, _padded_bytes(wholes[i], world)
-        at = next((at for at, (of, held, _) in enumerate(found) if of == dtype and held + size <= room), None)
-        if at is None:
-            found.append((dtype, size, [i]))
-        else:
-            found[at] = (dtype, found[at][1] + size, [*found[at][2], i])
-    return [bucket for _, _, bucket in found]
-
-
-def _scatter(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over ranks, of which this rank has its shards then: one reduction for each rank."""
-    counts = [shard.numel() for shard in shards]
-    copy = wholes[0].new_zeros((group.size(), sum(counts)))
-    places = [row.split(counts) for row in copy]  # rank → of each tensor
-    for at, (whole, shard) in enumerate(zip(wholes, shards, strict=True)):
-        for place, part in zip(places, whole.split(max(1, shard.shape[0])), strict=False):
-            place[at][: part.numel()].view(part.shape).copy_(part)
-    with torch_compat_ranks.lent([copy]):
-        _finish((_reduce(row, into, group) for into, row in enumerate(copy)), group)
-    for shard, found in zip(shards, places[group.rank()], strict=True):
-        shard.copy_(found.view(shard.shape))
-
-
-def _small(shards: Sequence[Tensor]) -> list[int]:
-    """Which shards are sent together, for a broadcast of gloo's costs a turn, too: vectors beside weights."""
-    room = max((shard.nbytes for shard in shards), default=0) // 4
-    found: list[int] = []
-    for i, shard in enumerate(shards):
-        if shard.nbytes <= min(room, 1 << 14) and shard.dtype == shards[(found or [i])[0]].dtype:
-            found.append(i)
-            room -= shard.nbytes
-    return found if len(found) > 1 else []
-
-
-def _gather(padded: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Fill whole tensors with the ranks' shards, in place."""
-    me, small = group.rank(), _small(shards)
-    large = [i for i in range(len(shards)) if i not in small]
-    counts = [shards[i].numel() for i in small]
-    copies = [shards[small[0]].new_empty((group.size(), sum(counts)))] if small else []
-    for copy in copies:
-        for place, i in zip(copy[me].split(counts), small, strict=True):
-            place.view(shards[i].shape).copy_(shards[i])
-    for i in large:
-        padded[i].chunk(group.size())[me].copy_(shards[i])
-    lent = [*(padded[i] for i in large), *copies]
-    with torch_compat_ranks.lent(lent):
-        _finish(
-            (
-                _broadcast(part, source, group)
-                for whole in lent
-                # held by gloo alone, so that `lent` sees when it lets go
-                for source, part in enumerate(whole.chunk(group.size()))
-            ),
-            group,
-        )
-    for copy in copies:
-        for places, i in zip(copy.split(counts, 1), small, strict=True):
-            padded[i].view(places.shape).copy_(places)
+    return dist.all_reduce(tensor, group=group, async_op=True) if tensor.numel() else None
 
 
 def _shard_like(whole: Tensor, world: int) -> Tensor:
@@ -303,18 +198,30 @@ def _padded_copy(whole: Tensor, world: int) -> Tensor:
 # ------------------------------------------------------------------ what they cost
 
 
-def _padded_bytes(tensor: Tensor, world: int) -> int:
-    rows = world * rows_of_shard(int(tensor.shape[0]), world)
-    return rows * (tensor.numel() // max(1, int(tensor.shape[0]))) * tensor.element_size()
+def _scatter_bytes(wholes: Sequence[Tensor], world: int) -> int:
+    """Parts that are not contiguous, on their way; what arrives from the third rank."""
+    parts = [
+        rows_of_shard(int(whole.shape[0]), world) * (whole.nbytes // max(1, int(whole.shape[0])))
+        for whole in wholes
+    ]
+    copied = sum(part for part, whole in zip(parts, wholes, strict=True) if not whole.is_contiguous())
+    return copied + (sum(parts) if world > 2 else 0)
+
+
+def _sum_bytes(tensors: Sequence[Tensor], world: int) -> int:
+    """Tensors that are not contiguous; what arrives from the third rank."""
+    copied = sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
+    parts = (rows_of_shard(tensor.numel(), world) * tensor.element_size() for tensor in tensors)
+    return copied + (sum(parts) if world > 2 else 0)
 
 
 #: Operator → the bytes that it takes for itself (gloo's ways above; other backends take no more), and that
 #: cross a rank's link.
 _WORKSPACE: dict[str, Callable[[Sequence[Tensor], int], int]] = {
-    "effcompile::gather": lambda tensors, world: world * sum(tensors[i].nbytes for i in _small(tensors)),
-    "effcompile::scatter_mean": lambda tensors, world: max(_padded_bytes(t, world) for t in tensors),
-    "effcompile::summed": lambda tensors, world: 0,
-    "effcompile::mean_over_ranks": lambda tensors, world: 0,
+    "effcompile::gather": lambda shards, world: 0,
+    "effcompile::scatter_mean": _scatter_bytes,
+    "effcompile::summed": _sum_bytes,
+    "effcompile::mean_over_ranks": _sum_bytes,
 }
 _LINK: dict[str, Callable[[int, int], float]] = {
     "effcompile::gather": lambda nbytes, world: nbytes * (world - 1),  # of shards

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from effcompile.core.errors import EffcompileError, RankError, UsageError
+from effcompile.core.stages import first_line
 
 T = TypeVar("T")
 #: Ranks that one machine is asked to run.
@@ -92,13 +93,16 @@ def _rank(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network name has this one
     status, answer = 1, b""
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=silence),
-        )
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=silence),
+            )
+        except RuntimeError as error:
+            raise RankError(f"Rank {rank} did not reach the others: {first_line(error)}") from error
         answer = pickle.dumps((True, function(rank, *args)))
         status = 0
     except BaseException as error:
