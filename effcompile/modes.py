@@ -17,6 +17,7 @@ from effcompile.core import effort
 from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Plan
+from effcompile.runtime.meeting import attended
 
 #: Held while a model is captured, planned and verified: torch traces one model at a time, and timings want
 #: the machine for themselves.
@@ -39,8 +40,8 @@ def carry_out(
     Raises:
         UsageError: the model has no values to run. Else of its mode.
     """
-    _refuse_meta(model)
-    with PLANNING, effort.within(request.effort):
+    with attended(request.mesh), PLANNING, effort.within(request.effort):
+        _refuse_meta(model)
         if request.goal.mode == "generation":
             return generating().optimize_generation(model, args, kwargs, **request.whole)
         if request.training:

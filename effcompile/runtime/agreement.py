@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from effcompile.backends.torch.ranks import Alone, Ranks, told_as
 from effcompile.capture.tensors import Digest, bytes_of
 from effcompile.core.errors import GuardError
-from effcompile.ops.collectives import answered
+from effcompile.ops.messages import answered
 from effcompile.runtime.meeting import Meeting
 from effcompile.runtime.treatment import HeldPart, RankState, Treatment, differing
 

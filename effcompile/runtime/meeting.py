@@ -1,14 +1,16 @@
 """What the ranks of a mesh tell each other before a step runs: through the rendezvous store, so that nobody
 hangs in a collective.
 
-A rank that does not come is an error with its number, after a time-out of its own.
+A rank that does not come is an error with its number: at once where it raised one by itself, else after a
+time-out of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +24,9 @@ from effcompile.core.errors import EffcompileError, InfeasibleError, RankError, 
 T = TypeVar("T")
 #: Seconds that a rank may take to capture its model; planning on the first one may take hours.
 COMING, PLANNING = 600.0, 24 * 3600.0
-_ROUNDS: dict[tuple[int, ...], int] = {}
+#: Of the ranks of a mesh, how many calls they made together (`attended`), and of one how often they met.
+_CALLS: dict[tuple[int, ...], int] = {}
+_ROUNDS: dict[tuple[tuple[int, ...], int], int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +56,11 @@ class Meeting:
         key = self._key(what)
         store = torch_compat_ranks.store()
         store.set(f"{key}/{self.me}", json.dumps(mine))
-        late = waiting_for(store, [f"{key}/{rank}" for rank in self.ranks], seconds)
+        late = self._late(store, {rank: f"{key}/{rank}" for rank in self.ranks}, what, seconds)
         if late:
-            names = named_ranks([self.ranks[i] for i in late])
             raise RankError(
-                f"{names} did not come to '{what}' within {seconds:.0f} s: every rank of the mesh calls "
-                "effcompile.optimize, in the same order. Look at the output of that rank; torchrun "
+                f"{named_ranks(late)} did not come to '{what}' within {seconds:.0f} s: every rank of the "
+                "mesh calls effcompile.optimize, in the same order. Look at the output of that rank; torchrun "
                 "--max-restarts starts all of them again."
             )
         return [json.loads(store.get(f"{key}/{rank}")) for rank in self.ranks]
@@ -78,7 +81,7 @@ class Meeting:
                 raise
             store.set(key, json.dumps({"made": made}))
             return made
-        if waiting_for(store, [key], seconds):
+        if self._late(store, {self.ranks[0]: key}, "plan", seconds):
             raise RankError(
                 f"Rank {self.ranks[0]}, which makes the plan for all, did not tell it within "
                 f"{seconds:.0f} s. See its output."
@@ -128,12 +131,60 @@ class Meeting:
                 )
                 raise UsageError(f"The ranks have different {name}: {each}. Start them all with the same.")
 
+    def _late(self, store: Store, keys: Mapping[int, str], what: str, seconds: float) -> list[int]:
+        """The ranks whose keys are not there in time.
+
+        Raises:
+            RankError: one of them raised an error by itself, and will not come.
+        """
+        end, pause, left = time.monotonic() + seconds, 0.005, dict(keys)
+        while left and time.monotonic() < end:
+            gone = [rank for rank in left if store.check([_gone(self.ranks, rank)])]
+            # what a rank said it said before it went
+            left = {rank: key for rank, key in left.items() if not store.check([key])}
+            if rank := next((rank for rank in gone if rank in left), None):
+                said = store.get(_gone(self.ranks, rank)).decode()
+                raise RankError(f"Rank {rank} left effcompile.optimize before '{what}' with an error: {said}")
+            if left:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.25)
+        return list(left)
+
     def _key(self, what: str) -> str:
         """Of this meeting: the ranks come to as many, in the same order."""
-        _ROUNDS[self.ranks] = _ROUNDS.get(self.ranks, 0) + 1
-        return (
-            f"effcompile/{'-'.join(map(str, self.ranks[:8]))}x{len(self.ranks)}/{_ROUNDS[self.ranks]}/{what}"
-        )
+        call = self.ranks, _CALLS.get(tuple(sorted(self.ranks)), 0)
+        _ROUNDS[call] = _ROUNDS.get(call, 0) + 1
+        return f"{_call(self.ranks)}/{_ROUNDS[call]}/{what}"
+
+
+@contextlib.contextmanager
+def attended(mesh: DeviceMesh | None) -> Iterator[None]:
+    """A call that all ranks of a mesh make: an error that one of them raises within ends the others' waiting
+    for it, too, and they meet in the next one all the same.
+    """
+    if mesh is None:
+        yield
+        return
+    ranks = tuple(map(int, mesh.mesh.flatten().tolist()))
+    call = tuple(sorted(ranks))
+    _CALLS[call] = _CALLS.get(call, 0) + 1
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError, ValueError):  # whoever kept the store may be gone
+            torch_compat_ranks.store().set(_gone(ranks, dist.get_rank()), str(_said(error)["said"]))
+        raise
+
+
+def _call(ranks: tuple[int, ...]) -> str:
+    """The keys of the call that these ranks are in begin so."""
+    number = _CALLS.get(tuple(sorted(ranks)), 0)
+    return f"effcompile/{'-'.join(map(str, ranks[:8]))}x{len(ranks)}/{number}"
+
+
+def _gone(ranks: tuple[int, ...], rank: int) -> str:
+    """Where a rank says what it raised."""
+    return f"{_call(tuple(sorted(ranks)))}/gone/{rank}"
 
 
 class RepeatedUsageError(UsageError):
@@ -149,19 +200,6 @@ class RepeatedInfeasibleError(InfeasibleError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-def waiting_for(store: Store, keys: Sequence[str], seconds: float) -> list[int]:
-    """Which of the keys are not there in time."""
-    end = time.monotonic() + seconds
-    pause = 0.005
-    left = list(range(len(keys)))
-    while left and time.monotonic() < end:
-        left = [i for i in left if not store.check([keys[i]])]
-        if left:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.25)
-    return left
 
 
 def _said(error: BaseException) -> dict[str, object]:

@@ -392,6 +392,31 @@ def test_a_plan_for_ranks_without_a_mesh_is_told(plan: Plan) -> None:
         effcompile.optimize(tiny(), inputs=(mine(0),), plan=plan)
 
 
+def raises_alone(rank: int, plan: Plan) -> tuple[str, float, str]:
+    """What a call says of which one rank raises an error before the ranks meet, how long it takes, and what
+    the next one says.
+    """
+    mesh = mesh_of()
+    model = tiny()
+    if rank:
+        fully_shard(model)
+    start = time.monotonic()
+    said = refused(lambda: effcompile.optimize(model, inputs=(mine(rank),), plan=plan, mesh=mesh))
+    spent = time.monotonic() - start
+    again = refused(lambda: effcompile.optimize(tiny(), inputs=(mine(rank),), plan=plan, mesh=mesh))
+    return said, spent, again
+
+
+def test_a_rank_that_raises_alone_ends_the_others_waiting(plan: Plan) -> None:
+    """Well before the ten minutes that a rank may take to come; and they meet in the next call."""
+    (first, spent, again), (second, _, other) = on_ranks(raises_alone, 2, plan)
+    assert first.startswith("RankError: Rank 1 left effcompile.optimize before 'agreeing' with an error: ")
+    assert "is a DTensor already" in first and second.startswith("UsageError: ")
+    assert second.removeprefix("UsageError: ") in first
+    assert spent < 300.0
+    assert (again, other) == ("went on", "went on")
+
+
 def dies(rank: int, plan: Plan) -> str:
     planned = effcompile.optimize(tiny(), inputs=(mine(rank),), plan=plan, mesh=mesh_of())
     loss = planned(mine(rank))

@@ -26,7 +26,7 @@ from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, Kwargs, Value
 from effcompile.ir.roles import Entering
 from effcompile.ir.step import DividedStep
-from effcompile.ops.collectives import answered
+from effcompile.ops.messages import answered
 from effcompile.schedules.emit import Emitted
 
 #: ("F" or "B", stage, micro-batch).

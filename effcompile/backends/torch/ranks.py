@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.ir.step import Spread
 from effcompile.ops import collectives
-from effcompile.ops.collectives import rows_of_shard
+from effcompile.ops.messages import answered, rows_of_shard
 
 #: The axes of a mesh, in the order in which parameters are divided along them.
 AXES = ("pp", "tp", "dp")
@@ -166,7 +166,7 @@ class Ranks:
                 for name, value in list(table.items()):
                     if isinstance(value, DTensor):
                         if id(value) not in gathered:
-                            with collectives.answered(self.holders.get_group(0)):
+                            with answered(self.holders.get_group(0)):
                                 gathered[id(value)] = value.full_tensor(
                                     grad_placements=[Partial("avg")] * self.holders.ndim
                                 )
@@ -241,7 +241,7 @@ def refuse_other_inputs(ranks: Ranks, leaves: Iterable[object]) -> None:
     said = int.from_bytes(digest.digest()[:7], "big")
     for group in groups:
         ends = told_as([said, -said], ranks.mesh.device_type)
-        with collectives.answered(group):
+        with answered(group):
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
         if int(ends[0]) != -int(ends[1]):
             first, second = _differing(said, group, ranks.mesh.device_type)
@@ -266,7 +266,7 @@ def told_as(values: list[int], device: str) -> Tensor:
 def _differing(said: int, group: dist.ProcessGroup, device: str) -> tuple[int, int]:
     """The first rank of a group, and the first that says another number."""
     found = [told_as([0], device) for _ in range(group.size())]
-    with collectives.answered(group):
+    with answered(group):
         dist.all_gather(found, told_as([said], device), group=group)
     other = next(at for at, each in enumerate(found) if not torch.equal(each, found[0]))
     return dist.get_global_rank(group, 0), dist.get_global_rank(group, other)
@@ -335,7 +335,7 @@ def made_alike(model: nn.Module, ranks: Ranks) -> None:
             contiguous = tensor.detach().contiguous()
             for at in range(ranks.mesh.ndim):
                 group = ranks.mesh.get_group(at)
-                with collectives.answered(group):
+                with answered(group):
                     dist.broadcast(contiguous, group=group, group_src=0)
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)

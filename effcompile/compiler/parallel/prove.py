@@ -23,7 +23,7 @@ from effcompile.ir.figures import Check, Totals
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.machine.room import Room, device_of
-from effcompile.ops.collectives import answered
+from effcompile.ops.messages import answered
 from effcompile.proof.training import verify
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64
