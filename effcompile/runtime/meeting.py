@@ -60,8 +60,8 @@ class Meeting:
         if late:
             raise RankError(
                 f"{named_ranks(late)} did not come to '{what}' within {seconds:.0f} s: every rank of the "
-                "mesh calls effcompile.optimize, in the same order. Look at the output of that rank; torchrun "
-                "--max-restarts starts all of them again."
+                "mesh calls effcompile.optimize, in the same order. Look at the output of that rank; "
+                "torchrun --max-restarts starts all of them again."
             )
         return [json.loads(store.get(f"{key}/{rank}")) for rank in self.ranks]
 
