@@ -13,7 +13,7 @@ from torch import fx
 from torch.nn import functional as F  # noqa: N812 - its customary name
 
 from effcompile.estimate import fake_quant
-from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, INT8_TOKEN, Form
+from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, INT8_TOKEN, Form, WeightFormat
 from effcompile.ir.program import Program
 from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges, weight_of
 
@@ -73,6 +73,8 @@ class ErrorRecord:
     entering: dict[fx.Node, Any]
     biases: dict[fx.Node, Any]
     batch: int
+    # what entered the last site, as each way to round it gives it: neighbours read the same (`_entering`)
+    rounded: dict[Any, Any] = field(default_factory=dict)
     # sites where samples of the batch do not influence each other
     separate: set[fx.Node] = field(default_factory=set)
     gradients: list[dict[fx.Node, list[torch.Tensor]]] = field(default_factory=list)
@@ -157,7 +159,7 @@ def delta_of(site: Site, option: Form, record: ErrorRecord, limits: fake_quant.R
     result = record.results[site.node].detach()
     if site.kind in REPLACED:
         bias = None if site.bias is None else record.biases[site.node]
-        return result_of(site, option, record.entering[site.node], bias, limits).sub_(result)
+        return result_of(site, option, record.entering[site.node], bias, limits, record.rounded).sub_(result)
     if site.kind == "embedding":
         assert site.weight is not None
         assert option.weights is not None
@@ -170,22 +172,45 @@ def delta_of(site: Site, option: Form, record: ErrorRecord, limits: fake_quant.R
 
 @torch.no_grad()
 def result_of(
-    site: Site, option: Form, x: torch.Tensor, bias: torch.Tensor | None, limits: fake_quant.Range | None
+    site: Site,
+    option: Form,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    limits: fake_quant.Range | None,
+    known: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """What a linear or a GELU gives under the option, of what enters it."""
+    """What a linear or a GELU gives under the option, of what enters it. `known`: see `_entering`."""
     if site.kind == "gelu":
         return F.gelu(x, approximate="tanh")
     held = INT8_TOKEN if isinstance(site.replaced.get(option), Coded) else option.weights
-    moved = F.linear(x if held is None else fake_quant.activation(x, held, limits), _stored(site, option))
+    entering = x if held is None else _entering(x, held, limits, {} if known is None else known)
+    moved = F.linear(entering, _stored(site, option))
     if held is not None and held.activation == "bf16":
         # the product is rounded before the bias is added, in fp32
         moved = fake_quant.bf16(moved)
     return moved if bias is None else moved.add_(bias)
 
 
+def _entering(
+    x: torch.Tensor, held: WeightFormat, limits: fake_quant.Range | None, known: dict[Any, Any]
+) -> torch.Tensor:
+    """What the format multiplies of x. `known` holds what was rounded of the last x: formats of which only
+    the weights differ, and linears that read one value, share it.
+    """
+    of = (x.data_ptr(), x.shape, x.stride())
+    if known.get("of") != of:
+        known.clear()
+        known["of"] = of
+    key = (held.activation.replace("blocks", "groups"), held.group, limits)
+    if key not in known:
+        known[key] = fake_quant.activation(x, held, limits)
+    return known[key]
+
+
 def _stored(site: Site, option: Form) -> torch.Tensor:
     """The weight as the option stores it; the formats of 8 bits with a scale per channel share theirs."""
-    shared = option.weights is not None and option.weights.activation in ("static int8", "int8 rows")
+    held = option.weights
+    shared = held is not None and held.bits == 8 and held.scale == "channel" and not held.block
     key = Form(weights=INT8_CHANNEL) if shared else option
     assert site.weight is not None
     if key not in site.cache:

@@ -325,12 +325,18 @@ def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[st
         late += behind
         used = task.records[:1] if behind else task.records
         reached = any(site.node in group for record in task.records for group in record.gradients)
-        for option in site.options:
+        # those that hold the weight alike beside each other: it is rounded once for all of them
+        for option in sorted(site.options, key=_holding):
             deltas = _deltas(task, site, option, used)
             error = _from_gradients(task, site, deltas) if reached else _by_running(task, site, deltas)
             errors[site.name, option.name] = errors.get((site.name, option.name), 0.0) + max(error, _UNSEEN)
         site.cache.clear()
     return errors, late
+
+
+def _holding(option: Form) -> str:
+    held = option.weights
+    return "" if held is None or held.scale != "channel" else f"{held.bits} {held.scale}"
 
 
 def _deltas(

@@ -25,8 +25,8 @@ def this_machine(
 
     The probe times a (backend, kernel, shape) once and appends it to `calibration` (absence too), which
     becomes `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up
-    it falls back to the Law, but a kernel of which nothing is known yet is always measured, as there is
-    nothing to fall back to. What is `priced_as` another backend's is timed and kept as that one's.
+    it falls back to the Law, but a shape that is far from all that were measured is always measured, as there
+    is nothing to fall back to. What is `priced_as` another backend's is timed and kept as that one's.
     """
     prober, machine, rates = (
         _Prober(calibration, measures, budget_seconds, priced_as),
@@ -134,7 +134,7 @@ class _Prober:
             return seconds
         law = points.law(call.kernel) if points else None
         measure = self.measures.get(backend)
-        if measure is None or (self.left <= 0 and law is not None):
+        if measure is None or (self.left <= 0 and law is not None and law.reaches(call)):
             return law.seconds(call) if law is not None else None
         if points is None:
             points = self.calibration.backends[backend] = BackendPoints(versions=versions_of(backend))

@@ -247,10 +247,29 @@ class Law:
         for dims, seconds in self.points:
             if dims == call.dims:
                 return seconds
-        dims, seconds = min(self.points, key=lambda p: _log_distance(p[0], call.dims))
+        dims, seconds = self._nearest(call)
         near = KernelCall(call.kernel, dims)
-        work, near_work = (call.flops or call.bytes), (near.flops or near.bytes)
-        return self.overhead + max(seconds - self.overhead, 0.0) * work / max(near_work, 1.0)
+        return self.overhead + max(seconds - self.overhead, 0.0) * _work(call) / max(_work(near), 1.0)
+
+    def reaches(self, call: KernelCall) -> bool:
+        """Whether a measured shape is near enough to scale from: what a few elements take is the launch
+        alone, and says nothing of a million.
+        """
+        if not self.points:
+            return False
+        near = max(_work(KernelCall(call.kernel, self._nearest(call)[0])), 1.0)
+        return 1 / _REACH <= max(_work(call), 1.0) / near <= _REACH
+
+    def _nearest(self, call: KernelCall) -> tuple[Dims, float]:
+        return min(self.points, key=lambda point: _log_distance(point[0], call.dims))
+
+
+#: Times as much work, or as little, as a shape was measured at, that its time is still scaled to.
+_REACH = 16.0
+
+
+def _work(call: KernelCall) -> float:
+    return call.flops or call.bytes
 
 
 def _log_distance(a: Dims, b: Dims) -> float:

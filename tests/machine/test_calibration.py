@@ -182,6 +182,17 @@ def test_a_spent_budget_interpolates_but_still_measures_the_unknown(calibrated):
     assert other.asked == [new]
 
 
+def test_a_spent_budget_does_not_scale_a_launch_to_a_million_elements(calibrated):
+    """What three elements take is the launch alone; scaled by work it said minutes for a prompt."""
+    found, _ = calibrated
+    other = Fake(factor=2.0)
+    target = this_machine(found, {"other": other}, budget_seconds=0.0)
+    few, many, more = (KernelCall("pointwise/fp32", (size,)) for size in (3, 1 << 20, 1 << 21))
+    for call in (few, many, more):
+        target.price("other", call)
+    assert other.asked == [few, many]  # twice a million is scaled
+
+
 def test_an_unmeasured_backend_of_which_nothing_is_known_has_no_price(calibrated):
     found, _ = calibrated
     assert this_machine(found, {}).price("nobody", KernelCall("linear/fp32", (8, 64, 64))) is None

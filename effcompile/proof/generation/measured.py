@@ -69,11 +69,14 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> In
     ids = _ids(model, goal, prompt)
     key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     with evaluating(model), torch.no_grad():
-        prefills = {name: partial(_prefill, model, run, {key: ids, **extra}) for name, run in runs.items()}
+        ready: dict[str, HFCache] = {}
+        prefills = {
+            name: partial(_prefill, model, run, {key: ids, **extra}, ready, name)
+            for name, run in runs.items()
+        }
         first = {
             name: faster_half_median(times) for name, times in interleaved(prefills, 2, repeats=1).items()
         }
-        ready = {name: prefill() for name, prefill in prefills.items()}
         decodes: dict[str, Callable[[], object]] = {
             name: partial(_decode, runs[name], {key: ids[:, :1], **extra}, ready[name]) for name in runs
         }
@@ -93,12 +96,13 @@ def _original(model: HFModel, **given: Any) -> Outputs:
     return model(**given, use_cache=True, return_dict=True)
 
 
-def _prefill(model: HFModel, run: Forward, given: Kwargs) -> HFCache:
+def _prefill(model: HFModel, run: Forward, given: Kwargs, ready: dict[str, HFCache], name: str) -> None:
+    """`ready`: the cache that it leaves, by name, for the tokens behind it."""
     cache = new_cache(model)
     keep = {"logits_to_keep": 1} if _keeps(model) else {}
     run(**given, **keep, past_key_values=cache)
     _awaited(model.device)
-    return cache
+    ready[name] = cache
 
 
 def _awaited(device: torch.device) -> None:
