@@ -24,7 +24,6 @@ from effcompile.core.errors import (
     UsageError,
     VerificationError,
 )
-from effcompile.core.findings import NotBuilt
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
@@ -52,6 +51,7 @@ from effcompile.search.pricing import (
 from effcompile.search.progress import entry
 from effcompile.search.request import Asked, Task
 from effcompile.search.search import Search, fingerprint
+from effcompile.search.shortlist import not_built, undecided, worth_building
 from effcompile.sites.parts import attentions
 
 #: A backend predicted slower than the best by more than this factor is not built: predictions are not that
@@ -166,9 +166,9 @@ def _best_of(
         best = _finish(shop, outcomes, told)
         if not machine.here or effort.is_low() or asked.goal.minimize != "time":
             return best
-        if _undecided(plans, told, best.plan.seconds_measured):
+        if undecided(plans, told, best.plan.seconds_measured):
             best = _finish(shop, outcomes, told)  # a second look takes a fraction of a build
-        if late := _undecided(plans, told, took := best.plan.seconds_measured):
+        if late := undecided(plans, told, took := best.plan.seconds_measured):
             outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
             best = _finish(shop, outcomes, told)
         return best
@@ -237,25 +237,16 @@ def _settle_all(
     """
 
     def settled(backend: Backend, plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | Reason:
-        best = min((o.plan.certificate.objective for o in outcomes), default=math.inf)
         on_cpu = search.machine.target.device == "cpu"
-        worth_building = backend.slack * max(SHORTLIST * best, beside) if on_cpu else math.inf
-        if plan.certificate.objective > worth_building:
-            return NotBuilt(times=plan.certificate.objective / best)
+        worth = worth_building(backend, outcomes, SHORTLIST, beside) if on_cpu else math.inf
+        if plan.certificate.objective > worth:
+            return not_built(plan, outcomes)
         if (same := next((each for each in built if plan.same_choices(each.plan)), None)) is not None:
             return replace(same, plan=_priced_again(same.plan, plan))
         _rest(outcomes)
-        return settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building)
+        return settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth)
 
     return settle_all(plans, candidates, settled, before)
-
-
-def _undecided(
-    plans: Sequence[tuple[Backend, Plan]], told: Sequence[Candidate], seconds: float
-) -> list[tuple[Backend, Plan]]:
-    """Backends that were not built though by their prediction they take no more than was measured."""
-    left = {c.backend: c.predicted_seconds or math.inf for c in told if isinstance(c.note, NotBuilt)}
-    return [pair for pair in plans if left.get(pair[0].name, math.inf) <= pair[0].slack * seconds]
 
 
 def _rest(outcomes: Sequence[Outcome]) -> None:

@@ -19,7 +19,7 @@ from effcompile.compiler.settle import as_saved, corrected, not_within, settle_a
 from effcompile.core import gpu
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError, VerificationError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, HFModel, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.estimate import kept
@@ -48,6 +48,7 @@ from effcompile.search.refine import Constraints, refine
 from effcompile.search.regimes import Regimes
 from effcompile.search.request import Asked, Task
 from effcompile.search.search import Search, fingerprint, stored_notes
+from effcompile.search.shortlist import not_built, undecided, worth_building
 
 #: Where a step of generation runs.
 BACKENDS = ("torch-eager", "onnxruntime")
@@ -58,6 +59,8 @@ CHUNK = 512
 #: Solves until the measured error and peak are within the limits.
 _ROUNDS = 4
 _SENSITIVITY_SECONDS = 20.0
+#: Times the best predicted objective that is still built and timed.
+SHORTLIST = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +150,11 @@ def optimize_generation(
     search = shop.search()
     plans, candidates = plans_for(search, backends, {}, bench.progress)
     outcomes, considered = settle_all(plans, candidates, partial(_settle, bench, search, told))
-    return _finished(bench, outcomes, considered, shop.machine)
+    made = _finished(bench, outcomes, considered, shop.machine)
+    if late := undecided(plans, considered, took := made.plan.seconds_measured):
+        settled = partial(_settle, bench, search, told, beside=took)
+        made = _finished(bench, *settle_all(late, considered, settled, outcomes), shop.machine)
+    return made
 
 
 def _finished(
@@ -314,15 +321,18 @@ def _sensitivity(
 
 
 def _settle(
-    bench: Bench, search: Search, told: Sequence[Told], backend: Backend, first: Plan, _: Sequence[Generated]
-) -> Generated:
+    bench: Bench, search: Search, told: Sequence[Told], backend: Backend, first: Plan,
+    built: Sequence[Generated], beside: float = 0.0,
+) -> Generated | Reason:  # fmt: skip
     """Lower and compare; and solve again with what was learned, while the error or the peak is over its
-    limit.
+    limit. `built`, of which the best took `beside` seconds: by far faster ones leave this alone.
 
     Raises:
         InfeasibleError: nothing meets the goal. VerificationError: nothing that was tried does.
             LoweringError: it cannot be built.
     """
+    if first.certificate.objective > worth_building(backend, built, SHORTLIST, beside):
+        return not_built(first, built)
 
     def solved(constraints: Constraints) -> Plan:
         if constraints.round == 1:

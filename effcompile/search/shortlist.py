@@ -1,0 +1,47 @@
+"""Which backends' plans are worth building: those that are predicted to take little longer than the best, and
+what running it shows to be undecided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from effcompile.backends.base import Backend
+from effcompile.core.findings import NotBuilt
+from effcompile.ir.figures import Candidate
+from effcompile.ir.plan import Plan
+
+
+class _Built(Protocol):
+    @property
+    def plan(self) -> Plan: ...
+
+
+def worth_building(backend: Backend, built: Sequence[_Built], share: float, beside: float = 0.0) -> float:
+    """The largest predicted objective that is, beside what other backends made of theirs: so many times the
+    best of them, or as long as the best was measured to take.
+    """
+    return backend.slack * max(share * _best(built), beside)
+
+
+def not_built(plan: Plan, built: Sequence[_Built]) -> NotBuilt:
+    """Why it is not."""
+    return NotBuilt(times=plan.certificate.objective / _best(built))
+
+
+def _best(built: Sequence[_Built]) -> float:
+    return min((each.plan.certificate.objective for each in built), default=math.inf)
+
+
+def undecided(
+    plans: Sequence[tuple[Backend, Plan]], told: Sequence[Candidate], seconds: float
+) -> list[tuple[Backend, Plan]]:
+    """Backends that were not built though by their prediction they take no more than was measured."""
+    left = {c.backend: c.predicted_seconds or math.inf for c in told if isinstance(c.note, NotBuilt)}
+    return [
+        (backend, plan)
+        for backend, plan in plans
+        if plan.goal.minimize == "time" and left.get(backend.name, math.inf) <= backend.slack * seconds
+    ]

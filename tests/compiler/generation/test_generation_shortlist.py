@@ -1,0 +1,37 @@
+"""A backend predicted slower by far is not built, unless running the best leaves it undecided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from generation_models import tiny
+
+import effcompile
+from effcompile.compiler.generation import build
+from effcompile.core.findings import NotBuilt
+from effcompile.proof.generation import measured
+from effcompile.proof.generation.measured import Interleaved, Seconds
+
+pytest.importorskip("onnxruntime")
+
+
+@pytest.mark.parametrize(("takes", "late"), [(1e-9, False), (10.0, True)])
+def test_what_is_far_from_the_best_is_built_where_running_leaves_it_open(
+    monkeypatch: pytest.MonkeyPatch, takes: float, late: bool
+) -> None:
+    compared: list[list[str]] = []
+
+    def timed(model: Any, steps: Any, goal: Any) -> Interleaved:
+        compared.append(list(steps))
+        each = {name: Seconds(prefill=takes, decode=takes) for name in (measured.ORIGINAL, *steps)}
+        return Interleaved(each=each, stream=0.0)
+
+    monkeypatch.setattr(build, "SHORTLIST", 0.0)
+    monkeypatch.setattr(measured, "compared", timed)
+    torch.manual_seed(0)
+    plan = effcompile.optimize(tiny("llama"), mode="generation", context=24, prompt=8, new=4).plan
+    assert [len(names) for names in compared] == ([1, 2] if late else [1])
+    left = [each for each in plan.candidates if isinstance(each.note, NotBuilt)]
+    assert len(left) == (0 if late else 1)
