@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812 - its customary name
-from torch.overrides import TorchFunctionMode
 
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, HFModel, Inputs, Kwargs
@@ -61,7 +59,7 @@ def _tokens_of(args: Args, kwargs: Kwargs, at: int) -> torch.Tensor:
 def _written(model: HFModel, tokens: int, vocabulary: int) -> torch.Tensor:
     """Sampled from the model, one token after the other, beginning with random ones."""
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), _FewRows():
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(0)
         ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, 1), device=model.device)
         cache = None
@@ -72,23 +70,6 @@ def _written(model: HFModel, tokens: int, vocabulary: int) -> torch.Tensor:
             step = torch.multinomial(outputs.logits[:, -1].float().softmax(-1), 1)
             ids = torch.cat([ids, step], dim=1)
     return ids
-
-
-class _FewRows(TorchFunctionMode):
-    """Products of a few rows as W·xᵀ on a processor: MKL takes two to four times as long for x·Wᵀ of two to
-    four rows, on AMD longer than for eight.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        if func is F.linear and len(args) >= 2 and not kwargs and args[0].device.type == "cpu":
-            x, weight, *bias = args
-            rows = x.reshape(-1, x.shape[-1])
-            if 1 < rows.shape[0] <= _ROWS:
-                made = (weight @ rows.T).T.reshape(*x.shape[:-1], -1)
-                return made if not bias or bias[0] is None else made + bias[0]
-        return func(*args, **(kwargs or {}))
 
 
 def as_inputs(text: torch.Tensor, layout: CacheLayout, like: Kwargs) -> Inputs:
