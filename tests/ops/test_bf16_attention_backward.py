@@ -63,6 +63,7 @@ def test_as_near_to_float64_as_torch_for_every_shape(
     batch: int, heads: int, queries: int, keys: int, width: int, kind: str, turned: bool, threads: int
 ) -> None:
     mask = None
+    torch.manual_seed(batch + queries + keys)
     if kind in ("mask", "narrow mask", "one row"):
         mask = torch.randn(batch, 1, 1 if kind == "one row" else queries, keys)
         mask = mask.masked_fill(torch.rand(mask.shape) < 0.4, -1e9).expand(batch, 1, queries, keys)
@@ -77,7 +78,8 @@ def test_as_near_to_float64_as_torch_for_every_shape(
     largest = max(float(right.norm()) for _, _, right in found)
     for ours, torchs, right in found:
         error, allowed = (float((each.double() - right).norm()) for each in (ours, torchs))
-        assert error <= 1.25 * allowed + 2e-3 * largest
+        # p, ds and what is returned are rounded by 2^-9 each: of a few elements that may be all on one side
+        assert error <= 1.25 * allowed + 2**-8 * largest
 
 
 def test_a_nan_stays_one_and_a_masked_key_gets_no_gradient() -> None:
