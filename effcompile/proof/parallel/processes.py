@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -102,7 +103,7 @@ def _rank(
                 timeout=timedelta(seconds=silence),
             )
         except RuntimeError as error:
-            raise RankError(f"Rank {rank} did not reach the others: {first_line(error)}") from error
+            raise RankError(f"Rank {rank} did not reach the others: {_unreachable(error)}") from error
         answer = pickle.dumps((True, function(rank, *args)))
         status = 0
     except BaseException as error:
@@ -111,6 +112,15 @@ def _rank(
         told.send_bytes(answer)
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(status)
+
+
+def _unreachable(error: RuntimeError) -> str:
+    """gloo's words, or which network interface was named that is not here."""
+    here, named = [name for _, name in socket.if_nameindex()], os.environ["GLOO_SOCKET_IFNAME"]
+    if wrong := [name for name in named.split(",") if name not in here]:
+        there = ", ".join(here)
+        return f"$GLOO_SOCKET_IFNAME names {wrong[0]!r}; interfaces here: {there}. Unset it, or name one."
+    return first_line(error)
 
 
 def _pickled(error: BaseException) -> bytes:
