@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -51,8 +52,8 @@ class Settings:
 
 
 def default_settings() -> Settings:
-    """One thread per usable core."""
-    return Settings(threads=usable_cores())
+    """As many threads as torch takes: who gave it fewer than there are cores meant what is planned, too."""
+    return Settings(threads=usable_threads())
 
 
 def settings_of(saved: Mapping[str, object]) -> Settings:
@@ -65,7 +66,7 @@ def settings_of(saved: Mapping[str, object]) -> Settings:
     names = [field.name for field in fields(Settings)]
     try:
         asked = msgspec.convert(
-            {"threads": usable_cores(), **{name: saved[name] for name in names if name in saved}}, Settings
+            {"threads": usable_threads(), **{name: saved[name] for name in names if name in saved}}, Settings
         )
     except msgspec.ValidationError as error:
         raise FormatError(
@@ -84,15 +85,23 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def usable_threads() -> int:
+    """Of them as many as torch has threads ($OMP_NUM_THREADS, torch.set_num_threads); all where it is not
+    loaded.
+    """
+    cores, torch = usable_cores(), sys.modules.get("torch")
+    return cores if torch is None else min(cores, int(torch.get_num_threads()))
+
+
 def candidates() -> list[Settings]:
-    """The settings worth timing: all cores with and without spinning, no arena, and one thread less."""
-    cores = usable_cores()
+    """The settings worth timing: all threads with and without spinning, no arena, and half of the threads."""
+    threads = usable_threads()
     several = [
-        Settings(threads=cores),
-        Settings(threads=cores, spinning=False),
-        Settings(threads=cores, arena=False),
+        Settings(threads=threads),
+        Settings(threads=threads, spinning=False),
+        Settings(threads=threads, arena=False),
     ]
-    return several if cores <= 2 else [*several, Settings(threads=cores // 2)]
+    return several if threads <= 2 else [*several, Settings(threads=threads // 2)]
 
 
 def open_session(model: Path | bytes, settings: Settings | None = None) -> onnxruntime.InferenceSession:

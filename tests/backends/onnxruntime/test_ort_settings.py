@@ -4,10 +4,12 @@ before and after.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from effcompile.backends.onnxruntime import session
 from effcompile.backends.onnxruntime.session import Settings
@@ -38,10 +40,25 @@ def test_the_fastest_by_more_than_noise(
         return left.pop(0) if settings == DEFAULT else others[settings]
 
     monkeypatch.setattr(session, "_seconds", seconds)
-    monkeypatch.setattr(session, "usable_cores", lambda: 4)
+    monkeypatch.setattr(session, "usable_threads", lambda: 4)
     chosen, told = session.tune(Path("model.onnx"), {})
     assert chosen == wanted and asked == [DEFAULT, QUIET, BARE, HALF, DEFAULT]
     assert told == {
         "4 threads": defaults[0],
         **{settings.describe(): value for settings, value in others.items()},
     }
+
+
+def test_torchs_threads_are_as_many_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "usable_cores", lambda: 8)
+    before = torch.get_num_threads()
+    try:
+        for threads, wanted in ((1, 1), (3, 3), (16, 8)):
+            torch.set_num_threads(threads)
+            assert session.default_settings().threads == session.settings_of({}).threads == wanted
+            assert max(each.threads for each in session.candidates()) == wanted
+        assert session.settings_of({"threads": 5}).threads == 5  # what a plan says stands
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert session.default_settings().threads == 8
