@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -84,23 +85,20 @@ def _of_model(name: str, options: argparse.Namespace) -> None:
     errors = {way: float((run() - wanted).norm() / wanted.norm()) for way, run in ways.items()}
     samples = interleaved(ways, options.rounds)
     print(f"\n## {name}\n\n| way | median ms | rel. L2 | backend |\n|---|---:|---:|---|")
-    for way in sorted(ways, key=lambda each: _median(samples[each])):
-        print(f"| {way} | {1e3 * _median(samples[way]):.1f} | {errors[way]:.1e} | {backends.get(way, '')} |")
+    medians = {way: statistics.median(times) for way, times in samples.items()}
+    for way in sorted(ways, key=medians.__getitem__):
+        print(f"| {way} | {1e3 * medians[way]:.1f} | {errors[way]:.1e} | {backends.get(way, '')} |")
     print()
     for error in options.errors:
         ours, limit = samples[f"effcompile ≤ {error}"], max(float(error), EXACT)
         # the medians of ratios within a round
         ratios = {
-            peer: _median([a / b for a, b in zip(samples[peer], ours, strict=True)])
+            peer: statistics.median([a / b for a, b in zip(samples[peer], ours, strict=True)])
             for peer in PEERS
             if peer in ways and errors[peer] <= limit
         }
         best = min(ratios, key=lambda peer: ratios[peer])
         print(f"- ≤ {error}: {best} ÷ ours = {ratios[best]:.2f}", flush=True)
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _ours(model: nn.Module, inputs: Inputs, error: float) -> tuple[str, Call]:
@@ -157,30 +155,27 @@ def _eager(model: nn.Module, inputs: Inputs, *, dtype: str, compiled: bool = Fal
     return call
 
 
-class _First:
+def _first(model: nn.Module, names: list[str]) -> nn.Module:
     """The model's first output, for exporters."""
+    from torch import nn
 
-    @staticmethod
-    def of(model: nn.Module, names: list[str]) -> nn.Module:
-        from torch import nn
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = model
 
-        class Net(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.m = model
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.m(**dict(zip(names, args, strict=True)))[0]
+            return found
 
-            def forward(self, *args: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = self.m(**dict(zip(names, args, strict=True)))[0]
-                return found
-
-        return Net().eval()
+    return Net().eval()
 
 
 def _onnx(model: nn.Module, inputs: Inputs, path: Path) -> None:
     import torch
 
     torch.onnx.export(
-        _First.of(model, list(inputs)), tuple(inputs.values()), str(path), dynamo=True,
+        _first(model, list(inputs)), tuple(inputs.values()), str(path), dynamo=True,
         input_names=list(inputs), output_names=["out"], external_data=False, verbose=False,
     )  # fmt: skip
 
@@ -212,7 +207,7 @@ def _openvino(model: nn.Module, inputs: Inputs, *, precision: str, int8: bool = 
     import openvino
     import torch
 
-    exported = torch.export.export(_First.of(model, list(inputs)), tuple(inputs.values()))
+    exported = torch.export.export(_first(model, list(inputs)), tuple(inputs.values()))
     converted = openvino.convert_model(exported)
     arrays = [value.numpy() for value in inputs.values()]
     if int8:

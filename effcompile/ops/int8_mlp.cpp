@@ -7,8 +7,9 @@
 #include "norm_row.h"
 #if TILED
 #include "tiled_linear.h"
-#endif
+#else
 #include "vector_linear.h"
+#endif
 
 #include <omp.h>
 
