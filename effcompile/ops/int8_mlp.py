@@ -36,11 +36,12 @@ from effcompile.ops.int8_native import TILED, macros
 __all__ = ["fallback_reason", "int8_linear_residual", "int8_mlp", "pays", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("int8_mlp.cpp")
-_ISAS = ("amx_int8", "avx512_vnni")
-#: Rows that one core takes at once, at most: fewer where what is between would be more than this of its L2
-#: cache. With half as many the weights come from beyond it twice as often (768 to 3072 columns: 1.2 times as
-#: long with 64 as with 128).
-_ROWS, _CACHE = 256, 3 << 19
+#: Instruction set → rows that one core takes at once, at most. With half as many the weights come from beyond
+#: its L2 cache twice as often: AMX waits for them (768 to 3072 columns: 1.2 times as long with 64 as with
+#: 128); VNNI does not, and 64 leave room in 1 MiB (1,024 rows on an AMD EPYC, Zen 4: 24.2 ms; of 256 26.6).
+_ROWS = {"amx_int8": 256, "avx512_vnni": 64}
+#: Bytes of what is between that are more than the rows' share of an L2 cache.
+_CACHE = 3 << 19
 #: Rows for each core, from which on this pays; a block of tiles.
 _FEWEST = 32
 
@@ -63,7 +64,7 @@ Behind = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
 @functools.cache
 def kernels() -> MlpKernels | str:
     """The kernel that this machine runs, or why there is none."""
-    isas = [isa for isa in tile_isas() if isa in _ISAS]
+    isas = [isa for isa in tile_isas() if isa in _ROWS]
     return best_of(MlpKernels, isas) if isas else "this processor has neither AMX nor AVX512-VNNI"
 
 
@@ -94,9 +95,15 @@ class MlpKernels:
         )  # fmt: skip
         self.call.restype = None
 
+    def at_once(self, rows: int, between: int) -> int:
+        """Rows that one core takes at once, of so many: a multiple of 32, as many for each."""
+        most = max(_FEWEST, min(_ROWS[self.isa], _CACHE // (2 * between or 1)) // _FEWEST * _FEWEST)
+        turns = torch.get_num_threads() * -(-rows // (torch.get_num_threads() * most))
+        return -(-rows // (turns * _FEWEST)) * _FEWEST
+
     def room(self, rows: int, k: int, between: int) -> int:
         """Bytes of scratch for so many rows of x (..., K)."""
-        return int(self.bytes(_at_once(rows, between), k, between)) * torch.get_num_threads() + LINE
+        return int(self.bytes(self.at_once(rows, between), k, between)) * torch.get_num_threads() + LINE
 
     def mlp(self, x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
         """See `int8_mlp` and `int8_linear_residual`; x (M, K) has adjacent columns, the rest is dense."""
@@ -108,7 +115,7 @@ class MlpKernels:
             x.data_ptr(), x.stride(0), m, k, *(map(_at, first) if first else (None,) * 3), between,
             int8_codes.AFTER.index(after), *map(_at, last), n, _at(residual), eps is not None,
             _at(norm_weight), _at(norm_bias), eps or 0.0, made.data_ptr(),
-            at_line(scratch), _at_once(m, between), torch.get_num_threads(),
+            at_line(scratch), self.at_once(m, between), torch.get_num_threads(),
         )  # fmt: skip
         return made
 
@@ -138,13 +145,6 @@ class MlpKernels:
 
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _at_once(rows: int, between: int) -> int:
-    """Rows that one core takes at once, of so many: a multiple of 32, as many for each."""
-    most = max(_FEWEST, min(_ROWS, _CACHE // (2 * between or 1)) // _FEWEST * _FEWEST)
-    turns = torch.get_num_threads() * -(-rows // (torch.get_num_threads() * most))
-    return -(-rows // (turns * _FEWEST)) * _FEWEST
 
 
 def mlp_by_torch(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
