@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -93,16 +94,24 @@ def this_hardware(device: Accelerator | None = None) -> Hardware:
     """The machine this process runs on. `device`: its GPU that is meant."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
     return Hardware(
         cpu=_cpu_model(),
         cores=cores,
-        threads=threads,
+        threads=_threads(cores),
         memory_bytes=_memory_bytes(),
         instructions=_instructions(),
         device=device,
     )
+
+
+def _threads(cores: int) -> int:
+    """What `torch.set_num_threads` said, else the environment, else one for each of the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
+    torch = sys.modules.get("torch")
+    set_here = torch.get_num_threads() if hasattr(torch, "get_num_threads") else threads
+    # unless told otherwise torch takes one for each core that is none of hyper-threading's
+    return threads if set_here in (cores, psutil.cpu_count(logical=False)) and not asked else set_here
 
 
 def package_versions() -> dict[str, str]:
