@@ -174,7 +174,7 @@ class Program(Traced):
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.set_codegen(copy.deepcopy(self.graph._codegen))
+        graph.set_codegen(copy.copy(self.graph._codegen))
         module = fx.GraphModule(self.module, graph, class_name=type(self.module).__name__)
         module.meta = copy.copy(self.module.meta)
         return replace(self, module=module, history=(*self.history, pass_name))

@@ -1,9 +1,11 @@
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from effcompile.as_module import as_module
 from effcompile.capture import capture, variants, verify_capture
@@ -214,6 +216,16 @@ def test_the_model_is_left_as_it_was() -> None:
     capture(model, (torch.randn(2, 8),))
     assert [module.training for module in model] == [True, True, False, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_editable_copy_has_a_signature_of_its_own_and_warns_of_nothing() -> None:
+    program = capture(mlp(), (torch.randn(1, 8),))
+    before = program.graph._codegen.pytree_info
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's tree specs warn when they are copied
+        copied = program.editable("test")
+    copied.graph._codegen.pytree_info = before._replace(out_spec=pytree.tree_structure({"y": 0}))
+    assert program.graph._codegen.pytree_info is before
 
 
 def test_reexport_works_at_batch_1_after_an_edit_and_keeps_names() -> None:
