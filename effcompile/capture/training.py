@@ -311,10 +311,11 @@ def _run_eager(subject: _Subject) -> None:
     except EffcompileError:
         raise
     except Exception as error:
+        called = ", which is called as loss(outputs, inputs)," if subject.loss is not None else ""
         raise InputsError(
             f"The training step of {type(subject.model).__name__} itself raises with these inputs, before "
             f"effcompile does anything. {first_line(error)}\n  at {place_of(error, subject.model)}\n  Give "
-            "inputs that the model and the loss accept."
+            f"inputs that the model and the loss{called} accept."
         ) from error
     finally:
         with torch.no_grad():

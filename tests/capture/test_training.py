@@ -425,6 +425,12 @@ def test_a_model_that_raises_by_itself_keeps_its_buffers() -> None:
     assert int(model.norm.num_batches_tracked) == 0
 
 
+def test_a_loss_of_other_arguments_is_told_how_it_is_called() -> None:
+    for loss in (lambda outputs: outputs.sum(), nn.CrossEntropyLoss()):
+        with pytest.raises(InputsError, match=r"which is called as loss\(outputs, inputs\)"):
+            capture_training(nn.Linear(8, 2), (torch.randn(3, 8),), loss=loss)
+
+
 class Writing(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
