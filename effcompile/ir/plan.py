@@ -345,6 +345,13 @@ class Plan:
         """Print the plan; see effcompile.report."""
         spoken.print_plan(self, console, verbose)
 
+    def __str__(self) -> str:
+        """The report as plain text, as wide as the terminal."""
+        from rich.console import Console
+
+        self.report(Console(file=(text := io.StringIO()), color_system=None, force_terminal=False))
+        return text.getvalue()
+
     def _repr_html_(self) -> str:
         """The report, as a notebook shows the value of a cell."""
         from rich.console import Console

@@ -104,6 +104,15 @@ def test_time_bars_are_as_long_as_the_totals(width: str) -> None:
     assert lengths[1] / lengths[0] == pytest.approx(44.1 / 168, rel=0.02)
 
 
+def test_a_plan_is_printed_as_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = str(samples.bert())
+    assert "least time" in shown
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_a_notebook_shows_the_report() -> None:
     """What a cell's value is shown as: the printed report, its texts escaped."""
     shown = samples.bert(model="<b>Bert</b>")._repr_html_()
