@@ -108,8 +108,8 @@ def _threads(cores: int) -> int:
     """What `torch.set_num_threads` said, else the environment, else one for each of the cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
-    torch = sys.modules.get("torch")
-    set_here = torch.get_num_threads() if hasattr(torch, "get_num_threads") else threads
+    torch_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    set_here = threads if torch_threads is None else int(torch_threads())
     # unless told otherwise torch takes one for each core that is none of hyper-threading's
     return threads if set_here in (cores, psutil.cpu_count(logical=False)) and not asked else set_here
 
