@@ -220,7 +220,7 @@ def _stressed(shop: Workshop, best: Outcome) -> Outcome:
 def _settle_all(
     shop: Workshop,
     search: Search,
-    plans: Sequence[tuple[Backend, Plan]],
+    plans: list[tuple[Backend, Plan]],
     candidates: Sequence[Candidate],
     built: Sequence[Outcome] = (),
     before: Sequence[Outcome] = (),

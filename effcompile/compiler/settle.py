@@ -33,6 +33,7 @@ from effcompile.proof.verify import Reference, distance, verify, worst
 from effcompile.runtime.executable import Executable
 from effcompile.search.progress import QUIET, Progress
 from effcompile.search.refine import Constraints, refine
+from effcompile.search.shortlist import not_built
 from effcompile.sites import parts as sites
 
 #: Solves at the most, the first one included.
@@ -75,6 +76,14 @@ class Workshop:
     progress: Progress = QUIET
 
 
+class MilderError(VerificationError):
+    """The error was predicted too low, and `plan`, which allows for it, is not built: another's is faster."""
+
+    def __init__(self, plan: Plan, found: Reason) -> None:
+        super().__init__(f"{found}; what allows for it is not built, for another backend's is better")
+        self.plan = plan
+
+
 class Settled(Protocol):
     """What a backend made of a plan."""
 
@@ -95,7 +104,7 @@ def as_saved(plan: Plan) -> Candidate:
 
 
 def settle_all(
-    plans: Sequence[tuple[Backend, Plan]],
+    plans: list[tuple[Backend, Plan]],
     candidates: Sequence[Candidate],
     settled: Callable[[Backend, Plan, Sequence[T]], T | Reason],
     before: Sequence[T] = (),
@@ -103,7 +112,7 @@ def settle_all(
     """Carry out every backend's plan; a backend that fails is told and passed over while another works.
 
     Args:
-        plans: best predicted first.
+        plans: best predicted first; a milder one that is not built takes the place of the one that failed.
         candidates: the backends that were considered.
         settled: lowers a plan and verifies it, or says why it is not carried out, given what was built
             before.
@@ -115,9 +124,11 @@ def settle_all(
     outcomes: list[T] = [*before]
     failures: list[EffcompileError] = []
     notes: dict[str, Reason] = {}
-    for backend, plan in plans:
+    for at, (backend, plan) in enumerate(plans):
         try:
             made = settled(backend, plan, outcomes)
+        except MilderError as error:
+            plans[at], made = (backend, error.plan), not_built(error.plan, outcomes)
         except EffcompileError as error:
             failures.append(error)
             made = Failed(message=str(error))
@@ -127,8 +138,11 @@ def settle_all(
             outcomes.append(made)
     if not outcomes:
         raise failures[0]
-    tried = {backend.name for backend, _ in plans}
-    return outcomes, [replace(c, note=notes.get(c.backend)) if c.backend in tried else c for c in candidates]
+    tried = {backend.name: plan.predicted.seconds for backend, plan in plans}
+    return outcomes, [
+        replace(c, note=notes.get(c.backend), predicted_seconds=tried[c.backend]) if c.backend in tried else c
+        for c in candidates
+    ]
 
 
 def settle(
@@ -153,7 +167,8 @@ def settle(
             result is better.
 
     Raises:
-        VerificationError: no round came within the limit, or only by a plan that is not worth building.
+        VerificationError: no round came within the limit. MilderError: only a plan that is not worth
+            building would.
         LoweringError: it could not be built.
     """
     start, emulated = Constraints(error_scale=plan.certificate.error_scale), None
@@ -161,20 +176,14 @@ def settle(
         with shop.progress.step(f"rehearse for {backend.name}"):
             plan, start, emulated = rehearsed(shop, shop.rehearsal, plan, start, replan)
         if plan.certificate.objective > worth_building:
-            raise VerificationError(
-                f"{start.notes[-1]}; the plan that allows for it is not built, for another backend's is "
-                "better"
-            )
+            raise MilderError(plan, start.notes[-1])
 
     def solve(constraints: Constraints) -> Plan:
         if constraints.round == 1 or replan is None:
             return plan
         made = replan(constraints)
         if made.certificate.objective > worth_building:
-            raise VerificationError(
-                f"{constraints.notes[-1]}; the plan that allows for it is not built, for another "
-                "backend's is better"
-            )
+            raise MilderError(made, constraints.notes[-1])
         return made
 
     def run(made: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
@@ -183,16 +192,11 @@ def settle(
         if all(check.passed for check in outcome.checks):
             # what that allows was rehearsed, too
             foretold = emulated is not None and measured**2 >= _WORTH_CORRECTING * emulated**2
-            relaxing = replan is not None and constraints.round == 1 and not foretold
-            return _relaxed(
-                shop, backend, outcome, replan
-            ) if relaxing and replan is not None else outcome, None
-        if (
-            replan is None
-            or predicted == 0.0
-            or not measured < float("inf")
-            or constraints.round == MAX_ROUNDS
-        ):
+            if replan is not None and constraints.round == 1 and not foretold:
+                outcome = _relaxed(shop, backend, outcome, replan)
+            return outcome, None
+        last = replan is None or constraints.round == MAX_ROUNDS
+        if last or predicted == 0.0 or not measured < float("inf"):
             raise not_within(outcome.plan.backend, outcome.checks)
         return outcome, corrected(constraints, measured, predicted, shop.goal)
 
@@ -252,13 +256,8 @@ def _emulated(shop: Workshop, rehearsal: Rehearsal, plan: Plan) -> float | None:
     if emulate is None:
         return None
     outputs = emulate([case.inputs for case in shop.cases])
-    error = max(
-        (
-            distance(found, shop.program, case, shop.goal)
-            for found, case in zip(outputs, shop.cases, strict=True)
-        ),
-        default=0.0,
-    )
+    pairs = zip(outputs, shop.cases, strict=True)
+    error = max((distance(found, shop.program, case, shop.goal) for found, case in pairs), default=0.0)
     return error if math.isfinite(error) else None
 
 

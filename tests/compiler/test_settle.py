@@ -3,7 +3,9 @@ of our own.
 """
 
 import gc
+import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 from weakref import WeakSet, ref
 
@@ -15,10 +17,12 @@ from torch import nn
 from effcompile.capture import capture
 from effcompile.compiler import settle as settle_module
 from effcompile.compiler.apply import apply_passes
-from effcompile.compiler.settle import Workshop, settle
+from effcompile.compiler.settle import Workshop, settle, settle_all
 from effcompile.core.errors import InfeasibleError, VerificationError
+from effcompile.core.findings import NotBuilt
 from effcompile.core.goal import Goal
 from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.figures import Candidate
 from effcompile.ir.formats import LINEAR_FORMATS
 from effcompile.machine.target import KERNELS, Law, Target
 from effcompile.passes import load_passes
@@ -26,6 +30,7 @@ from effcompile.proof.verify import references, verify
 from effcompile.search.machine import Machine
 from effcompile.search.regimes import Regimes
 from effcompile.search.search import Search
+from effcompile.search.shortlist import undecided
 from effcompile.sites.parts import linears
 
 OPTIONS = tuple(LINEAR_FORMATS)[1:]
@@ -41,6 +46,7 @@ class Noisy:
     name: ClassVar[str] = "noisy"
     conflicts: ClassVar[tuple] = ()
     copies: ClassVar[float] = 1.0
+    slack: ClassVar[float] = 1.25
 
     def lacks(self, call):
         return None
@@ -55,6 +61,10 @@ class Noisy:
         return Result(
             program, self.error_each * count**0.5, {} if self.liar else dict(program.tags), self.liar
         )
+
+
+class Other(Noisy):
+    name: ClassVar[str] = "other"
 
 
 class Result:
@@ -87,7 +97,7 @@ def flat_target():
     return Target(
         name="flat", description="flat", device="cpu", cores=1, memory_bytes=10**9, memory_bandwidth=1e15,
         link_bandwidth=1e9, peak_flops={"fp32": 1e15}, launch_seconds=0.0,
-        laws={"noisy": laws, "torch-eager": {k: law(0.0) for k in KERNELS}},
+        laws={"noisy": laws, "other": laws, "torch-eager": {k: law(0.0) for k in KERNELS}},
     )  # fmt: skip
 
 
@@ -231,6 +241,32 @@ def test_a_corrected_plan_that_cannot_win_is_not_lowered():
             worth_building=first.certificate.objective,
         )
     assert len(backend.lowerings) == 1
+
+
+def test_a_corrected_plan_that_may_win_beside_what_was_measured_is_built_after_all():
+    search, shop = bench(max_error=0.03, predicted_each=0.005)
+    right, wrong = Noisy(0.0001), Other(0.015)
+    plans = [(each, search.plan_for(each)) for each in (right, wrong)]
+    plan = plans[0][1]
+    candidates = [Candidate(backend=each.name, predicted_seconds=1.0) for each, _ in plans]
+
+    def carried_out(worth, backend, made, outcomes):
+        return settle(shop, backend, made, partial(search.plan_for, backend), worth_building=worth)
+
+    worth = plan.certificate.objective  # of what is as fast as the first
+    outcomes, told = settle_all(plans, candidates, partial(carried_out, worth))
+    (_, milder), note = plans[1], told[1].note
+    assert len(outcomes) == 1 and isinstance(note, NotBuilt) and note.times > 1
+    assert count_int8(milder) < count_int8(plan)
+    assert told[1].predicted_seconds == milder.predicted.seconds
+
+    took = milder.predicted.seconds / wrong.slack
+    assert undecided(plans, told, 0.99 * took) == []
+    late = undecided(plans, told, 1.01 * took)
+    assert late == [(wrong, milder)]
+    outcomes, told = settle_all(late, told, partial(carried_out, math.inf), outcomes)
+    assert [each.plan.backend for each in outcomes] == [right.name, wrong.name] and told[1].note is None
+    assert len(wrong.lowerings) == 2  # the plan that was refuted, and the one that follows from it
 
 
 def test_what_no_plan_can_meet_ends_exact_and_not_over_the_limit():
