@@ -6,10 +6,11 @@ with full checkpointing.
 
 Both train the same model for the same steps, in turn within one pair of processes, so that what else the
 machine does falls on both. Peaks are torch's allocator's on the fullest rank in the first steps, parameters'
-shards included, optimizer states not. Seconds are those of --rounds further steps, which nothing watches, of
-the slower rank: their median, and the median of what each is to FSDP2 with full checkpointing of the same
-turn. The plan is given three budgets: the peak of FSDP2 with full checkpointing, the least, and no limit.
-A budget given by hand stands in the first's place.
+shards included, optimizer states not; FSDP2's differ from step to step by what gloo lets go of late, and the
+lowest and the highest step are printed. Seconds are those of --rounds further steps, which nothing watches,
+of the slower rank: their median, and the median of what each is to FSDP2 with full checkpointing of the same
+turn. The plans' budgets: no limit, the least, and the lowest peak of FSDP2 with full checkpointing in a step
+of such a run, and shares of it (--share). A budget given by hand stands in the place of that peak.
 
 The sweep instead takes so many budgets from the least to that of everything kept, for ZeRO by block, tensor
 parallelism and a pipeline, and says how many of the measured peaks are above the budget, and how near
@@ -56,7 +57,7 @@ class Row:
 
     name: str
     losses: list[float]
-    peak: int
+    peaks: list[int]
     seconds: list[float]
     predicted: int = 0
 
@@ -119,13 +120,14 @@ def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan], r
     }
     bases = {name: alive_bytes("cpu", *model.parameters(), ids) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in models}
-    peaks, seconds = dict.fromkeys(models, 0), {name: list[float]() for name in models}
+    peaks = {name: list[int]() for name in models}
+    seconds = {name: list[float]() for name in models}
     for turn in range(STEPS + rounds):
         for name, model in models.items():
             dist.barrier()
             if turn < STEPS:
                 loss, peak = watched(model, ids)
-                peaks[name] = max(peaks[name], bases[name] + peak)
+                peaks[name].append(bases[name] + peak)
             else:
                 loss, spent = one(model, ids)
                 seconds[name].append(spent)
@@ -137,7 +139,7 @@ def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan], r
         Row(
             name=name,
             losses=losses[name],
-            peak=peaks[name],
+            peaks=peaks[name],
             seconds=seconds[name],
             predicted=predicted[name],
         )
@@ -162,17 +164,21 @@ def watched(model: nn.Module, ids: Tensor) -> tuple[Tensor, int]:
 
 
 def stock_peak(rank: int, kind: str, layers: int, width: int) -> int:
-    """The highest of some steps' peaks of FSDP2 with full checkpointing."""
+    """The lowest of some steps' peaks of FSDP2 with full checkpointing, on the fullest rank."""
     ids = batch(dist.get_world_size()).chunk(dist.get_world_size())[rank].clone()
     model = stock(kind, layers, width, checkpointed=True)
     base, peaks = alive_bytes("cpu", *model.parameters(), ids), []
     for _ in range(STEPS):
-        peaks.append(base + watched(model, ids)[1])
+        peak = torch.tensor(base + watched(model, ids)[1])
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        peaks.append(int(peak))
         model.zero_grad()
-    return max(peaks)
+    return min(peaks)
 
 
-def plans_of(kind: str, layers: int, width: int, ranks: int, middle: int | None) -> dict[str, Plan]:
+def plans_of(
+    kind: str, layers: int, width: int, ranks: int, middle: int | None, shares: list[float]
+) -> dict[str, Plan]:
     ids = batch(ranks)[:EXAMPLES]
     inputs, spec = {"input_ids": ids, "labels": ids}, [*PASSES, f"shard.ranks={ranks}"]
 
@@ -187,8 +193,9 @@ def plans_of(kind: str, layers: int, width: int, ranks: int, middle: int | None)
         least = error.needed
     found = {"planned, no limit": plan(None), "planned, the least": plan(least)}
     middle = max(on_ranks(stock_peak, ranks, kind, layers, width)) if middle is None else middle
-    if middle > least:
-        found[f"planned, {format_bytes(middle)}"] = plan(middle)
+    for budget in (int(middle * share) for share in shares):
+        if budget > least:
+            found[f"planned, {format_bytes(budget)}"] = plan(budget)
     return found
 
 
@@ -313,6 +320,9 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=parse_bytes, default=None, help="instead of FSDP2's peak, such as 24MiB"
     )
+    parser.add_argument(
+        "--share", type=float, nargs="*", default=[1.0, 0.85, 0.7], help="of that peak, as budgets"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
     parser.add_argument("--sweep", type=int, default=0, help="so many budgets for each way to divide a step")
     parser.add_argument(
@@ -325,7 +335,7 @@ def main() -> None:
             sweep(kind, asked.layers, asked.width, asked.sweep, asked.way or list(WAYS))
         return
     for kind in asked.kinds:
-        plans = plans_of(kind, asked.layers, asked.width, asked.ranks, asked.budget)
+        plans = plans_of(kind, asked.layers, asked.width, asked.ranks, asked.budget, asked.share)
         found = on_ranks(
             run, asked.ranks, kind, asked.layers, asked.width, plans, asked.rounds, seconds=500.0
         )
@@ -333,16 +343,18 @@ def main() -> None:
             f"\n{kind}, {asked.layers} layers of width {asked.width}, {asked.ranks} ranks × {EXAMPLES} × "
             f"{TOKENS} tokens, fp32"
         )
-        print(f"{'':<30}{'peak':>12}{'predicted':>12}{'s a step':>10}{'÷ stock':>9}   losses")
+        print(f"{'':<30}{'peak':>20}{'predicted':>12}{'s a step':>10}{'÷ stock':>9}   losses")
         turns = {rows[0].name: slowest(rows) for rows in zip(*found, strict=True)}
         for rows in zip(*found, strict=True):
-            worst = max(rows, key=lambda row: row.peak)
+            worst = max(rows, key=lambda row: max(row.peaks))
+            each = [max(step) for step in zip(*(row.peaks for row in rows), strict=True)]
+            peak = " – ".join(dict.fromkeys(format_bytes(one) for one in (min(each), max(each))))
             said = format_bytes(worst.predicted) if worst.predicted else "–"
             losses = ", ".join(f"{loss:.5f}" for loss in worst.losses[:3])
             mine = turns[worst.name]
             share = statistics.median(own / other for own, other in zip(mine, turns[STOCK], strict=True))
             print(
-                f"{worst.name:<30}{format_bytes(worst.peak):>12}{said:>12}{statistics.median(mine):>10.3f}"
+                f"{worst.name:<30}{peak:>20}{said:>12}{statistics.median(mine):>10.3f}"
                 f"{share:>9.3f}   {losses}"
             )
 

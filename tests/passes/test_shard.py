@@ -18,6 +18,7 @@ from effcompile.ir.step import Step
 from effcompile.ops import collectives
 from effcompile.passes import load_training_passes
 from effcompile.passes.training.base import Case, StepChoice, StepOption
+from effcompile.passes.training.places import neighbours
 from effcompile.passes.training.shard import BY_BLOCK, BY_WEIGHT, KIND, REPLICATED, SITE, Shard, spread_over
 from effcompile.passes.training.step_edit import Refusal
 
@@ -42,6 +43,22 @@ class Model(nn.Module):
         return (x @ self.table.weight.t()).square().mean()
 
 
+class Framed(nn.Module):
+    """A block between a large table with small positions and a small norm with a large head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(40, 4), nn.Embedding(3, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 40, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.positions(torch.arange(3))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x)).square().mean()
+
+
 @pytest.fixture(scope="module")
 def subject() -> tuple[Model, Step]:
     model, ids = Model(), torch.arange(6).view(2, 3)
@@ -64,6 +81,44 @@ def test_a_block_is_one_launch_each_way(subject: tuple[Model, Step]) -> None:
     assert [sorted(names) for names in gathered(made)[1:3]] == [sorted(names) for names in blocks]
     assert Counter(len(node.args[0]) for node in calls(made, collectives.SCATTER_MEAN))[4] == 2
     assert len(calls(made, collectives.MEAN)) == 1  # of the scale, which has no axis
+
+
+def test_what_is_small_outside_of_blocks_goes_with_its_neighbour() -> None:
+    """Positions with the table, the norm with the head; of the gradients, too, the head's of which waits for
+    nobody.
+    """
+    made = spread_over(capture_training(model := Framed(), (torch.arange(6).view(2, 3),)), model, 2, BY_BLOCK)
+    norm = {"norm.weight", "norm.bias"}
+    assert [set(names) for names in gathered(made)] == [
+        {"table.weight", "positions.weight"},
+        {"layers.0.weight", "layers.0.bias"},
+        {*norm, "head.weight"},
+    ]
+    handed = {name: node.args[0] for name, node in made.gradients.items()}  # of the launch an item
+    together = {frozenset(n for n in handed if handed[n] is launch) for launch in handed.values()}
+    assert together == {
+        frozenset({"table.weight", "positions.weight"}),
+        frozenset({"layers.0.weight", "layers.0.bias"}),
+        frozenset({*norm, "head.weight"}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together", "waiting"),
+    [
+        ({"a": 80, "b": 10, "c": 80}, [["a", "b"], ["c"]], None),
+        ({"a": 10, "b": 80, "c": 10}, [["a", "b", "c"]], None),
+        ({"a": 10, "b": 70}, [["a"], ["b"]], None),
+        ({}, [], None),
+        ({"a": 10, "l.0": 9, "b": 80}, [["a"], ["l.0"], ["b"]], [["l.0"], ["a", "b"]]),
+        ({"a": 80, "l.0": 9, "b": 10}, [["a"], ["l.0"], ["b"]], None),  # the large one would wait
+    ],
+)
+def test_neighbours(
+    sizes: dict[str, int], together: list[list[str]], waiting: list[list[str]] | None
+) -> None:
+    assert neighbours(sizes) == together
+    assert neighbours(sizes, waiting=True) == (together if waiting is None else waiting)
 
 
 def test_a_tied_weight_is_gathered_for_each_of_its_readers(subject: tuple[Model, Step]) -> None:

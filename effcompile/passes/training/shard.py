@@ -10,7 +10,9 @@ gathered again (ZeRO-3) is decided by the blocks' solver, block by block, togeth
 weight that several modules read is gathered for each of them, or it would have to stay for the whole step.
 
 Weights are gathered by block, in one launch, or one by one: more launches, and no weight is there before its
-reader. A cast that is a parameter's reader stands before the gather, so that narrow numbers cross the link.
+reader. What little stands outside of blocks (a norm, a table of positions) goes with its neighbour there (the
+head, the tokens' table). A cast that is a parameter's reader stands before the gather, so that narrow numbers
+cross the link.
 
 The loss is that of the rank's own part of the batch, its gradients the means over ranks, as with DDP and
 FSDP.
@@ -32,7 +34,6 @@ from torch import fx, nn
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.plan import Declined
-from effcompile.ir.program import module_path
 from effcompile.ir.resident import storage_bytes
 from effcompile.ir.roles import Leaving
 from effcompile.ir.step import Spread, Step
@@ -40,6 +41,7 @@ from effcompile.ops import collectives
 from effcompile.ops.collectives import rows_of_shard
 from effcompile.passes.training.base import Case, RequestError, StepChoice, StepContext, StepOption
 from effcompile.passes.training.consume import completing
+from effcompile.passes.training.places import neighbours, place_of
 from effcompile.passes.training.step_edit import Refusal, call, copied
 from effcompile.schedules.blocks import split
 
@@ -243,6 +245,10 @@ class _Reads:
     readers: list[fx.Node]
 
 
+#: A gradient, and the nodes that it is complete behind.
+_Ended = tuple[fx.Node, Sequence[fx.Node]]
+
+
 class _Edit:
     """Puts collectives into the graph of a step that is this edit's own."""
 
@@ -278,21 +284,23 @@ class _Edit:
         found: dict[str, list[fx.Node]] = defaultdict(list)
         ordered = sorted(readers, key=self.order.__getitem__)
         for node in (n for n in ordered if n in self.forward):
-            found[_place(node)].append(node)
+            found[place_of(node)].append(node)
         last = next(reversed(found), "")
         for node in (n for n in ordered if n not in self.forward):
-            found[_place(node) if _place(node) in found else last].append(node)
+            found[place_of(node) if place_of(node) in found else last].append(node)
         return found
 
     def gather_all(self) -> None:
         """A gather before the first reader: one in each place, or one for each weight there."""
-        for reads in self.places.values():
+        by_place = sorted(self.places.items(), key=lambda place: self.order[_first(place[1], self.order)])
+        sizes = {place: sum(each.shard.meta["val"].nbytes for each in reads) for place, reads in by_place}
+        for reads in ([each for place in near for each in self.places[place]] for near in neighbours(sizes)):
             for bucket in [reads] if self.by_block else [[each] for each in reads]:
                 for dtype in dict.fromkeys(each.shard.meta["val"].dtype for each in bucket):
                     self._gather([each for each in bucket if each.shard.meta["val"].dtype == dtype])
 
     def _gather(self, bucket: Sequence[_Reads]) -> None:
-        first = min((reader for each in bucket for reader in each.readers), key=self.order.__getitem__)
+        first = _first(bucket, self.order)
         for cast in (
             each.shard for each in bucket if each.shard in self.order and each.shard.op == "call_function"
         ):
@@ -312,15 +320,15 @@ class _Edit:
         for each of them.
         """
         results: list[Any] = list(self.step.results)
-        buckets: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        alike: dict[tuple[bool, torch.dtype], list[int]] = defaultdict(list)
         for i, leaves in enumerate(self.step.roles.leaving):
             if leaves.role is Leaving.GRADIENT and (gradient := results[i]) is not None:
-                place: object = _place(gradient) if self.by_block else i
-                buckets[place, leaves.name in sharded, gradient.meta["val"].dtype].append(i)
+                alike[leaves.name in sharded, gradient.meta["val"].dtype].append(i)
         complete = completing(self.graph)
-        for (_, scattered, _), places in buckets.items():
-            gradients = [complete(results[i]) for i in places]
-            last = max((node for _, ends in gradients for node in ends), key=self.order.__getitem__)
+        ends = {i: complete(results[i]) for places in alike.values() for i in places}
+        for (scattered, _), places in [(k, b) for k, of in alike.items() for b in self._launches(of, ends)]:
+            gradients = [ends[i] for i in places]
+            last = self._last(gradients)
             with self.graph.inserting_before(last.next):
                 ready = self._after(gradients)
                 target = _SCATTERED if scattered else _AVERAGED
@@ -329,7 +337,20 @@ class _Edit:
                     results[i] = call(self.graph, last, operator.getitem, made, number)
         self.graph.output_node().args = (tuple(results),)
 
-    def _after(self, gradients: Sequence[tuple[fx.Node, Sequence[fx.Node]]]) -> list[fx.Node]:
+    def _launches(self, results: Sequence[int], ends: Mapping[int, _Ended]) -> list[list[int]]:
+        """Which of these gradients are handed on together."""
+        if not self.by_block:
+            return [[i] for i in results]
+        found: dict[str, list[int]] = defaultdict(list)
+        for i in sorted(results, key=lambda i: self.order[self._last([ends[i]])]):
+            found[place_of(ends[i][0])].append(i)
+        sizes = {place: sum(ends[i][0].meta["val"].nbytes for i in of) for place, of in found.items()}
+        return [[i for place in near for i in found[place]] for near in neighbours(sizes, waiting=True)]
+
+    def _last(self, gradients: Sequence[_Ended]) -> fx.Node:
+        return max((node for _, ends in gradients for node in ends), key=self.order.__getitem__)
+
+    def _after(self, gradients: Sequence[_Ended]) -> list[fx.Node]:
         """The gradients, each behind what writes into it."""
         return [
             node if len(ends) == 1 else call(self.graph, node, written, node, *ends[1:])
@@ -351,8 +372,6 @@ def _is_cast(node: fx.Node) -> bool:
     )
 
 
-def _place(node: fx.Node) -> str:
-    """The repeated module that a node is of ("model.layers.3"), else its own module."""
-    parts = module_path(node).split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: at + 1])
+def _first(bucket: Sequence[_Reads], order: Mapping[fx.Node, float]) -> fx.Node:
+    """Who reads any of these first."""
+    return min((reader for each in bucket for reader in each.readers), key=order.__getitem__)
