@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "is_collective",
     "link_bytes",
     "mean",
+    "message_count",
     "over",
     "rows_of_shard",
     "scatter_mean",
@@ -198,27 +200,60 @@ def _padded_copy(whole: Tensor, world: int) -> Tensor:
 # ------------------------------------------------------------------ what they cost
 
 
+def _gather_bytes(shards: Sequence[Tensor], world: int) -> int:
+    """What goes together, for every other rank, and what comes so from each."""
+    return 2 * (world - 1) * _bundled_bytes([(shard.nbytes, shard.dtype) for shard in shards])
+
+
 def _scatter_bytes(wholes: Sequence[Tensor], world: int) -> int:
-    """Parts that are not contiguous, on their way; what arrives from the third rank."""
-    parts = [
-        rows_of_shard(int(whole.shape[0]), world) * (whole.nbytes // max(1, int(whole.shape[0])))
-        for whole in wholes
-    ]
+    """Parts that are not contiguous, on their way; what goes and comes together; what arrives from the third
+    rank.
+    """
+    rows = [rows_of_shard(int(whole.shape[0]), world) for whole in wholes]
+    each = [whole.nbytes // max(1, int(whole.shape[0])) for whole in wholes]
+    parts = [count * nbytes for count, nbytes in zip(rows, each, strict=True)]
     copied = sum(part for part, whole in zip(parts, wholes, strict=True) if not whole.is_contiguous())
-    return copied + (sum(parts) if world > 2 else 0)
+    together = _parts_bytes(
+        [(int(w.shape[0]), nbytes, w.dtype) for w, nbytes in zip(wholes, each, strict=True)], world
+    )
+    return copied + 2 * together + (sum(parts) if world > 2 else 0)
 
 
 def _sum_bytes(tensors: Sequence[Tensor], world: int) -> int:
-    """Tensors that are not contiguous; what arrives from the third rank."""
+    """Tensors that are not contiguous; what goes and comes together; what arrives from the third rank, or,
+    once there are sums, what goes together with each.
+    """
     copied = sum(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
-    parts = (rows_of_shard(tensor.numel(), world) * tensor.element_size() for tensor in tensors)
-    return copied + (sum(parts) if world > 2 else 0)
+    parts = sum(rows_of_shard(tensor.numel(), world) * tensor.element_size() for tensor in tensors)
+    together = _parts_bytes([(t.numel(), t.element_size(), t.dtype) for t in tensors], world)
+    return copied + max(2 * together + (parts if world > 2 else 0), 2 * (world - 1) * together)
+
+
+def _parts_bytes(tensors: Sequence[tuple[int, int, torch.dtype]], world: int) -> int:
+    """Of tensors (rows, bytes of a row, dtype) what goes together to that rank to which it is most: the last
+    ranks have fewer rows.
+    """
+    shards = [(rows_of_shard(rows, world), rows, nbytes, dtype) for rows, nbytes, dtype in tensors]
+    ranks = {0, *(rows // each for each, rows, _, _ in shards if each and rows // each < world)}
+    return max(
+        _bundled_bytes([(max(0, min(each, n - rank * each)) * nbytes, t) for each, n, nbytes, t in shards])
+        for rank in ranks
+    )
+
+
+def _bundled_bytes(parts: Sequence[tuple[int, torch.dtype]]) -> int:
+    """Of tensors (bytes, dtype) for one rank those that go together with others (`messages.bundled`)."""
+    small: dict[torch.dtype, list[int]] = defaultdict(list)
+    for nbytes, dtype in parts:
+        if 0 < nbytes <= messages.SMALL:
+            small[dtype].append(nbytes)
+    return sum(sum(sizes) for sizes in small.values() if len(sizes) > 1)
 
 
 #: Operator → the bytes that it takes for itself (gloo's ways above; other backends take no more), and that
 #: cross a rank's link.
 _WORKSPACE: dict[str, Callable[[Sequence[Tensor], int], int]] = {
-    "effcompile::gather": lambda shards, world: 0,
+    "effcompile::gather": _gather_bytes,
     "effcompile::scatter_mean": _scatter_bytes,
     "effcompile::summed": _sum_bytes,
     "effcompile::mean_over_ranks": _sum_bytes,
@@ -258,3 +293,18 @@ def link_bytes(target: object, args: Sequence[object]) -> float | None:
     tensors, world = args[0], args[-1]
     assert isinstance(tensors, (list, tuple)) and isinstance(world, int)
     return _LINK[name](sum(t.numel() * t.element_size() for t in tensors), world)
+
+
+def message_count(target: object, args: Sequence[object]) -> int | None:
+    """Messages from a rank to another one where they are made of messages; None where `target` is no
+    collective.
+    """
+    if (name := _name(target)) not in _LINK:
+        return None
+    tensors, world = args[0], args[-1]
+    assert isinstance(tensors, (list, tuple)) and isinstance(world, int)
+    parts = world if name != "effcompile::gather" else 1  # that a tensor is divided into
+    sizes = [(t.nbytes // parts, t.dtype) for t in tensors if t.nbytes]
+    large = sum(nbytes > messages.SMALL for nbytes, _ in sizes)
+    once = large + len({dtype for nbytes, dtype in sizes if nbytes <= messages.SMALL})
+    return once if name in ("effcompile::gather", "effcompile::scatter_mean") else 2 * once
