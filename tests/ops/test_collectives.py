@@ -21,6 +21,7 @@ from effcompile.ops.collectives import (
     gather,
     link_bytes,
     mean,
+    message_count,
     over,
     rows_of_shard,
     scatter_mean,
@@ -70,6 +71,44 @@ def all_of_them(rank: int, ranks: int, dtype: torch.dtype, coalesced: bool) -> N
 def test_collectives_are_sums_and_slices(ranks: int, dtype: torch.dtype, coalesced: bool) -> None:
     """Rows that divide by no number of ranks, a tensor with fewer rows than ranks, 16 bits."""
     on_ranks(all_of_them, ranks, ranks, dtype, coalesced)
+
+
+def sent(rank: int) -> list[tuple[int, int]]:
+    """(messages that were sent, said) of each operator, of large and small tensors of two dtypes."""
+    shapes = [(20_000, 2), (7,), (3, 5), (0, 4), (16_384,)]
+    given = [
+        (torch.arange(torch.Size(shape).numel()) % 11 + rank).view(shape).to(dtype)
+        for shape, dtype in zip(shapes, [torch.float32, torch.float32, torch.bfloat16] * 2, strict=False)
+    ]
+    posted, own, found = [0], dist.isend, []
+
+    def counted(*args: object, **kwargs: object) -> object:
+        posted[0] += 1
+        return own(*args, **kwargs)
+
+    dist.isend = counted
+    with over({"dp": dist.group.WORLD}):
+        for operator, target in ((scatter_mean, collectives.SCATTER_MEAN), (summed, collectives.SUMMED)):
+            posted[0] = 0
+            made = operator(given, "dp", 2)
+            assert all(torch.isfinite(t.float()).all() for t in made)
+            found.append((posted[0], message_count(target, (given, "dp", 2)) or 0))
+        posted[0] = 0
+        shards, rows = [shard_of(t, rank, 2) for t in given], [t.shape[0] for t in given]
+        wholes = gather(shards, rows, "dp", 2)
+        for whole, mine in zip(wholes, given, strict=True):  # the other's rows are off by one
+            half = rows_of_shard(mine.shape[0], 2)
+            other = mine + (1 - 2 * rank)
+            want = torch.cat([mine[:half], other[half:]] if rank == 0 else [other[:half], mine[half:]])
+            assert torch.equal(whole, want)
+        found.append((posted[0], message_count(collectives.GATHER, (shards, rows, "dp", 2)) or 0))
+    return found
+
+
+def test_what_is_small_goes_in_one_message_for_each_dtype() -> None:
+    for calls in on_ranks(sent, 2):
+        assert all(real == said for real, said in calls), calls
+        assert calls[0][0] == 3  # 80 KB; 32 KB and 16 B of fp32; what is of bf16
 
 
 #: Bytes of a row of the tensors below.

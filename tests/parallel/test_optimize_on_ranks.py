@@ -91,12 +91,12 @@ def free() -> Plan:
 
 @pytest.fixture(scope="module")
 def plan(free: Plan) -> Plan:
-    """The same with less memory than that."""
+    """The same with little more than the least memory: a gather is dear on a CPU."""
     with pytest.raises(InfeasibleError) as error:
         effcompile.plan(tiny(), (mine(0),), mode="training", passes=PASSES, memory=1000)
     least, most = error.value.needed, free.predicted.peak_bytes
     assert most is not None
-    return effcompile.plan(tiny(), (mine(0),), mode="training", passes=PASSES, memory=(least + most) // 2)
+    return effcompile.plan(tiny(), (mine(0),), mode="training", passes=PASSES, memory=(7 * least + most) // 8)
 
 
 def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, steps: int = 3) -> list[float]:
@@ -208,7 +208,11 @@ def test_the_first_rank_plans_for_all() -> None:
 
 def test_less_memory_gathers_again(free: Plan, plan: Plan) -> None:
     """What is kept with much memory is gathered again with less: ZeRO-2 and ZeRO-3, block by block."""
-    again = [d.option for d in plan.decisions if "gather" in d.option and "recompute" in d.option]
+    again = [
+        d.option
+        for d in plan.decisions
+        if d.option == "recompute all" or ("gather" in d.option and "recompute" in d.option)
+    ]
     assert again
     assert not [d for d in free.decisions if "recompute" in d.option]
 
