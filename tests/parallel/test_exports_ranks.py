@@ -1,17 +1,20 @@
 """Exports of a plan: each file is what its engine takes, says the peak under it, and refuses what the engine
-cannot say; FSDP2's is run.
+cannot say; FSDP2's and transformers' are run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import STEPS, Trained, batch_of, model_of, optimizer_of, part, trained
+import transformers
+from rank_helpers import STEPS, batch_of, model_of, optimizer_of, part, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -63,7 +66,7 @@ def plan_for() -> Callable[..., effcompile.Plan]:
     return plan
 
 
-def run(rank: int, script: str, wanted: Trained) -> tuple[list[float], int, int]:
+def run(rank: int, script: str) -> tuple[list[float], int, int]:
     """STEPS steps of stock FSDP2 as the file makes it: losses, and the elements that are here of those that
     there are.
     """
@@ -71,6 +74,11 @@ def run(rank: int, script: str, wanted: Trained) -> tuple[list[float], int, int]
     exec(compile(script, "parallelize.py", "exec"), names)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = names["parallelize"](model_of("llama"), mesh)
+    return steps_of(model, rank)
+
+
+def steps_of(model: nn.Module, rank: int) -> tuple[list[float], int, int]:
+    """STEPS steps on a rank's part of the batch: losses, elements here, elements in all."""
     optimizer, mine, losses = optimizer_of(model), part(batch_of("llama", 4), rank, 2), []
     for _ in range(STEPS):
         loss = model(**mine).loss
@@ -93,7 +101,36 @@ def test_the_script_for_fsdp2_trains_as_one_process_and_holds_half(
     assert plan.distributed is not None
     assert format_bytes(plan.distributed.peak_bytes) in script
     wanted = trained(model_of("llama"), batch_of("llama", 4))
-    found = on_ranks(run, 2, script, wanted)
+    found = on_ranks(run, 2, script)
+    for losses, here, whole in found:
+        assert losses == pytest.approx(wanted.losses, rel=1e-5)
+        assert here < 0.56 * whole
+    assert sum(here for _, here, _ in found) == found[0][2]
+
+
+def huggingface(rank: int, folder: Path, said: dict[str, Any]) -> tuple[list[float], int, int]:
+    """The same by transformers' own engine, of the saved model."""
+    from transformers.distributed import DistributedConfig
+
+    # which transformers reads, as under torchrun; the processes have met
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(**said["distributed_config"])
+    ).train()
+    if said["gradient_checkpointing_enable"]:
+        model.gradient_checkpointing_enable()
+    return steps_of(model, rank)
+
+
+def test_transformers_trains_from_its_json_as_one_process_and_holds_half(
+    plan_for: Callable[..., effcompile.Plan], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers.distributed")
+    said = json.loads(exported(plan_for(engine="fsdp2"), "hf"))
+    assert said["gradient_checkpointing_enable"]
+    model_of("llama").save_pretrained(tmp_path)
+    wanted = trained(model_of("llama"), batch_of("llama", 4))
+    found = on_ranks(huggingface, 2, tmp_path, said)
     for losses, here, whole in found:
         assert losses == pytest.approx(wanted.losses, rel=1e-5)
         assert here < 0.56 * whole
