@@ -24,9 +24,10 @@ from effcompile.core.errors import EffcompileError, InfeasibleError, RankError, 
 T = TypeVar("T")
 #: Seconds that a rank may take to capture its model; planning on the first one may take hours.
 COMING, PLANNING = 600.0, 24 * 3600.0
-#: Of the ranks of a mesh, how many calls they made together (`attended`), and of one how often they met.
+#: Of the ranks of a mesh, how many calls they made together (`attended`); the last one in which they met, and
+#: how often.
 _CALLS: dict[tuple[int, ...], int] = {}
-_ROUNDS: dict[tuple[tuple[int, ...], int], int] = {}
+_ROUNDS: dict[tuple[int, ...], tuple[int, int]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +153,10 @@ class Meeting:
 
     def _key(self, what: str) -> str:
         """Of this meeting: the ranks come to as many, in the same order."""
-        call = self.ranks, _CALLS.get(tuple(sorted(self.ranks)), 0)
-        _ROUNDS[call] = _ROUNDS.get(call, 0) + 1
-        return f"{_call(self.ranks)}/{_ROUNDS[call]}/{what}"
+        now = _CALLS.get(tuple(sorted(self.ranks)), 0)
+        call, count = _ROUNDS.get(self.ranks, (now, 0))
+        _ROUNDS[self.ranks] = now, count + 1 if call == now else 1
+        return f"{_call(self.ranks)}/{_ROUNDS[self.ranks][1]}/{what}"
 
 
 @contextlib.contextmanager
