@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t ROWS = 512;  // queries that may share a head of keys
 constexpr int64_t KEYS = 64;   // keys whose rows are held as fp32 at once, in the L1 cache
+constexpr int64_t AHEAD = 32;  // keys that are fetched before they are multiplied
 
 enum Form { WIDE, BF16, CODES };  // of a row: fp32, bf16, or s8 and behind them their scale in fp32
 
@@ -46,14 +47,17 @@ inline V some_of(const float* p, int64_t count) {
     return WHOLE || count >= W ? load(p) : (V)words_of(p, std::max<int64_t>(count, 0));
 }
 
-// Products of a query with W keys.
+// Products of a query with W keys, one after the other: memory is read in order. (Sixteen at once read a cache in DRAM at a third of its speed.)
 template <bool WHOLE>
 inline V products(const float* q, const float* keys, int64_t apart, int64_t width) {
-    V sums[W] = {};
-    for (int64_t i = 0; i < width; i += W) {
-        const V a = some_of<WHOLE>(q + i, width - i);
-#pragma GCC unroll 16
-        for (int key = 0; key < W; key++) sums[key] = sums[key] + a * some_of<WHOLE>(keys + key * apart + i, width - i);
+    V sums[W];
+    for (int key = 0; key < W; key++, keys += apart) {
+        V sum = {};
+        for (int64_t i = 0; i < width; i += W) {
+            sum = sum + some_of<WHOLE>(q + i, width - i) * some_of<WHOLE>(keys + i, width - i);
+            __builtin_prefetch(keys + i + AHEAD * apart, 0, 2);
+        }
+        sums[key] = sum;
     }
     return lane_sums<W / 2>(sums);
 }
@@ -78,7 +82,10 @@ inline void gather(const float* weights, const float* values, int64_t apart, int
     for (int64_t key = 0; key < count; key++) {
         const float weight = weights[key];
 #pragma GCC unroll 8
-        for (int v = 0; v < NV; v++) sums[v] = sums[v] + weight * some_of<WHOLE>(values + key * apart + v * W, columns - v * W);
+        for (int v = 0; v < NV; v++) {
+            sums[v] = sums[v] + weight * some_of<WHOLE>(values + key * apart + v * W, columns - v * W);
+            __builtin_prefetch(values + (key + AHEAD) * apart + v * W, 0, 2);
+        }
     }
 #pragma GCC unroll 8
     for (int v = 0; v < NV; v++) std::memcpy(out + v * W, &sums[v], WHOLE ? W * 4 : std::max<int64_t>(0, std::min<int64_t>(W, columns - v * W)) * 4);

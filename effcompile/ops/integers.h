@@ -197,7 +197,7 @@ inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* c
 
 // ------------------------------------------------------------------ what may follow a product
 
-enum After { NOTHING, GELU, GELU_TANH, SILU, GELU_SHORT };
+enum After { NOTHING, GELU, GELU_TANH, SILU, GELU_SHORT, RELU };
 
 // 2^t for t <= 0, to a unit in the last place or two: a polynomial of the fraction in [-1/2, 1/2] (Cephes, exp2f), the whole part into the
 // exponent. No less than 2^-100: what it is multiplied with afterwards then makes no subnormal numbers, which take a hundred times as long.
@@ -266,6 +266,7 @@ inline V followed(V x, int after) {
     if (after == GELU_TANH) return x * sigmoid((x * x * 0.044715f + 1.0f) * x * 1.5957691216057308f);
     if (after == SILU) return x * sigmoid(x);
     if (after == GELU_SHORT) return gelu_short(x);
+    if (after == RELU) return where(x < 0.0f, V{}, x);  // NaN stays one
     return x;
 }
 

@@ -1,8 +1,8 @@
 // A list of operators over rows of tokens, attentions among them, run by one call: what a framework does between them costs more than they
 // do for one token.
 //
-// Each is a function of its own library (`group_linear.cpp`, `int8_linear.cpp`, `rows.cpp`, `cached_attention.cpp`), or adds, multiplies or
-// appends to a cache here. Values are dense, (batch * rows, width), in slots; the caller fills in those of inputs and outputs. Heads of a
+// Each is a function of its own library (`group_linear.cpp`, `int8_linear.cpp`, `few_rows.cpp`, `rows.cpp`, `cached_attention.cpp`), or adds,
+// multiplies or appends to a cache here. Values are dense, (batch * rows, width), in slots; the caller fills in those of inputs and outputs. Heads of a
 // value stand side by side in a row.
 
 #include <algorithm>
@@ -12,26 +12,23 @@
 
 namespace {
 
-enum Kind { GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY, APPEND, ATTEND };
+enum Kind { GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY, APPEND, ATTEND, WIDE_LINEAR, LAYER_NORM, FOLLOW, SCALE, SHIFT };
 
 struct Step {
     int64_t kind, a, b, out, more;  // slots; -1 where there is none. more: the residual sum of a norm, sin of a rotation
     int64_t k, n;                   // widths of a linear; columns; half of a head, or of one, and heads
     int64_t bits, after;            // of an attention: its mask, -1 for none
     const void *call, *weight, *scales, *bias;
-    double eps;  // of an attention its scale
+    double eps;  // of an attention its scale; what a scaling multiplies with
 };
 // An append writes a at the end of the cache b; an attention of a reads keys from the cache b and values from the cache `more`.
 
-struct Cache {  // (batch, heads, rows, width) as it is after the call: the new rows are its last; strides in elements
+struct Cache {  // (batch, heads, rows, width) as it is after the call: new rows are its last; strides in elements
     void* at;
-    int64_t of_batch, of_head, heads, rows, form;
+    int64_t of_batch, of_head, of_row, heads, rows, form;
 };
 
 enum Form { WIDE, BF16, CODES };  // of its rows, as cached_attention.cpp has them
-
-// Elements from a row to the next: behind codes stands their scale.
-inline int64_t row_elements(const Cache& cache, int64_t width) { return cache.form == CODES ? width + 4 : width; }
 
 struct Mask {
     const void* at;
@@ -46,6 +43,9 @@ typedef void Norm(const float*, const float*, const void*, double, int64_t, int6
 typedef void Gate(const float*, const float*, int64_t, float*, int64_t);
 typedef void Turn(const float*, const float*, const float*, int64_t, int64_t, int64_t, int64_t, const int64_t*, const int64_t*, int64_t,
                   float*, int64_t);
+typedef void Wide(const float*, int64_t, int64_t, int64_t, const void*, const void*, int64_t, float*, int64_t);
+typedef void LayerNorm(const float*, const float*, const void*, const void*, double, int64_t, int64_t, float*, int64_t);
+typedef void Follow(const float*, int64_t, int64_t, float*, int64_t);
 typedef void Attend(const float*, const void*, const void*, const void*, float*, const int64_t*, const int64_t*, const int64_t*,
                     const int64_t*, const int64_t*, int64_t, int64_t, float, float*, int64_t, int64_t);
 
@@ -75,7 +75,7 @@ void append(const Cache& to, const float* from, int64_t batch, int64_t rows, int
     for (int64_t b = 0; b < batch; b++)
         for (int64_t s = 0; s < rows; s++)
             for (int64_t h = 0; h < to.heads; h++, from += width) {
-                const int64_t at = b * to.of_batch + h * to.of_head + (to.rows - rows + s) * row_elements(to, width);
+                const int64_t at = b * to.of_batch + h * to.of_head + (to.rows - rows + s) * to.of_row;
                 if (to.form == WIDE)
                     std::memcpy(static_cast<float*>(to.at) + at, from, width * 4);
                 else if (to.form == CODES)
@@ -90,8 +90,8 @@ void attend(const Step& s, const Cache& keys, const Cache& values, const Mask* m
             float* scratch, int64_t apart, int64_t threads) {
     const int64_t sizes[6] = {batch, keys.heads, s.n / keys.heads, rows, keys.rows, s.k}, none[3] = {0, 0, 0};
     const int64_t of_q[3] = {rows * s.n * s.k, s.k, s.n * s.k};
-    const int64_t of_k[3] = {keys.of_batch, keys.of_head, row_elements(keys, s.k)};
-    const int64_t of_v[3] = {values.of_batch, values.of_head, row_elements(values, s.k)};
+    const int64_t of_k[3] = {keys.of_batch, keys.of_head, keys.of_row};
+    const int64_t of_v[3] = {values.of_batch, values.of_head, values.of_row};
     reinterpret_cast<Attend*>(s.call)(q, keys.at, values.at, mask ? mask->at : nullptr, out, sizes, of_q, of_k, of_v,
                                       mask ? mask->strides : none, keys.form, mask ? mask->added : 0, (float)s.eps, scratch, apart,
                                       threads);
@@ -138,6 +138,18 @@ extern "C" void row_program(const Step* steps, int64_t count, float* const* slot
         } else if (s->kind == TURN) {
             const int64_t wide = s->n * 2 * s->k, strides[3] = {rows * wide, 2 * s->k, wide};
             reinterpret_cast<Turn*>(s->call)(a, b, more, batch, s->n, rows, s->k, strides, strides, of_cos, out, threads);
+        } else if (s->kind == WIDE_LINEAR) {
+            reinterpret_cast<Wide*>(s->call)(a, s->k, m, s->k, s->weight, s->bias, s->n, out, threads);
+        } else if (s->kind == LAYER_NORM) {
+            reinterpret_cast<LayerNorm*>(s->call)(a, b, s->weight, s->bias, s->eps, m, s->n, out, threads);
+        } else if (s->kind == FOLLOW) {
+            reinterpret_cast<Follow*>(s->call)(a, m * s->n, s->after, out, threads);
+        } else if (s->kind == SCALE) {
+            for (int64_t i = 0; i < m * s->n; i++) out[i] = a[i] * (float)s->eps;
+        } else if (s->kind == SHIFT) {
+            const float* by = static_cast<const float*>(s->bias);
+            for (int64_t row = 0; row < m; row++)
+                for (int64_t i = 0; i < s->n; i++) out[row * s->n + i] = a[row * s->n + i] + by[i];
         } else if (s->kind == ADD) {
             for (int64_t i = 0; i < m * s->n; i++) out[i] = a[i] + b[i];
         } else {

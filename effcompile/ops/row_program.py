@@ -1,9 +1,9 @@
 """Operators over rows of tokens as one call (`row_program.cpp`), for calls of few tokens: a list of steps
 over values in slots.
 
-A step is a norm, a gate, a rotation, a linear with codes, a sum, a product, rows that are appended to a cache
-or an attention over it, each by its own kernel. What is computed is what the kernels compute one by one, to
-the bit.
+A step is a norm, a gate, a rotation, a linear with codes or in fp32, what follows it, a sum, a product, rows
+that are appended to a cache or an attention over one, each by its own kernel. What is computed is what the
+kernels compute one by one, to the bit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from torch import Tensor
 
 from effcompile.core.errors import LoweringError
 from effcompile.machine.native import library
-from effcompile.ops import cached_attention, group_codes, group_native, int8_codes, int8_native, rows_native
+from effcompile.ops import (
+    cached_attention,
+    few_rows,
+    group_codes,
+    group_native,
+    int8_native,
+    rows_native,
+)
 from effcompile.ops.cached_attention import FORMS, mask_strides
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER
 
 _SOURCE = Path(__file__).with_name("row_program.cpp")
 GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY, APPEND, ATTEND = range(9)
+WIDE, LAYER_NORM, FOLLOW, SCALE, SHIFT = range(9, 14)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +48,10 @@ class RowStep:
         k, n: columns that a linear reads and makes; columns of anything else; half of a head's width and
             heads of a rotation; a head's width and heads of an attention and an append.
         mask: of an attention, -1 where all is seen.
-        constants: of a linear the weight, its scales where they stand apart and its bias; a norm's weight.
-        after: what follows a linear. eps: of a norm; of an attention its scale.
+        constants: of a linear the weight, its scales where they stand apart and its bias; a norm's weight and
+            bias, or none; what a shift adds to each row, as a bias.
+        after: what follows a linear, or what a follower is. eps: of a norm; of an attention its scale; what a
+            scaling multiplies with.
     """
 
     kind: int
@@ -68,7 +78,7 @@ class _Step(ctypes.Structure):
 class _Cache(ctypes.Structure):
     _fields_ = (
         ("at", POINTER),
-        *((name, ARGUMENT) for name in ("of_batch", "of_head", "heads", "rows", "form")),
+        *((name, ARGUMENT) for name in ("of_batch", "of_head", "of_row", "heads", "rows", "form")),
     )
 
 
@@ -80,7 +90,8 @@ class _Mask(ctypes.Structure):
 def _runner() -> Callable[..., None] | None:
     """What runs a list of steps; None where no kernels are compiled."""
     if any(
-        isinstance(each.kernels(), str) for each in (rows_native, group_native, int8_native, cached_attention)
+        isinstance(each.kernels(), str)
+        for each in (rows_native, group_native, int8_native, few_rows, cached_attention)
     ):
         return None
     try:
@@ -145,8 +156,7 @@ class RowProgram:
         """The results, (batch, rows, width) each, of inputs whose first axes are those of the first; cos and
         sin may have one batch.
 
-        `caches` (batch, heads, rows, width) end with the rows that are appended; rows are dense, in a form of
-        theirs.
+        `caches` (batch, heads, rows, width), in forms of theirs, end with the rows that are appended to them.
         """
         run = _runner()
         assert run is not None
@@ -184,7 +194,7 @@ class RowProgram:
 
 def _cache(rows: Tensor) -> _Cache:
     stride = rows.stride()
-    return _Cache(rows.data_ptr(), stride[0], stride[1], rows.shape[1], rows.shape[2], FORMS[rows.dtype])
+    return _Cache(rows.data_ptr(), *stride[:3], rows.shape[1], rows.shape[2], FORMS[rows.dtype])
 
 
 def _mask(mask: Tensor) -> _Mask:
@@ -194,18 +204,10 @@ def _mask(mask: Tensor) -> _Mask:
 
 def _packed(step: RowStep) -> _Step:
     """With the addresses of its kernel and constants."""
-    rows, groups, codes, attentions = (
-        rows_native.kernels(),
-        group_native.kernels(),
-        int8_native.kernels(),
-        cached_attention.kernels(),
-    )
-    assert (
-        not isinstance(rows, str)
-        and not isinstance(groups, str)
-        and not isinstance(codes, str)
-        and not isinstance(attentions, str)
-    )
+    rows, groups, codes = rows_native.kernels(), group_native.kernels(), int8_native.kernels()
+    wide, attentions = few_rows.kernels(), cached_attention.kernels()
+    assert not isinstance(rows, str) and not isinstance(groups, str) and not isinstance(codes, str)
+    assert not isinstance(wide, str) and not isinstance(attentions, str)
     calls = {
         GROUPS: groups.call,
         BYTES: codes.call,
@@ -213,6 +215,9 @@ def _packed(step: RowStep) -> _Step:
         GATE: rows.gate,
         TURN: rows.turn,
         ATTEND: attentions.call,
+        WIDE: wide.call,
+        LAYER_NORM: rows.layer_norm,
+        FOLLOW: rows.follow,
     }
     call = calls.get(step.kind)
     addresses = [
@@ -226,7 +231,7 @@ def _packed(step: RowStep) -> _Step:
     )
     return _Step(
         kind=step.kind, a=step.a, b=step.b, out=step.out, more=step.more, k=step.k, n=step.n, bits=bits,
-        after=int8_codes.AFTER.index(step.after),
+        after=rows_native.FOLLOWERS.get(step.after, 0),
         call=None if call is None else ctypes.cast(call, POINTER).value, weight=addresses[0],
         scales=addresses[1], bias=addresses[2], eps=step.eps,
     )  # fmt: skip

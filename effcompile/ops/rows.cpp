@@ -26,11 +26,12 @@ extern "C" void rms_norm(const float* x, const float* residual, const float* wei
     }
 }
 
-// y = (s - mean s) * (variance of s + eps)^(-1/2) * weight + bias with s = x + residual; weight and bias (d) may be null.
+// y = (s - mean s) * (variance of s + eps)^(-1/2) * weight + bias with s = x + residual; residual, weight and bias (d) may be null.
 extern "C" void layer_norm(const float* x, const float* residual, const float* weight, const float* bias, double eps, int64_t rows, int64_t d,
                            float* y, int64_t threads) {
 #pragma omp parallel for num_threads((int)threads) if (threads > 1 && rows > 1)
-    for (int64_t row = 0; row < rows; row++) layer_norm_row(x + row * d, residual + row * d, weight, bias, (float)eps, d, y + row * d);
+    for (int64_t row = 0; row < rows; row++)
+        layer_norm_row(x + row * d, residual ? residual + row * d : nullptr, weight, bias, (float)eps, d, y + row * d);
 }
 
 // y = silu(gate) * up, all (count).
@@ -40,6 +41,12 @@ extern "C" void swiglu(const float* gate, const float* up, int64_t count, float*
         const V g = some_of(gate + i, count - i);
         put(y + i, g * sigmoid(g) * some_of(up + i, count - i), count - i);
     }
+}
+
+// y = f(x), all (count); f is one of those that may follow a product.
+extern "C" void follow(const float* x, int64_t count, int64_t after, float* y, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && count > 4096)
+    for (int64_t i = 0; i < count; i += W) put(y + i, followed(some_of(x + i, count - i), (int)after), count - i);
 }
 
 // y = x * cos + [-x2, x1] * sin, x and y (batch, heads, rows, 2 * half) with these strides, cos and sin (batch or 1, rows, 2 * half) dense.

@@ -20,9 +20,12 @@ from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import rows
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
+from effcompile.ops.int8_codes import followed
 
 _SOURCE = Path(__file__).with_name("rows.cpp")
 _STRIDES = ctypes.c_int64 * 3
+#: What `follow` makes of its numbers → how integers.h numbers it.
+FOLLOWERS = {"gelu": 1, "gelu_tanh": 2, "silu": 3, "relu": 5}
 
 
 @functools.cache
@@ -60,6 +63,8 @@ class RowKernels:
             POINTER,
             ARGUMENT,
         )
+        self.follow = found.follow
+        self.follow.argtypes = (POINTER, ARGUMENT, ARGUMENT, POINTER, ARGUMENT)
         self.gate.argtypes = (POINTER, POINTER, ARGUMENT, POINTER, ARGUMENT)
         self.turn.argtypes = (
             *(POINTER,) * 3,
@@ -70,7 +75,7 @@ class RowKernels:
             POINTER,
             ARGUMENT,
         )
-        for call in (self.norm, self.layer_norm, self.gate, self.turn):
+        for call in (self.norm, self.layer_norm, self.gate, self.turn, self.follow):
             call.restype = None
 
     def objection(self) -> str | None:
@@ -84,6 +89,12 @@ class RowKernels:
         pairs = [
             (self.rms_norm(x, y, weight, 1e-5)[0], rows.rms_norm_by_torch(x, y, weight, 1e-5)[0]),
             (self.rms_norm(x, None, weight, 1e-5)[0], rows.rms_norm_by_torch(x, None, weight, 1e-5)[0]),
+            (self.followed(x * 9, "relu"), F.relu(x * 9)),
+            *((self.followed(x * 9, name), followed(x * 9, name)) for name in ("gelu", "gelu_tanh", "silu")),
+            (
+                self.add_layer_norm(x, None, weight, weight, 1e-5),
+                F.layer_norm(x, (22,), weight, weight, 1e-5),
+            ),
             (self.add_layer_norm(x, y, weight, None, 1e-5), F.layer_norm(x + y, (22,), weight, None, 1e-5)),
             (self.add_layer_norm(x, y, weight, weight, 1.0), F.layer_norm(x + y, (22,), weight, weight, 1.0)),
             (self.swiglu(x * 9, y), rows.swiglu_by_torch(x * 9, y)),
@@ -119,15 +130,18 @@ class RowKernels:
         return y, s
 
     def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """y of `add_norm.add_layer_norm`, of dense x and residual of one shape."""
+        """y of `add_norm.add_layer_norm`, of dense x and residual of one shape, or of x alone."""
         y, d = torch.empty_like(x), x.shape[-1]
-        self.layer_norm(
-            x.data_ptr(), residual.data_ptr(), None if weight is None else weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), eps, x.numel() // d, d, y.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        given = (None if each is None else each.data_ptr() for each in (residual, weight, bias))
+        self.layer_norm(x.data_ptr(), *given, eps, x.numel() // d, d, y.data_ptr(), torch.get_num_threads())
+        return y
+
+    def followed(self, x: Tensor, name: str) -> Tensor:
+        """One of FOLLOWERS, of a dense tensor."""
+        y = torch.empty_like(x)
+        self.follow(x.data_ptr(), x.numel(), FOLLOWERS[name], y.data_ptr(), torch.get_num_threads())
         return y
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -88,6 +88,15 @@ def _swiglu(a: Sequence[int]) -> Pointers:
     return {0: (_IN, 4 * a[2]), 1: (_IN, 4 * a[2]), 3: (_OUT, 4 * a[2])}
 
 
+def _follow(a: Sequence[int]) -> Pointers:
+    return {0: (_IN, 4 * a[1]), 3: (_OUT, 4 * a[1])}
+
+
+def _few_rows(a: Sequence[int]) -> Pointers:
+    m, k, n = a[2], a[3], a[6]
+    return {0: _rows(m, a[1], k), 4: (_IN, 4 * n * k), 5: (_IN, 4 * n), 7: (_OUT, 4 * m * n)}
+
+
 def _read(address: int, count: int) -> list[int]:
     return list((ctypes.c_int64 * count).from_address(address))
 
@@ -187,6 +196,8 @@ POINTERS: dict[str, Of] = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     "swiglu": _swiglu,
+    "follow": _follow,
+    "few_rows": _few_rows,
     "rotary": _rotary,
     "cached_attention": _cached_attention,
     "adam8": _adam8,

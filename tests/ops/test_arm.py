@@ -19,6 +19,7 @@ from effcompile.machine import hardware, instructions, native
 from effcompile.ops import (
     block_sparse_native,
     cached_attention,
+    few_rows,
     group_codes,
     group_native,
     int8_codes,
@@ -42,12 +43,15 @@ needs_emulator = pytest.mark.skipif(
 INTEGERS = ("neon", "neon_dotprod", "neon_i8mm")
 #: Which are of AMX alone.
 OF_X86 = {"attention_backward_tiles", "attention_tiles", "group_tiles", "int8_mlp"}
+#: Compiled for each set of integers.
+CHOSEN = {"int8_linear", "group_linear", "int8_sparse", "rows", "few_rows", "cached_attention"}
 MODULES = (
     int8_native,
     group_native,
     int8_sparse,
     rows_native,
     cached_attention,
+    few_rows,
     block_sparse_native,
     states8_native,
     loss_rows,
@@ -83,7 +87,9 @@ def of_integers(name: str, isa: str) -> dict[str, int]:
 
 @needs_compiler
 @pytest.mark.parametrize("isa", INTEGERS)
-@pytest.mark.parametrize("name", ["int8_linear", "group_linear", "int8_sparse", "rows", "cached_attention"])
+@pytest.mark.parametrize(
+    "name", ["int8_linear", "group_linear", "int8_sparse", "rows", "few_rows", "cached_attention"]
+)
 def test_what_is_chosen_by_its_integers_compiles(compiler: None, name: str, isa: str) -> None:
     assert native.compiled(native.SOURCES / f"{name}.cpp", of_integers(name, isa), isa).exists()
 
@@ -96,9 +102,8 @@ def test_the_rest_compiles(compiler: None, monkeypatch: pytest.MonkeyPatch) -> N
     assert native.compiled(native.SOURCES / "states8.cpp", {}, "neon").exists()
     assert native.compiled(native.SOURCES / "loss_rows.cpp", {"WIDTH": 4}, "neon").exists()
     assert native.compiled(native.SOURCES / "row_program.cpp", {}, "generic").exists()
-    of_integers = {"int8_linear", "group_linear", "int8_sparse", "rows", "cached_attention"}
     others = {"block_sparse", "block_sparse_ort", "states8", "row_program", "loss_rows"}
-    assert {path.stem for path in native.SOURCES.glob("*.cpp")} == of_integers | others | OF_X86
+    assert {path.stem for path in native.SOURCES.glob("*.cpp")} == CHOSEN | others | OF_X86
 
 
 class TestWhichSet:
@@ -250,6 +255,15 @@ class TestFloats:
             cos, sin = (torch.randn(1, m, 2 * half, generator=drawn(m + at)) for at in (1, 2))
             wanted = rows.rotary_by_torch(turned, cos, sin, False)
             torch.testing.assert_close(kernels.rotary(turned, cos, sin), wanted, **close)
+
+    def test_linears_of_few_rows(self, arm: None) -> None:
+        kernels = few_rows.FewRows("neon")
+        assert kernels.objection() is None
+        for m, n, k in map(ragged, range(1, 25)):
+            x, weight = torch.randn(m, k, generator=drawn(m)), torch.randn(n, k, generator=drawn(n))
+            found = kernels.linear(x, weight, weight[:, 0].contiguous())
+            right = F.linear(x.double(), weight.double(), weight[:, 0].double())
+            torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
     def test_rows_of_a_loss(self, arm: None) -> None:
         kernels = loss_rows.LossRows("neon")

@@ -18,7 +18,14 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import read_back as found
-from effcompile.backends.torch.pack import flatten, pack, packed_elsewhere, packed_weights, put_plain_aside
+from effcompile.backends.torch.pack import (
+    by_few_rows,
+    flatten,
+    pack,
+    packed_elsewhere,
+    packed_weights,
+    put_plain_aside,
+)
 from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
@@ -144,7 +151,7 @@ def open_flat(path: Path) -> fx.GraphModule:
     graph.graph_copy(module.graph, values)
     leaves = pytree.tree_leaves(module.graph.output_node().args[0])
     graph.output(tuple(values[leaf] for leaf in leaves if isinstance(leaf, fx.Node)))
-    return pack(fx.GraphModule(module, graph))
+    return by_few_rows(pack(fx.GraphModule(module, graph)))
 
 
 def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
@@ -174,7 +181,7 @@ def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Forward]:
     # Dynamo cannot trace export's guards and hooks, and makes its own
     module = exported.module(check_guards=not inductor)
     assert isinstance(module, fx.GraphModule)
-    run = _compile(fx.GraphModule(module, module.graph), None) if inductor else pack(module)
+    run = _compile(fx.GraphModule(module, module.graph), None) if inductor else by_few_rows(pack(module))
 
     def call(*args: object, **kwargs: object) -> Any:
         with torch.inference_mode(False), torch.no_grad():
@@ -191,11 +198,12 @@ def lower_eager(program: Program) -> TorchLowered:
     module = pack(module, packed)
     huge_pages.move(module.buffers())
     _try(module, program)
+    applied = found.applied(program, module)
     return TorchLowered(
         program=program,
         engine="eager",
-        run=module,
-        applied=found.applied(program, module),
+        run=by_few_rows(module),
+        applied=applied,
         settings={"threads": torch.get_num_threads(), **_kernels(program)},
         weight_bytes=_artifact_bytes(program),
     )

@@ -20,9 +20,9 @@ from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.torch_compat_inductor import compiling
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
-from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
+from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
 from effcompile.machine.target import Dims, KernelCall
-from effcompile.ops import bf16_attention, rows_native
+from effcompile.ops import bf16_attention, few_rows, rows_native
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.tile_predictors import METHODS
@@ -70,7 +70,8 @@ def _one_operator(call: KernelCall) -> bool:
     """Whether Inductor calls the operator as eager does."""
     held = call.format
     if held is not None and is_linear(call):
-        return held not in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC)
+        ours = held == FP32 and call.dims[0] <= few_rows.ROWS  # eager's own
+        return held not in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) and not ours
     alone = ("attention/", "predict/", "rows/", "embedding/")
     return call.kernel.startswith(alone) or call.kernel in SPARSE
 

@@ -25,7 +25,7 @@ from effcompile.ir.formats import (
 )
 from effcompile.machine import huge_pages
 from effcompile.machine.target import Dims
-from effcompile.ops import group_codes, int8_sparse
+from effcompile.ops import few_rows, group_codes, int8_sparse
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
@@ -117,7 +117,8 @@ def _float(
     held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str
 ) -> Body:
     if held == FP32 and (engine == "stock" or x.is_cuda or not packs(len(x), x.shape[1], len(weight))):
-        return lambda: F.linear(x, weight, bias)
+        product = few_rows.linear if engine == "eager" else F.linear
+        return lambda: product(x, weight, bias)
     if x.is_cuda:
         half = weight.bfloat16()
         return lambda: F.linear(x.bfloat16(), half).float() + bias

@@ -20,6 +20,7 @@ from effcompile.core.types import Value
 from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
+from effcompile.ops import few_rows
 
 #: Bytes of plain weights from which on they are worth files.
 LARGE = 16 << 20
@@ -81,6 +82,17 @@ def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -
         module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     return fx.GraphModule(module, module.graph, class_name=type(module).__name__)
+
+
+def by_few_rows(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, whose linears on plain weights of its own read these once where rows are few."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        parts = [part for part in node.args[1:] if isinstance(part, fx.Node)]
+        held = [_attribute(module, str(part.target)) for part in parts if part.op == "get_attr"]
+        if not node.kwargs and len(held) == len(parts) and few_rows.takes(*held):
+            node.target = few_rows.linear
+    module.recompile()
+    return module
 
 
 def packed_weights(module: fx.GraphModule) -> list[torch.Tensor]:

@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from effcompile.ir.program import shape_of
-from effcompile.ops import row_program
+from effcompile.ops import few_rows, row_program
+from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.append import append
 from effcompile.ops.cached_attention import FEW, MOST, cached_attention
 from effcompile.ops.group_linear import group_linear
@@ -47,10 +48,16 @@ class Builder:
         attentions: (mask, keys, values) of each, by number; the mask is -1 where all is seen.
     """
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[fx.Node], masks: Sequence[fx.Node]) -> None:
-        """`inputs`: values of rows; `masks`: those of attentions."""
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[fx.Node], masks: Sequence[fx.Node],
+        sources: Mapping[fx.Node, int],
+    ) -> None:  # fmt: skip
+        """`inputs`: values of rows; `masks`: those of attentions; `sources`: caches that are read alone, by
+        number.
+        """
         self._module, self._inputs, self._masks = module, inputs, masks
         self.caches: dict[fx.Node, int] = {}
+        self._sources = sources
         self.attentions: list[tuple[int, int, int]] = []
         self._slots = {node: at for at, node in enumerate(inputs)}
         self._heads: dict[fx.Node, Heads] = {}
@@ -156,6 +163,53 @@ class Builder:
             after=str(given["after"]),
         )
 
+    def wide(self, node: fx.Node) -> RowStep:
+        """One in fp32."""
+        x, *held = node.args
+        weight, bias, *_ = (*self._held(*held), None)
+        n, k = weight.shape  # type: ignore[union-attr]
+        return RowStep(
+            kind=row_program.WIDE,
+            a=self.slot(x),
+            out=self.new(node, n),
+            n=n,
+            k=k,
+            constants=(weight, None, bias),
+        )
+
+    def layer_norm(self, node: fx.Node) -> RowStep | None:
+        """Of one value, or of a sum that nothing else reads."""
+        pair = node.target is add_layer_norm.default
+        x, residual = argument(node, "x" if pair else "input"), argument(node, "residual") if pair else None
+        weight, bias = self._held(argument(node, "weight"), argument(node, "bias"))
+        n, eps = shape_of(node)[-1], argument(node, "eps")
+        if not isinstance(eps, float) or any(
+            each is not None and (each.shape != (n,) or not few_rows.takes(each)) for each in (weight, bias)
+        ):
+            return None
+        return RowStep(
+            kind=row_program.LAYER_NORM,
+            a=self.slot(x),
+            b=self.slot(residual),
+            out=self.new(node, n),
+            n=n,
+            constants=(weight, None, bias),
+            eps=eps,
+        )
+
+    def follow(self, node: fx.Node) -> RowStep | None:
+        """A function of each number."""
+        name = {aten.relu.default: "relu", aten.silu.default: "silu", aten.gelu.default: "gelu"}[node.target]  # type: ignore[index]
+        if node.kwargs.get("approximate") == "tanh":
+            name = "gelu_tanh"
+        n = shape_of(node)[-1]
+        return RowStep(
+            kind=row_program.FOLLOW, a=self.slot(node.args[0]), out=self.new(node, n), n=n, after=name
+        )
+
+    def _held(self, *nodes: object) -> list[Tensor | None]:
+        return [constant(self._module, each) if isinstance(each, fx.Node) else None for each in nodes]
+
     def norm(self, node: fx.Node) -> RowStep | None:
         """With the residual sum, which it makes too, or of one value."""
         x, *rest, weight, eps = node.args
@@ -180,17 +234,28 @@ class Builder:
         )
 
     def pair(self, node: fx.Node) -> RowStep:
-        """Of two values of one shape."""
+        """Of two values of one shape, or of one and a number or a row."""
+        x, other = node.args
+        n = shape_of(node)[-1]
+        if isinstance(other, int | float):
+            return RowStep(
+                kind=row_program.SCALE, a=self.slot(x), out=self.new(node, n), n=n, eps=float(other)
+            )
+        if other not in self._slots:
+            return RowStep(
+                kind=row_program.SHIFT,
+                a=self.slot(x),
+                out=self.new(node, n),
+                n=n,
+                constants=(None, None, *self._held(other)),
+            )
         kinds: dict[Any, int] = {
             ours.swiglu.default: row_program.GATE,
             aten.add.Tensor: row_program.ADD,
             aten.mul.Tensor: row_program.MULTIPLY,
         }
         kind = kinds[node.target]
-        n = shape_of(node)[-1]
-        return RowStep(
-            kind=kind, a=self.slot(node.args[0]), b=self.slot(node.args[1]), out=self.new(node, n), n=n
-        )
+        return RowStep(kind=kind, a=self.slot(x), b=self.slot(other), out=self.new(node, n), n=n)
 
     def turn(self, node: fx.Node) -> RowStep | None:
         """Of heads that were told apart inside."""
@@ -225,13 +290,14 @@ class Builder:
     def attention(self, node: fx.Node) -> RowStep | None:
         """Over two of these caches."""
         query, keys, values, mask, scale = node.args
-        if query not in self._front or keys not in self.caches or values not in self.caches:
+        read = {**self.caches, **self._sources}
+        if query not in self._front or keys not in read or values not in read:
             return None
         heads, width = self._heads[query]  # type: ignore[index]
         held = shape_of(keys)  # type: ignore[arg-type]
         if held != shape_of(values) or held[3] != width or heads // held[1] * FEW > MOST:  # type: ignore[arg-type]
             return None
-        made, of = self.new(node, heads * width), (self.caches[keys], self.caches[values])  # type: ignore[index]
+        made, of = self.new(node, heads * width), (read[keys], read[values])  # type: ignore[index]
         self._heads[node] = (heads, width)
         self._front.add(node)
         hidden = self._masks.index(mask) if isinstance(mask, fx.Node) else -1
@@ -259,6 +325,12 @@ STEPS: dict[object, Callable[[Builder, fx.Node], RowStep | None]] = {
     ours.rotary.default: Builder.turn,
     aten.add.Tensor: Builder.pair,
     aten.mul.Tensor: Builder.pair,
+    few_rows.linear: Builder.wide,
+    aten.layer_norm.default: Builder.layer_norm,
+    add_layer_norm.default: Builder.layer_norm,
+    aten.relu.default: Builder.follow,
+    aten.silu.default: Builder.follow,
+    aten.gelu.default: Builder.follow,
     append: Builder.append,
     cached_attention: Builder.attention,
 }

@@ -1,7 +1,7 @@
 """Runs of operators over rows of tokens as programs (ops/row_program.py) for calls of few tokens.
 
-A region is a run of operators that take each token by itself, norms, gates, rotations, linears with codes,
-sums, and of attentions over a cache that grows: of a model whose linears all have codes, all of its layers.
+A region is a run of operators that take each token by itself, norms, gates, rotations, linears, sums, and of
+attentions over a cache, one that grows or an encoder's: of most models, all of a decoder's layers.
 One call runs it where there are few tokens; its operators run one by one where there are many, or another
 dtype or layout comes.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
 
 from effcompile.backends.torch.region_steps import SHAPES, STEPS, Builder, Told, constant
 from effcompile.ir.program import dtype_of, shape_of
-from effcompile.ops import row_program, rows_native
+from effcompile.ops import few_rows, row_program, rows_native
 from effcompile.ops.append import append, lengthened
 from effcompile.ops.cached_attention import FORMS, cached_attention, masks_so
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
@@ -38,7 +39,8 @@ _LEAST = 2
 class Shelf:
     """The caches of a region.
 
-    `rooms`: rows that a new buffer of each has room for; `read`: (mask, keys, values) of each attention.
+    `rooms`: rows that a new buffer has room for, of each that grows, the first ones; `read`: (mask, keys,
+    values) of each attention.
     """
 
     rooms: tuple[int, ...] = ()
@@ -46,13 +48,19 @@ class Shelf:
 
     def fits(self, caches: Sequence[Tensor], masks: Sequence[Tensor], batch: int, new: int) -> bool:
         """Whether a program takes them."""
-        kinds = {cache.dtype for cache in caches}
-        alike = len(kinds) < 2 and kinds <= FORMS.keys() and all(each.shape[0] == batch for each in caches)
-        return alike and all(
+        held = all(
+            each.shape[0] == batch and each.dtype in FORMS and each.stride(3) == 1 for each in caches
+        ) and all(each.shape[2] for each in caches[len(self.rooms) :])
+        return held and all(
             caches[keys].shape == caches[values].shape
-            and (mask < 0 or masks_so(masks[mask], new, caches[keys].shape[2] + new))
+            and caches[keys].dtype is caches[values].dtype
+            and (mask < 0 or masks_so(masks[mask], new, self._rows(caches, keys, new)))
             for mask, keys, values in self.read
         )
+
+    def _rows(self, caches: Sequence[Tensor], at: int, new: int) -> int:
+        """Of a cache after the call."""
+        return caches[at].shape[2] + (new if at < len(self.rooms) else 0)
 
 
 class Region:
@@ -65,14 +73,14 @@ class Region:
         program: RowProgram,
         told: Sequence[Told],
         one_by_one: fx.GraphModule,
-        inputs: tuple[int, int],
+        inputs: tuple[int, int, int, int],
         shelf: Shelf,
     ) -> None:
-        """`told`: what each value is; `inputs`: how many of them are rows, the first ones, and how many are
-        masks behind these.
+        """`told`: what each value is; `inputs`: how many are rows, the first ones, cos and sin behind them,
+        masks, and caches.
         """
         self._program, self._told, self._one_by_one, self._shelf = program, tuple(told), one_by_one, shelf
-        self._rows, self._masked = inputs[0], sum(inputs)
+        self._plain, self._rows, self._masked, self._cached = accumulate(inputs)
         self.__name__ = "region"
 
     def __deepcopy__(self, memo: object) -> Region:
@@ -81,7 +89,7 @@ class Region:
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         first, values, masks = inputs[0].shape, inputs[: self._rows], inputs[self._rows : self._masked]
-        caches = inputs[self._masked : self._masked + len(self._shelf.rooms)]
+        caches = inputs[self._masked : self._cached]
         few = len(first) == 3 and 0 < first[0] * first[1] <= FEW
         if (
             not few
@@ -90,10 +98,17 @@ class Region:
         ):
             found: Sequence[Tensor] = self._one_by_one(*inputs)
             return found
-        longer = [
-            lengthened(cache, first[1], most) for cache, most in zip(caches, self._shelf.rooms, strict=True)
+        # of a batch some may be the same for all its rows: learned positions
+        whole = [
+            each if each.shape[0] == first[0] else each.expand(first[0], -1, -1).contiguous()
+            for each in values[: self._plain]
         ]
-        made = self._program(*values, caches=longer, masks=masks)
+        grown = len(self._shelf.rooms)
+        longer = [
+            lengthened(cache, first[1], most)
+            for cache, most in zip(caches[:grown], self._shelf.rooms, strict=True)
+        ] + list(caches[grown:])
+        made = self._program(*whole, *values[self._plain :], caches=longer, masks=masks)
         return [
             longer[at]
             if cached
@@ -115,7 +130,7 @@ def _dense(value: Tensor, leading: torch.Size) -> bool:
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     """The module with its regions as calls of their own, and our other operators without torch's dispatcher.
 
-    As it is where it has none of our operators, on a GPU, and where nothing can be compiled.
+    As it is where it has none of our operators and no cache, on a GPU, and where nothing can be compiled.
     """
     on_cpu = all(
         node.meta["val"].device.type == "cpu"
@@ -124,7 +139,7 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     )
     if (
         not on_cpu
-        or not any(node.target in _PLAIN for node in module.graph.nodes)
+        or not any(node.target in _PLAIN or node.target is append for node in module.graph.nodes)
         or not row_program.available()
     ):
         return module
@@ -236,8 +251,15 @@ def _row_wise(module: fx.GraphModule, node: fx.Node, run: _Run) -> bool:
             and node.args[0].op == "placeholder"
         )
     if node.target is cached_attention:
-        appended = (each.target is append for each in node.args[1:3])  # type: ignore[union-attr]
-        return all(each in run.nodes for each in node.args[:3]) and all(appended)
+        return (
+            node.args[0] in run.nodes
+            and all(
+                each in run.nodes if each.target is append else each.op == "placeholder"  # type: ignore[union-attr]
+                for each in node.args[1:3]
+            )
+        )
+    if node.target is aten.mul.Tensor and not isinstance(node.args[1], fx.Node):
+        return node.args[0] in run.nodes and _fits(module, node)  # else it may be of cos and sin
     return node.target in STEPS and _fits(module, node)
 
 
@@ -251,14 +273,26 @@ def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     if node.target in (aten.add.Tensor, aten.mul.Tensor):
         alike = all(shape_of(source) == shape_of(node) for source in sources) and len(shape_of(node)) == 3
-        made = all(isinstance(each, fx.Node) and each.op != "get_attr" for each in node.args)
-        return alike and len(node.args) == 2 and not node.kwargs and made
+        return alike and bool(sources) and len(node.args) == 2 and not node.kwargs and _added(module, node)
     if node.target is ours.rotary.default:
         return argument(node, "backwards") is False and sources[0].target is aten.transpose.int
     weights = [constant(module, source) for source in node.all_input_nodes if source.op == "get_attr"]
     return all(weight.is_contiguous() for weight in weights) and all(
         len(shape_of(source)) == 3 for source in sources
     )
+
+
+def _added(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a sum or a product is one of two values, a value times a number, or a value and one row."""
+    first, second = node.args
+    if not isinstance(first, fx.Node) or first.op == "get_attr":
+        return False
+    if not isinstance(second, fx.Node):
+        return node.target is aten.mul.Tensor and isinstance(second, int | float)
+    if second.op != "get_attr":
+        return True
+    row = constant(module, second)
+    return node.target is aten.add.Tensor and few_rows.takes(row) and row.numel() == shape_of(node)[-1]
 
 
 # ------------------------------------------------------------------ replacing
@@ -272,6 +306,8 @@ def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, 
     read = list(dict.fromkeys(source for node in nodes for source in _read(node) if source not in inside))
     appends = [node for node in nodes if node.target is append]
     caches = [node.args[0] for node in appends if isinstance(node.args[0], fx.Node)]
+    attended = (each for node in nodes if node.target is cached_attention for each in node.args[1:3])
+    kept = list(dict.fromkeys(each for each in attended if isinstance(each, fx.Node) and each not in inside))
     rooms = tuple(room for node in appends if isinstance(room := node.args[2], int))
     masks = list(
         dict.fromkeys(
@@ -284,12 +320,13 @@ def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, 
     tensors = (
         source
         for source in read
-        if isinstance(source.meta.get("val"), Tensor) and source not in (*masks, *caches)
+        if isinstance(source.meta.get("val"), Tensor) and source not in (*masks, *caches, *kept)
     )
     rows = sorted(tensors, key=turns.__contains__)  # rows first
-    sizes = [source for source in read if source not in (*rows, *masks, *caches)]
+    sizes = [source for source in read if source not in (*rows, *masks, *caches, *kept)]
     results = [node for node in nodes if any(user not in inside for user in node.users)]
-    builder = Builder(module, rows, masks)
+    sources = {node: at for at, node in enumerate(kept, len(caches))}
+    builder = Builder(module, rows, masks, sources)
     if (
         not results
         or not rows
@@ -297,11 +334,11 @@ def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, 
         or not all(builder.tellable(node) for node in results)
     ):
         return False
-    inputs = [*rows, *masks, *caches, *sizes]
+    inputs = [*rows, *masks, *caches, *kept, *sizes]
+    turning = sum(map(turns.__contains__, rows))
+    counts = (len(rows) - turning, turning, len(masks), len(caches) + len(kept))
     shelf = Shelf(rooms=rooms, read=tuple(builder.attentions))
-    region = Region(
-        *builder.built(results), _apart(module, nodes, inputs, results), (len(rows), len(masks)), shelf
-    )
+    region = Region(*builder.built(results), _apart(module, nodes, inputs, results), counts, shelf)
     before = min(
         (user for node in results for user in node.users if user not in inside), key=order.__getitem__
     )

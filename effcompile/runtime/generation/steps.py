@@ -18,6 +18,7 @@ from effcompile.capture.generation import Boundary
 from effcompile.core.errors import GuardError
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 from effcompile.ir.program import TensorSpec
+from effcompile.machine import huge_pages
 from effcompile.ops.append import buffer, last
 from effcompile.runtime.carry import carried
 from effcompile.runtime.inputs import check_index
@@ -142,7 +143,8 @@ class LoweredStep:
                     "The first call of a decoder needs encoder_outputs, which generate() gives it.",
                     place="inputs",
                 )
-            made = list(carried_out(self.source, (hidden, tokens)))
+            # rows of a head side by side: each token reads all of them
+            made = [rows.contiguous() for rows in carried_out(self.source, (hidden, tokens))]
             fill(cache, self.layout, made, 0, places)
             found = held(cache, self.layout)
         _check_rows(found, tokens)
@@ -227,6 +229,7 @@ def assembled(
     if isinstance(graph, fx.GraphModule):
         holders = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
         narrow = [holders[at] for at in layout.written if layout.leaves[at].held]
+        huge_pages.collapse(graph.parameters())
         run = in_place(
             graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.written}, narrow
         )

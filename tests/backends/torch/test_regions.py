@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from effcompile.backends.torch import regions
 from effcompile.backends.torch.in_place import in_place
-from effcompile.ops import group_codes, int8_codes, row_program
+from effcompile.ops import few_rows, group_codes, int8_codes, row_program
+from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.append import append, buffer
 from effcompile.ops.cache_rows import as_numbers
 from effcompile.ops.cached_attention import cached_attention
@@ -269,3 +270,97 @@ def test_an_attention_that_no_program_takes_leaves_the_rest() -> None:
     assert len(called(fused)) > 1 and any(node.target is cached_attention for node in fused.graph.nodes)
     for one, right in zip(fused(*inputs), wanted, strict=True):
         torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-6)
+
+
+def decoder(batch: int) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A layer of an encoder-decoder in fp32: learned positions, LayerNorms, an attention over a cache that
+    grows and one over an encoder's rows (which lie with heads behind the rows), each of its followers, and a
+    head with a row that is added.
+    """
+    module, graph = nn.Module(), fx.Graph()
+    torch.manual_seed(2)
+    each, past, source = WIDTH // HEADS, 5, 7
+    for name, n, k in (
+        *((name, WIDTH, WIDTH) for name in ("q", "k", "v", "o", "q2", "o2", "fc3")),
+        ("fc1", WIDE, WIDTH),
+        ("fc2", WIDTH, WIDE),
+        ("head", 51, WIDTH),
+    ):
+        module.register_buffer(name, torch.randn(n, k) / 5)
+        module.register_buffer(f"{name}_bias", torch.randn(n))
+    module.register_buffer("norm", torch.rand(WIDTH))
+    module.register_buffer("shift", torch.randn(1, 51))
+    held = [
+        append(buffer(torch.zeros(batch, HEADS, 0, each), 9), torch.randn(batch, HEADS, past, each), 9)
+    ] * 2
+    held = [one.clone() for one in held]
+    beside = [torch.randn(batch, source, HEADS, each).transpose(1, 2) for _ in range(2)]
+    bias = torch.randn(1, HEADS, 2, past + 2)
+    rows = [torch.randn(batch, 2, WIDTH), torch.randn(1, 2, WIDTH)]
+    inputs = [*rows, *held, *beside, bias]
+    nodes = [graph.placeholder(f"in{at}") for at in range(len(inputs))]
+    values: dict[fx.Node, Tensor] = dict(zip(nodes, inputs, strict=True))
+
+    def call(target: Callable[..., object], *args: object, **kwargs: object) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        given = fx.map_arg(
+            args, lambda one: getattr(module, one.target) if one.op == "get_attr" else values[one].clone()
+        )
+        values[node] = target(*given, **kwargs)  # type: ignore[assignment]
+        return node
+
+    constants = {name: graph.get_attr(name) for name, _ in module.named_buffers()}
+
+    def product(name: str, x: fx.Node) -> fx.Node:
+        return call(few_rows.linear, x, constants[name], constants[f"{name}_bias"])
+
+    def heads(x: fx.Node) -> fx.Node:
+        return call(aten.transpose.int, call(aten.view.default, x, [batch, 2, HEADS, each]), 1, 2)
+
+    def together(x: fx.Node) -> fx.Node:
+        return call(aten.reshape.default, call(aten.transpose.int, x, 1, 2), [batch, 2, WIDTH])
+
+    x, positions, *caches, keys, found, added = nodes
+    x = call(aten.mul.Tensor, call(aten.add.Tensor, x, positions), 2.5)
+    x = call(aten.layer_norm.default, x, [WIDTH], constants["norm"], constants["o_bias"], 1e-5)
+    longer = [
+        call(append, cache, heads(product(name, x)), 9) for cache, name in zip(caches, "kv", strict=True)
+    ]
+    mixed = product("o", together(call(cached_attention, heads(product("q", x)), *longer, added, 1.0)))
+    x = call(add_layer_norm.default, x, mixed, constants["norm"], None, 1e-5)
+    mixed = call(cached_attention, heads(product("q2", x)), keys, found, None, None)
+    x = call(aten.add.Tensor, x, product("o2", together(mixed)))
+    x = call(aten.add.Tensor, x, product("fc2", call(aten.gelu.default, product("fc1", x))))
+    x = call(aten.gelu.default, call(aten.silu.default, product("fc3", x)), approximate="tanh")
+    logits = call(aten.add.Tensor, product("head", call(aten.relu.default, x)), constants["shift"])
+    graph.output((logits, *longer))
+    for node, value in values.items():
+        node.meta["val"] = value
+    return fx.GraphModule(module, graph), inputs
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_decoder_beside_an_encoder_is_one_call(batch: int, threads: Callable[[int], None]) -> None:
+    """By torch alone on the other side; found at a batch of one, run at one whose rows share positions."""
+    plain, inputs = decoder(batch)
+    for node in plain.graph.nodes:
+        if node.target is few_rows.linear:
+            node.target = torch.nn.functional.linear
+    plain.recompile()
+    wanted = plain(*[one.clone() for one in inputs])
+    fused = regions.with_regions(decoder(1)[0])
+    left = [node for node in fused.graph.nodes if node.op == "call_function"]
+    assert len(called(fused)) == 1 and {node.target for node in left[1:]} == {operator.getitem}
+    for count in (1, 2):
+        threads(count)
+        for one, right in zip(fused(*inputs), wanted, strict=True):
+            torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_without_rows_and_a_mask_of_another_length_run_one_by_one() -> None:
+    plain, inputs = decoder(2)
+    fused = regions.with_regions(plain)
+    none = [one[:, :, :0] if at in (4, 5) else one for at, one in enumerate(inputs)]
+    assert fused(*none)[0].shape == (2, 2, 51)
+    with pytest.raises(RuntimeError):
+        fused(*inputs[:6], inputs[6][..., 1:])
