@@ -1,12 +1,15 @@
 """Weights and activations as codes in groups of 32, in torch: what the compiled linears (`group_linear.cpp`)
 compute.
 
-    W: 4 bits  scale = the value of largest magnitude / −8, codes −8 … 7
-       8 bits  scale = max |w| / 127, codes −127 … 127
+    W: 4 bits  scale = the value of largest magnitude / −8 or −7.5, codes −8 … 7
+       8 bits  scale = max |w| / 127, 126.6 or 127.4, codes −127 … 127
     x:         scale = max |x| / 127                       codes = round(x · (127 / max |x|))
     y = Σ over groups (codes · codes) · (scale of W · scale of x) + bias
 
-Scales of W are rounded to bf16 before its codes are taken, so that rounding them costs next to nothing.
+Of a group's scales that one is taken which leaves least of its weights. All are rounded to bf16 before codes
+are taken: nearly as wide as a code of 8 bits, so that of three one lies well. (Logits of four layers of
+Qwen2.5-0.5B's shape, random: with one scale 1.07 and 1.01 times the error of llama.cpp's q8_0 and q4_0, so
+1.01 and 0.98.)
 
 Legend: x (M, K), W (N, K), its codes (N, K) of s8 and scales (N, ⌈K/32⌉); packed (⌈N/16⌉, ⌈K/32⌉, 32 + 64 ·
 bits) of u8, as told in `group_linear.cpp`: 16 scales, then the codes, raised by half of their range so that
@@ -26,6 +29,10 @@ __all__ = ["BITS", "GROUP", "bits_of", "linear_by_torch", "pack", "quantize", "r
 GROUP = 32
 BITS = (4, 8)
 _LANES = 16
+#: Bits → what the largest magnitude of a group is divided by, to be tried.
+_PARTS = {4: (-8.0, -7.5), 8: (127.0, 126.6, 127.4)}
+#: Weights that are rounded at a time: what is made meanwhile stays in the cache.
+_AT_ONCE = 1 << 18
 #: Bytes of a block's scales.
 _SCALES = 2 * _LANES
 
@@ -36,19 +43,37 @@ def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     A group with an infinity or NaN has a scale that is none.
     """
     n, k = weight.shape
-    groups = F.pad(weight.float(), (0, -k % GROUP)).view(n, -1, GROUP)
+    scales = weight.new_empty((n, -(-k // GROUP)), dtype=torch.bfloat16)
+    codes = weight.new_empty((n, k), dtype=torch.int8)
+    some = max(1, _AT_ONCE // max(1, k))
+    for at in range(0, n, some):
+        rows = slice(at, at + some)
+        groups = F.pad(weight[rows].float(), (0, -k % GROUP)).view(-1, scales.shape[1], GROUP)
+        scales[rows] = _scales(groups, bits)
+        codes[rows] = _codes(groups, scales[rows], bits).flatten(1)[:, :k].to(torch.int8)
+    return codes, scales
+
+
+def _scales(groups: Tensor, bits: int) -> Tensor:
+    """Of those that are tried the one that leaves least of each group."""
     low, high = groups.amin(2), groups.amax(2)
-    exact = torch.where(high > -low, high, low) / -8 if bits == 4 else torch.maximum(high, -low) / 127
-    scales = exact.to(torch.bfloat16)
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    most = 7 if bits == 4 else 127
-    codes = (
-        torch.div(groups, scales.float()[..., None])
-        .round_()
-        .nan_to_num_(0.0, 0.0, 0.0)
-        .clamp_(-8 if bits == 4 else -127, most)
-    )
-    return codes.to(torch.int8).view(n, -1)[:, :k].contiguous(), scales
+    top = torch.where(high > -low, high, low) if bits == 4 else torch.maximum(high, -low)
+    found, least = None, None
+    for part in _PARTS[bits]:
+        tried = (top / part).to(torch.bfloat16)
+        tried = torch.where(tried == 0, torch.ones_like(tried), tried)
+        left = _codes(groups, tried, bits).mul_(tried.float()[..., None]).sub_(groups).square_().sum(2)
+        better = None if least is None else left < least
+        found = tried if found is None or better is None else torch.where(better, tried, found)
+        least = left if least is None or better is None else torch.where(better, left, least)
+    assert found is not None
+    return found
+
+
+def _codes(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
+    low, high = (-8, 7) if bits == 4 else (-127, 127)
+    whole = torch.div(groups, scales.float()[..., None]).round_()
+    return whole.nan_to_num_(0.0, 0.0, 0.0).clamp_(low, high)
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:

@@ -182,13 +182,13 @@ def test_a_weight_is_rounded_to_its_codes(bits: int) -> None:
         if not group.isfinite().all():
             assert found[row, at : at + 32].isnan().all()
             continue
-        extreme = group[group.abs().argmax()]
-        scale = (extreme / -8 if bits == 4 else extreme.abs() / 127).float().bfloat16().double()
-        steps = (
-            (group / scale).round().clamp(-8, 7) if bits == 4 else (group / scale).round().clamp(-127, 127)
-        )
-        wanted = steps * scale if scale else torch.zeros_like(group)
-        torch.testing.assert_close(found[row, at : at + 32].double(), wanted, rtol=1e-6, atol=0)
+        extreme, low, high = group[group.abs().argmax()], *((-8, 7) if bits == 4 else (-127, 127))
+        tried = {}
+        for part in (-8, -7.5) if bits == 4 else (127, 126.6, 127.4):
+            scale = ((extreme if bits == 4 else extreme.abs()) / part).float().bfloat16().double()
+            steps = (group / scale).round().clamp(low, high) * scale if scale else torch.zeros_like(group)
+            tried[float((steps - group).square().sum())] = steps
+        torch.testing.assert_close(found[row, at : at + 32].double(), tried[min(tried)], rtol=1e-6, atol=0)
     finite = weight[:2]
     error = (group_codes.rounded(finite, bits) - finite).abs()
     peaks = (
