@@ -40,7 +40,7 @@ from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
 from effcompile.ir.figures import Certificate, Totals
-from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8_ROWS, Form, WeightFormat
+from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8_GROUPS, Form, WeightFormat
 from effcompile.ir.plan import Decision, Plan
 from effcompile.passes.norm_gate_rotary import FUSED, Rows
 from effcompile.runtime.generation.stepper import Stepper
@@ -99,8 +99,8 @@ def racer(model: Any, step: GenerationStep, name: str, context: int) -> Here:
     step = replace(step, layout=step.layout.narrowed(_CACHES[cache])) if cache else step
     tables = embeddings(step.program) if family != "fp32" else []
     forms = {site.site: LINEAR_FORMATS[family] for site in linears(step.program)}
-    run, weights = built(model, step, {**forms, **{site.site: TABLE_INT8_ROWS for site in tables}}, context)
-    looked_up = sum(TABLE_INT8_ROWS.stored_bytes(site.count, site.width) for site in tables)
+    run, weights = built(model, step, {**forms, **{site.site: TABLE_INT8_GROUPS for site in tables}}, context)
+    looked_up = sum(TABLE_INT8_GROUPS.stored_bytes(site.count, site.width) for site in tables)
     return Here(run=run, model=model, weights=weights - looked_up, row=step.layout.nbytes(1, 1))
 
 

@@ -116,8 +116,9 @@ def activation(x: torch.Tensor, held: WeightFormat, within: Range | None) -> tor
 
 def table_rows(rows: torch.Tensor, held: WeightFormat, within: Range) -> torch.Tensor:
     """Rows of a table (…, width) in this format. `within`: the range of the whole table."""
-    return (
-        per_channel(rows.reshape(-1, rows.shape[-1])).view(rows.shape)
-        if held.scale == "channel"
-        else uint8(rows, within)
+    if held.scale == "tensor":
+        return uint8(rows, within)
+    flat = rows.reshape(-1, rows.shape[-1])
+    return (group_codes.rounded(flat, held.bits) if held.scale == "group" else per_channel(flat)).view(
+        rows.shape
     )

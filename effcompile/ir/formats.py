@@ -128,9 +128,12 @@ INT4_GROUPS = WeightFormat(
     family="int4_groups", bits=4, scale="group", group=USUAL_GROUP, scale_bytes=2, activation="int8 groups"
 )
 TWO_OF_FOUR = WeightFormat(family="2:4", block=1, density=0.5)
-#: A table with one scale and zero point, and one with a scale per row.
+#: A table with one scale and zero point, one with a scale per row, and one with those of INT8_GROUPS.
 TABLE_INT8 = WeightFormat(family="int8", bits=8, scale="tensor", scale_bytes=5, symmetric=False)
 TABLE_INT8_ROWS = WeightFormat(family="int8_rows", bits=8, scale="channel", scale_bytes=4)
+TABLE_INT8_GROUPS = WeightFormat(
+    family="int8_row_groups", bits=8, scale="group", group=USUAL_GROUP, scale_bytes=2
+)
 
 
 def _table(formats: Iterable[WeightFormat]) -> dict[str, WeightFormat]:
@@ -154,7 +157,7 @@ LINEAR_FORMATS = _table(
     )
 )
 #: Every format of an embedding's table; the baseline first.
-TABLE_FORMATS = _table((FP32, TABLE_INT8, TABLE_INT8_ROWS))
+TABLE_FORMATS = _table((FP32, TABLE_INT8, TABLE_INT8_ROWS, TABLE_INT8_GROUPS))
 
 
 def sparse_format(kept: int, blocks: int, block: int) -> WeightFormat:

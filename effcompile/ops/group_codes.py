@@ -58,15 +58,15 @@ def _scales(groups: Tensor, bits: int) -> Tensor:
     """Of those that are tried the one that leaves least of each group."""
     low, high = groups.amin(2), groups.amax(2)
     top = torch.where(high > -low, high, low) if bits == 4 else torch.maximum(high, -low)
-    found, least = None, None
+    found = least = torch.empty(0)
     for part in _PARTS[bits]:
         tried = (top / part).to(torch.bfloat16)
         tried = torch.where(tried == 0, torch.ones_like(tried), tried)
         left = _codes(groups, tried, bits).mul_(tried.float()[..., None]).sub_(groups).square_().sum(2)
-        better = None if least is None else left < least
-        found = tried if found is None or better is None else torch.where(better, tried, found)
-        least = left if least is None or better is None else torch.where(better, left, least)
-    assert found is not None
+        if part != _PARTS[bits][0]:
+            better = left < least
+            tried, left = torch.where(better, tried, found), torch.where(better, left, least)
+        found, least = tried, left
     return found
 
 

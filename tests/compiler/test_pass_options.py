@@ -104,6 +104,7 @@ def cheap(call: KernelCall) -> float:
         "gelu/tanh": 1e-7,
         "embedding/int8": 1e-7,
         "embedding/int8_rows": 1e-7,
+        "embedding/int8_row_groups": 1e-7,
     }.get(call.kernel, 1e-6)
 
 

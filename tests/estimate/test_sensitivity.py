@@ -24,7 +24,7 @@ from effcompile.sites.parts import attentions, embeddings, gelus, linears, merge
 
 OPTIONS = {
     "linear": ("bf16", "int8_dynamic", "int8_channel", "w8", "w8_channel", "w4"),
-    "embedding": ("int8", "int8_rows"),
+    "embedding": ("int8", "int8_rows", "int8_row_groups"),
     "gelu": ("tanh",),
 }
 FORMS = {kind: tuple(map(form, names)) for kind, names in OPTIONS.items()}

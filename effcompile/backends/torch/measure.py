@@ -22,7 +22,7 @@ from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
 from effcompile.machine.target import Dims, KernelCall
-from effcompile.ops import bf16_attention, few_rows, rows_native
+from effcompile.ops import bf16_attention, few_rows, group_codes, rows_native
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.tile_predictors import METHODS
@@ -277,6 +277,14 @@ def _embedding_int8(dims: Dims, engine: str) -> Body:
     return lambda: numerics.lookup_int8(table, scale, ids)
 
 
+def _embedding_groups(dims: Dims, engine: str) -> Body:
+    rows, cols = dims
+    table, scales = group_codes.quantize(torch.randn(_TABLE_ROWS, cols), 8)
+    ids = torch.randint(0, _TABLE_ROWS, (rows,))
+    look_up = numerics.lookup_groups(cols)
+    return lambda: look_up(table, scales, ids)
+
+
 def _rows(kernel: str, dims: Dims, engine: str) -> Body | None:
     """What lies between products, by the compiled kernels of a CPU; None elsewhere."""
     x, other, weight = torch.randn(dims), torch.randn(dims), torch.randn(dims[1])
@@ -315,6 +323,7 @@ _KERNELS: dict[str, Callable[[Dims, str], Body | None]] = {
     "gelu/tanh": _on_random(_gelu_tanh, lambda d: [d]),
     "embedding/fp32": _embedding,
     "embedding/int8_rows": _embedding_int8,
+    "embedding/int8_row_groups": _embedding_groups,
     "pointwise/fp32": _on_random(_pointwise, lambda d: [d]),
     "softmax/fp32": _on_random(_softmax, lambda d: [d]),
 }

@@ -7,6 +7,8 @@ returns fp32. Ranges always include 0, so that padding stays exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from effcompile.core import torch_compat
@@ -24,7 +26,7 @@ from effcompile.ir.formats import (
     WeightFormat,
 )
 from effcompile.machine.target import KernelCall
-from effcompile.ops import group_linear, int8_linear
+from effcompile.ops import group_codes, group_linear, int8_linear
 
 aten = torch.ops.aten
 
@@ -101,6 +103,20 @@ def lookup_int8(table: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> 
     return aten.mul.Tensor(rows, aten.embedding.default(scale, ids))
 
 
+def lookup_groups(width: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What looks up fp32 rows of a table of so many columns in codes, with a scale for each group of them
+    (`group_codes.quantize`).
+    """
+
+    def rows_of(table: torch.Tensor, scales: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = aten.to.dtype(aten.embedding.default(table, ids), torch.float32)
+        by_group = aten.to.dtype(aten.embedding.default(scales, ids), torch.float32)
+        whole = aten.repeat_interleave.self_int(by_group, group_codes.GROUP, -1)
+        return aten.mul.Tensor(rows, aten.slice.Tensor(whole, -1, 0, width))
+
+    return rows_of
+
+
 def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
     """None, or why torch has no such linear; on this machine, where the lack is this machine's."""
     if held.family not in LINEAR_FORMATS or held.family == W8.family:
@@ -158,7 +174,7 @@ def lacks(call: KernelCall) -> Reason | None:
         return None
     if call.kernel.startswith("embedding/"):
         return (
-            Unsupported("torch's tables of 8 bits have a scale per row: int8_rows")
+            Unsupported("torch's tables of 8 bits have scales per row: int8_rows, int8_row_groups")
             if held == TABLE_INT8
             else None
         )

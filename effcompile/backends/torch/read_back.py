@@ -28,6 +28,7 @@ from effcompile.ir.formats import (
     INT8_STATIC,
     INT8_TOKEN,
     NOT_FOUND,
+    TABLE_INT8_GROUPS,
     TABLE_INT8_ROWS,
     TWO_OF_FOUR,
     W4,
@@ -279,8 +280,19 @@ def _embedding(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     table = _constant(module, node.args[0])
     if table is None:
         return None
-    held = TABLE_INT8_ROWS if table.dtype == torch.int8 else _FLOAT.get(table.dtype)
+    held = _of_bytes(module, node) if table.dtype == torch.int8 else _FLOAT.get(table.dtype)
     return None if held is None else (held, int(table.shape[0]), int(table.shape[1]))
+
+
+def _of_bytes(module: fx.GraphModule, node: fx.Node) -> WeightFormat | None:
+    """By the scales that its rows are multiplied with: bf16 ones are of groups."""
+    found: fx.Node = next(iter(next(iter(node.users)).users))
+    while found.target is not aten.embedding.default:
+        found = found.args[-1 if found.target is aten.mul.Tensor else 0]  # type: ignore[assignment]
+    scales = _constant(module, found.args[0])
+    if scales is None:
+        return None
+    return TABLE_INT8_GROUPS if scales.dtype == torch.bfloat16 else TABLE_INT8_ROWS
 
 
 _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = {

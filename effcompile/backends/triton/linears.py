@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from effcompile.backends.torch.edit_attentions import SITE
 from effcompile.core.errors import LoweringError
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.ir.formats import BF16, FP32, INT8_CHANNEL, TABLE_INT8, TWO_OF_FOUR, W4, W8, WeightFormat
+from effcompile.ir.formats import BF16, FP32, INT8_CHANNEL, TABLE_INT8_ROWS, TWO_OF_FOUR, W4, W8, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import two_of_four
@@ -54,7 +54,7 @@ def lacks(call: KernelCall) -> Reason | None:
     if call.kernel.startswith("embedding/"):
         return (
             Unsupported("tables of 8 bits have a scale per row here: int8_rows")
-            if held == TABLE_INT8
+            if held != TABLE_INT8_ROWS
             else None
         )
     return why_not(held, call.dims[1])

@@ -18,6 +18,7 @@ ABSENT = {
     "linear/int4_groups",
     "linear/w8_channel",
     "embedding/int8_rows",
+    "embedding/int8_row_groups",
     *(
         f"attention/{form}"
         for form in ("math", "sdpa_int8", "sdpa_bf16", "tiled", "tiled_scores", "tiles", "flex")

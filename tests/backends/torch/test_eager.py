@@ -30,6 +30,8 @@ LIMITS = {
 OPTIONS = tuple(where_there(option) for option in LIMITS)
 HERE = tuple(option for option in LIMITS if lacking(option) is None)
 
+TABLES = ("int8_rows", "int8_row_groups")
+
 
 def ids_of(batch: int, rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 97, (batch, rows), generator=torch.Generator().manual_seed(seed))
@@ -114,12 +116,15 @@ def test_weight_only_products_take_any_strides(option: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_rows_of_a_table_come_in_its_dtype(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("option", "width"), [("int8_rows", 16), ("int8_row_groups", 70)])
+def test_rows_of_a_table_come_in_its_dtype(dtype: torch.dtype, option: str, width: int) -> None:
     torch.manual_seed(0)
-    model, ids = nn.Embedding(40, 16).to(dtype).eval(), torch.randint(0, 40, (3, 2))
+    model, ids = nn.Embedding(40, width).to(dtype).eval(), torch.randint(0, 40, (3, 2))
     program = capture(model, (ids,), {})
-    tags = forms({site.site: "int8_rows" for site in embeddings(program)})
-    (found,) = TorchEager().lower(program.tagged(tags, "test"), None, [[ids]])(ids)
+    tags = forms({site.site: option for site in embeddings(program)})
+    lowered = TorchEager().lower(program.tagged(tags, "test"), None, [[ids]])
+    assert lowered.applied == tags
+    (found,) = lowered(ids)
     wanted = model(ids).detach()
     assert found.dtype == dtype and float((found - wanted).norm() / wanted.norm()) < 0.01
 
@@ -128,7 +133,7 @@ def test_rows_of_a_table_come_in_its_dtype(dtype: torch.dtype) -> None:
 @given(data=st.data())
 def test_any_mixture_is_applied_where_planned(program: Program, data: st.DataObject) -> None:
     tags = {site.site: data.draw(st.sampled_from(HERE)) for site in linears(program)}
-    tags |= {site.site: data.draw(st.sampled_from(["fp32", "int8_rows"])) for site in embeddings(program)}
+    tags |= {site.site: data.draw(st.sampled_from(["fp32", *TABLES])) for site in embeddings(program)}
     tags |= {site.site: data.draw(st.sampled_from(["sdpa", "math"])) for site in attentions(program)}
     lowered = lower(program, tags)
     assert {site: lowered.applied[site] for site in tags} == forms(tags)
