@@ -3,6 +3,7 @@
 // Compiled once per instruction set by machine/native.py, which passes as macros:
 //   WIDTH  32-bit words of a vector register
 //   ROWS, VECS  the register tile: ROWS rows of x times VECS vectors of outputs; one row takes all outputs of a panel
+//   FAR  1: memory is asked for from further ahead and fewer places
 //
 // A group is 32 columns of one row, with one scale, of W and of x alike (as llama.cpp's Q4_0, Q8_0 are). Codes of W are kept unsigned: + 8 of
 // 4 bits, + 128 of 8. A panel is 16 outputs; its block of a group lies together, so that a product of one row reads memory once, in order:
@@ -12,6 +13,10 @@
 
 #define KIND 0
 #include "row_pairs.h"
+
+#ifndef FAR
+#define FAR 0
+#endif
 
 namespace {
 
@@ -58,9 +63,11 @@ struct Linear {
     static constexpr int PIECES = BITS;  // of a block
     // One row reads the weight once, from several places at once, which memory answers faster (Zen 3, bytes a second by those of a plain
     // read: 4 bits 0.88 from one place, 1.06 from two; 8 bits 1.00 and from four 1.06; four of 4 bits are too many for the registers).
-    static constexpr int STREAMS = BITS == 4 ? 2 : 4;
-    // Bytes that are asked for before they are read: a page's end stops the processor's own prefetching.
-    static constexpr int AHEAD = BITS == 4 ? 576 : 1152;
+    // Zen 4, 8 bits, GB/s: from one 21, two 25, four 21.
+    static constexpr int STREAMS = BITS == 4 || FAR ? 2 : 4;
+    // Bytes that are asked for before they are read: a page's end stops the processor's own prefetching. (Zen 4, 4 bits, GB/s: 576 bytes
+    // 26, 1152 29, 2304 32, 3072 32; 8 bits 1152 24, 2304 22. A Xeon with AMX read at 0.88 of memory's speed with 1126, 0.76 with 4096.)
+    static constexpr int AHEAD = BITS == 4 ? FAR ? 2304 : 576 : 1152;
 
     int64_t m, n, groups;
     const uint8_t* weight;  // [N / LANES][groups][block_bytes]
