@@ -51,6 +51,21 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": 64,
         },
     ),
+    "bart": (
+        "AutoModelForSeq2SeqLM",
+        {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "vocab_size": 64,
+            "max_position_embeddings": 512,
+            "forced_eos_token_id": None,
+        },
+    ),
     "mamba": ("AutoModelForCausalLM", {**_TINY, "state_size": 4}),
 }
 

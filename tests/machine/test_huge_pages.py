@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import mmap
+import sys
 import weakref
 
 import pytest
@@ -77,3 +78,16 @@ def test_a_system_without_them_leaves_all_where_it_is(monkeypatch: pytest.Monkey
     place = one.data_ptr()
     huge_pages.move([one])
     assert one.data_ptr() == place
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="large pages are asked for on Linux")
+def test_where_they_are_nothing_moves() -> None:
+    """Whatever the kernel does of it: small ones, a view that is not dense and an empty one, too."""
+    weights = [torch.randn(3 << 20), torch.randn(700, 1000), torch.randn(4, 4), torch.randn(9, 5).T]
+    weights += [torch.empty(0), weights[0][1000 : 2 << 20]]
+    before = [(each.data_ptr(), each.clone()) for each in weights]
+    huge_pages.collapse(weights)
+    assert all(
+        each.data_ptr() == at and torch.equal(each, was)
+        for each, (at, was) in zip(weights, before, strict=True)
+    )

@@ -3,6 +3,7 @@ again.
 """
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import effcompile
 from effcompile.capture.generation import capture_step
+from effcompile.ops import row_program
 
 
 @pytest.fixture(scope="module", params=["gemma3_text", "t5"])
@@ -35,6 +37,20 @@ def same(planned: Planned, *inputs: torch.Tensor, **how: Any) -> None:
     wanted = model.generate(*inputs, **how)
     torch.manual_seed(5)
     assert torch.equal(executable.generate(*inputs, **how), wanted)
+
+
+@pytest.mark.skipif(not row_program.available(), reason="no kernels are compiled here")
+def test_a_step_of_an_encoder_decoder_is_one_call() -> None:
+    """With its head, behind the embedding and the masks; a batch of rows that share learned positions, and
+    beams, too.
+    """
+    planned = bare(captured("bart"))
+    calls = [node for node in planned[1].lowered.run.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]
+    names = [type(node.target).__name__ for node in calls]
+    at = names.index("Region")
+    assert names.count("Region") == 1 and {node.target for node in calls[at + 1 :]} == {operator.getitem}
+    for rows, how in ((1, {}), (3, {}), (2, {"num_beams": 3})):
+        same(planned, ids(rows, 9), max_new_tokens=24, do_sample=False, **how)
 
 
 def test_256_greedy_tokens_are_the_models(planned: Planned) -> None:
