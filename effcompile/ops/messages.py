@@ -19,8 +19,9 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from effcompile.core import torch_compat_ranks
 from effcompile.core.errors import RankError
 from effcompile.core.stages import first_line
 
+T = TypeVar("T")
 #: Bytes of a tensor that goes together with others as small.
 SMALL = 32 * 1024
 #: Of messages between ranks the first tag: far from what a program of its own would take.
@@ -89,6 +91,15 @@ def answered(group: dist.ProcessGroup) -> Iterator[None]:
 ByRank = Mapping[int, Sequence[Tensor]]
 
 
+def carried(call: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """What a call that posts messages returns: on gloo made by the thread that carries them (another one has
+    other streams of an accelerator).
+    """
+    if str(dist.get_backend(group)) != "gloo":
+        return call()
+    return _CARRIERS.carrier().submit(call).result()
+
+
 def swap(given: ByRank, taken: ByRank, group: dist.ProcessGroup) -> None:
     """Send contiguous tensors to ranks, and fill others with what ranks send; they are the caller's alone
     afterwards.
@@ -104,7 +115,7 @@ def swap(given: ByRank, taken: ByRank, group: dist.ProcessGroup) -> None:
     leaving = _tagged(sent)
     lent = torch_compat_ranks.lent([*landing, *(tensor for tensor, _ in sent)])
     with lent, answered(group):
-        _CARRIERS.carrier().submit(_carry, arriving, leaving, group).result()
+        carried(lambda: _carry(arriving, leaving, group), group)
     for (bundle, _), room in zip(bundles, landing, strict=True):
         if len(bundle) > 1:
             for tensor, part in zip(bundle, room.split([t.numel() for t in bundle]), strict=True):

@@ -26,7 +26,7 @@ from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, Kwargs, Value
 from effcompile.ir.roles import Entering
 from effcompile.ir.step import DividedStep
-from effcompile.ops.messages import answered
+from effcompile.ops.messages import answered, carried, swap
 from effcompile.schedules.emit import Emitted
 
 #: ("F" or "B", stage, micro-batch).
@@ -202,7 +202,7 @@ class PipelineRunner(MicrobatchRunner):
             del values, tangent
             if stage:
                 self._send(found.pop(), ("B", stage - 1, i), count)
-        self._joined(sums, count)
+        self._joined(sums)
         with answered(course.group):
             dist.broadcast(total, course.rank_of(course.stages - 1), group=course.group)
         assert self.ranks is not None
@@ -216,24 +216,24 @@ class PipelineRunner(MicrobatchRunner):
 
     def _listening(self, count: int) -> dict[Task, Message]:
         """All that will arrive at this rank, asked for."""
-        inbox: dict[Task, Message] = {}
+        course = self.course
         device = next(self.model.parameters()).device
-        for task in self.course.order:
+        rooms: dict[Task, Tensor] = {}
+        for task in course.order:
             what, stage, _ = task
-            source = stage - 1 if what == "F" else stage + 1
-            if 0 <= source < self.course.stages:
-                shape, dtype = self.course.handed[stage - 1 if what == "F" else stage]
-                buffer = torch.empty(shape, dtype=dtype, device=device)
-                before = torch_compat_ranks.holders(buffer)
-                work = dist.irecv(
-                    buffer,
-                    self.course.rank_of(source),
-                    group=self.course.group,
-                    tag=self.course.tag(task, count),
-                )
-                assert work is not None
-                inbox[task] = Message(buffer, work, before)
-        return inbox
+            if 0 <= (stage - 1 if what == "F" else stage + 1) < course.stages:
+                shape, dtype = course.handed[stage - 1 if what == "F" else stage]
+                rooms[task] = torch.empty(shape, dtype=dtype, device=device)
+        before = {task: torch_compat_ranks.holders(room) for task, room in rooms.items()}
+
+        def ask(task: Task) -> dist.Work:
+            source = course.rank_of(task[1] - 1 if task[0] == "F" else task[1] + 1)
+            work = dist.irecv(rooms[task], source, group=course.group, tag=course.tag(task, count))
+            assert work is not None
+            return work
+
+        works = carried(lambda: {task: ask(task) for task in rooms}, course.group)
+        return {task: Message(room, works[task], before[task]) for task, room in rooms.items()}
 
     def _arrived(self, inbox: dict[Task, Message], task: Task) -> Tensor:
         buffer, work, before = inbox.pop(task)
@@ -245,39 +245,30 @@ class PipelineRunner(MicrobatchRunner):
 
     def _send(self, value: Tensor, task: Task, count: int) -> None:
         """Hand on what a task of another rank waits for."""
-        value = value.contiguous()
-        with torch_compat_ranks.lent([value]), answered(self.course.group):
-            work = dist.isend(
-                value, self.course.rank_of(task[1]), group=self.course.group, tag=self.course.tag(task, count)
-            )
+        course, value = self.course, value.contiguous()
+
+        def send() -> None:
+            work = dist.isend(value, course.rank_of(task[1]), group=course.group, tag=course.tag(task, count))
             assert work is not None
             work.wait()
-            del work
 
-    def _joined(self, sums: dict[str, Tensor], count: int) -> None:
+        with torch_compat_ranks.lent([value]), answered(course.group):
+            carried(send, course.group)
+
+    def _joined(self, sums: dict[str, Tensor]) -> None:
         """The gradients of parameters that several stages have, summed in the pipeline's order; all of them
         averaged over `data`.
         """
         course, me = self.course, self.course.group.rank()
-        first = 2 * course.stages * count
-        for number, (name, ranks) in enumerate(course.shared.items()):
+        for name, ranks in course.shared.items():
             if me not in ranks:
                 continue
             others = {rank: torch.empty_like(sums[name]) for rank in ranks if rank != me}
-            with torch_compat_ranks.lent([sums[name], *others.values()]), answered(course.group):
-                works = [
-                    dist.irecv(buffer, course.peer(r), group=course.group, tag=first + number)
-                    for r, buffer in others.items()
-                ]
-                works += [
-                    dist.isend(sums[name], course.peer(r), group=course.group, tag=first + number)
-                    for r in others
-                ]
-                for work in works:
-                    assert work is not None
-                    work.wait()
-                del work
-                works.clear()
+            swap(
+                {r: [sums[name]] for r in others},
+                {r: [buffer] for r, buffer in others.items()},
+                course.group,
+            )
             total = torch.zeros_like(sums[name])
             for rank in ranks:
                 total += sums[name] if rank == me else others[rank]
