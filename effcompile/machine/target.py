@@ -202,11 +202,12 @@ class KernelCall:
 
     @property
     def format(self) -> WeightFormat | None:
-        """Of the dense linear's weight or the table, with the group that the dimensions say; None for any
+        """Of the dense linear's weight, with the group that the dimensions say, or of the table; None for any
         other kernel.
         """
         held = self.spec.format
-        return held.grouped_by(self.dims[-1]) if held is not None else None
+        grouped = held is not None and self.kernel.startswith("linear/")
+        return held.grouped_by(self.dims[-1]) if grouped and held is not None else held
 
     @property
     def flops(self) -> float:

@@ -14,6 +14,7 @@ from torch_formats import where_there
 
 from effcompile.backends.torch import TorchEager, measure, measure_linears
 from effcompile.core.torch_compat_narrow import has_bf16_products
+from effcompile.ir.formats import TABLE_INT8_GROUPS
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 from effcompile.ops import bf16_attention, rows_native
@@ -109,3 +110,11 @@ def test_copies_have_weights_of_their_own_and_the_same_product(name: str) -> Non
         assert torch.equal(other(), wanted)
         pointers = [{w.data_ptr() for w in each.weights} for each in (first, other)]
         assert not pointers[0] & pointers[1]
+
+
+def test_a_table_in_groups_has_any_width() -> None:
+    """Its last dimension is no group's size."""
+    call = KernelCall("embedding/int8_row_groups", (3, 70))
+    assert call.format == TABLE_INT8_GROUPS
+    seconds = TorchEager().measure(call)
+    assert seconds is not None and seconds > 0
