@@ -59,7 +59,11 @@ def this_machine(
 def _described(calibration: Calibration) -> str:
     machine, fp32 = calibration.machine, calibration.peak_flops.get("fp32", 0.0)
     cores = f"{machine.cores} core{'s' * (machine.cores > 1)}"
-    threads = "" if machine.threads == machine.cores else f" ({machine.threads} thread{'s' * (machine.threads > 1)} used)"
+    threads = (
+        ""
+        if machine.threads == machine.cores
+        else f" ({machine.threads} thread{'s' * (machine.threads > 1)} used)"
+    )
     return (
         f"{cores}{threads}, {machine.cpu}, {fp32 / 1e9:.0f} GFLOP/s fp32, "
         f"{calibration.memory_bandwidth / 1e9:.0f} GB/s"
