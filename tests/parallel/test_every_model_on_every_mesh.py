@@ -81,6 +81,8 @@ def deep(name: str, layers: int) -> nn.Module:
     if layers == 2:
         return model
     config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * layers
     if hasattr(config, "num_decoder_layers"):
         config.num_layers = config.num_decoder_layers = layers
     return type(model)(config).train()
