@@ -205,9 +205,8 @@ class KernelCall:
         """Of the dense linear's weight, with the group that the dimensions say, or of the table; None for any
         other kernel.
         """
-        held = self.spec.format
-        grouped = held is not None and self.kernel.startswith("linear/")
-        return held.grouped_by(self.dims[-1]) if grouped and held is not None else held
+        held, of_linear = self.spec.format, self.kernel.startswith("linear/")
+        return held.grouped_by(self.dims[-1]) if held is not None and of_linear else held
 
     @property
     def flops(self) -> float:

@@ -22,14 +22,7 @@ from effcompile.backends.torch.packing import packs
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.torch_compat_aot import writes
-from effcompile.ir.formats import (
-    FP32,
-    INT8_STATIC,
-    TABLE_INT8_GROUPS,
-    TABLE_INT8_ROWS,
-    TWO_OF_FOUR,
-    WeightFormat,
-)
+from effcompile.ir.formats import FP32, INT8_STATIC, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import group_codes, two_of_four
 from effcompile.ops.add_norm import add_layer_norm
@@ -391,14 +384,9 @@ def _edit_embeddings(program: Program, editor: _Editor) -> None:
     for site in embeddings(program):
         site.node.meta[SITE] = site.site
         table = program.tensor(site.weight)
-        held = program.format_at(site.site)
-        if held not in (TABLE_INT8_ROWS, TABLE_INT8_GROUPS) or table is None:
+        if table is None or (coded := numerics.coded_table(table, program.format_at(site.site))) is None:
             continue
-        if held == TABLE_INT8_GROUPS:
-            weight, scale = group_codes.quantize(table.detach(), held.bits)
-            look_up = numerics.lookup_groups(site.width)
-        else:
-            (weight, scale), look_up = numerics.quantize_rows(table.detach()), numerics.lookup_int8
+        weight, scale, look_up = coded
         with program.graph.inserting_before(site.node):
             nodes = editor.constant(weight), editor.constant(scale)
             (rows,) = editor.inline(look_up, *nodes, site.node.args[1])

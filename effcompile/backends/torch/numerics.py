@@ -22,6 +22,8 @@ from effcompile.ir.formats import (
     INT8_TOKEN,
     LINEAR_FORMATS,
     TABLE_INT8,
+    TABLE_INT8_GROUPS,
+    TABLE_INT8_ROWS,
     W8,
     WeightFormat,
 )
@@ -29,6 +31,8 @@ from effcompile.machine.target import KernelCall
 from effcompile.ops import group_codes, group_linear, int8_linear
 
 aten = torch.ops.aten
+#: Of a table's codes, its scales and ids: rows in fp32.
+LookUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 #: Columns of K that may share a scale in `_weight_int4pack_mm_for_cpu`.
 _W4_GROUPS = (32, 64, 128, 256)
@@ -103,7 +107,14 @@ def lookup_int8(table: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> 
     return aten.mul.Tensor(rows, aten.embedding.default(scale, ids))
 
 
-def lookup_groups(width: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def coded_table(table: torch.Tensor, held: WeightFormat) -> tuple[torch.Tensor, torch.Tensor, LookUp] | None:
+    """A table's codes and scales in a form, and what looks its rows up; None where it is held as it is."""
+    if held == TABLE_INT8_GROUPS:
+        return *group_codes.quantize(table.detach(), held.bits), lookup_groups(table.shape[1])
+    return (*quantize_rows(table.detach()), lookup_int8) if held == TABLE_INT8_ROWS else None
+
+
+def lookup_groups(width: int) -> LookUp:
     """What looks up fp32 rows of a table of so many columns in codes, with a scale for each group of them
     (`group_codes.quantize`).
     """
