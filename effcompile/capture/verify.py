@@ -12,7 +12,9 @@ from functools import partial
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from effcompile.capture.diagnose import place_of
 from effcompile.capture.mends import as_reference
 from effcompile.core.errors import InputsError
 from effcompile.core.findings import Padding
@@ -218,17 +220,31 @@ def _check(
     if not check.passed and relative_error(wanted(args, kwargs), theirs) > LIMIT:
         return replace(
             check,
-            note=Because("the model itself returns something else at each call: {name}", (_random(program),)),
+            note=Because(
+                "the model itself returns something else at each call: {name}",
+                (_random(wanted, args, kwargs),),
+            ),
         )
     return _with_sensitivity(check, program, variant, theirs, wanted) if name.startswith("padded") else check
 
 
-def _random(program: Program) -> str:
-    """The first operator of the graph that draws random numbers, and the line it comes from."""
-    for node in program.calls():
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            lines = [line.strip() for line in node.meta.get("stack_trace", "").splitlines() if line.strip()]
-            return f"{node.target} draws random numbers" + (f" ({', '.join(lines[-2:])})" if lines else "")
+class _DrawError(Exception):
+    """Raised in the place of a random operator."""
+
+
+class _NoDraws(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _DrawError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _random(wanted: Callable[..., object], args: Args, kwargs: Kwargs) -> str:
+    """The first operator of the model that draws random numbers, and the line it comes from."""
+    with _NoDraws():
+        found = wanted(args, kwargs)
+    if isinstance(found, _DrawError):
+        return f"{found} draws random numbers ({place_of(found)})"
     return "none of its operators is known to be random"
 
 
