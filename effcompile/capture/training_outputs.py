@@ -128,9 +128,18 @@ def check_loss(loss: object, where: str) -> torch.Tensor:
     return loss
 
 
+def loss_in(outputs: Outputs) -> torch.Tensor:
+    """The loss among what a forward returned.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    return _at(outputs, _loss_path(outputs))
+
+
 def _loss_path(outputs: Outputs) -> Path:
     """Where the loss is: the output itself, its field `loss`, or the first element of a tuple, or else its
-    only trainable scalar.
+    only trainable scalar; where gradients are disabled, its only scalar.
     """
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return ()
@@ -141,7 +150,7 @@ def _loss_path(outputs: Outputs) -> Path:
         scalars = [
             at
             for at, part in enumerate(outputs)
-            if isinstance(part, torch.Tensor) and part.ndim == 0 and part.requires_grad
+            if isinstance(part, torch.Tensor) and part.ndim == 0 and _trainable(part)
         ]
         if len(scalars) == 1:
             return (scalars[0],)
@@ -160,6 +169,10 @@ def _loss_path(outputs: Outputs) -> Path:
         else f"{kind} ({fields or 'without tensors'})"
     )
     raise CaptureError(f"The forward returned no loss, but {said}. {_MEND}.")
+
+
+def _trainable(part: torch.Tensor) -> bool:
+    return part.requires_grad if torch.is_grad_enabled() else part.is_floating_point()
 
 
 def _described(value: object) -> str:

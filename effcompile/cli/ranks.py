@@ -322,6 +322,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import effcompile
+from effcompile.capture.training_outputs import loss_in
 from effcompile.compiler.parallel.lower import mesh_for
 from effcompile.ir.plan import Plan
 from effcompile.loader.reading import load
@@ -361,10 +362,7 @@ def main() -> None:
         states = {{"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}}
         set_state_dict(model, optimizer, options=OPTIONS, **states)
     for step in range(first, STEPS):
-        outputs = model(*loaded.args, **loaded.kwargs)
-        loss = outputs
-        if not isinstance(outputs, torch.Tensor):
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs.loss
+        loss = loss_in(model(*loaded.args, **loaded.kwargs))
         loss.backward()
         # model.clip_grad_norm_(1.0) is by all ranks' gradients; torch's own sees those of one rank's stages
         optimizer.step()

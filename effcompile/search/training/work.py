@@ -16,6 +16,7 @@ from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture.source import Source
 from effcompile.capture.training import Loss
 from effcompile.capture.training_inputs import after_pre_hooks
+from effcompile.capture.training_outputs import loss_in
 from effcompile.core import gpu
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.goal import Goal
@@ -293,8 +294,4 @@ def loss_of(outputs: Outputs, inputs: object, loss: Loss | None) -> torch.Tensor
     """The scalar of what a model returned, as capture found it."""
     if loss is not None:
         return loss(outputs, inputs)
-    if isinstance(outputs, torch.Tensor):
-        return outputs
-    if isinstance(outputs, Mapping) and "loss" in outputs:
-        return outputs["loss"]
-    return outputs.loss if hasattr(outputs, "loss") else outputs[0]
+    return loss_in(outputs)
