@@ -22,6 +22,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.mask import Sees
 from effcompile.core.reason_kinds import KINDS
 from effcompile.core.reasons import Because, Reason
+from effcompile.core.units import format_bytes, format_error, format_seconds
 from effcompile.ir.distributed import Distributed
 from effcompile.ir.figures import Candidate, Certificate, Check, Totals, check_reasons
 from effcompile.ir.footprint import excess
@@ -344,6 +345,14 @@ class Plan:
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
         """Print the plan; see effcompile.report."""
         spoken.print_plan(self, console, verbose)
+
+    def __repr__(self) -> str:
+        """One line: a frontier is a list of plans, and each has thousands of fields."""
+        of, how = (self.measured, "measured") if self.measured else (self.predicted, "predicted")
+        parts = [self.backend, f"{format_seconds(of.seconds)} {how}" if of.seconds else ""]
+        parts += [f"peak {format_bytes(self.peak_bytes)}" if self.peak_bytes else ""]
+        parts += [f"error {format_error(of.error)}" if of.error else ""]
+        return f"<Plan of {self.model} for {self.goal.mode}: {', '.join(filter(None, parts))}>"
 
     def __str__(self) -> str:
         """The report as plain text, as wide as the terminal."""

@@ -113,6 +113,13 @@ def test_a_plan_is_printed_as_its_report(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_plans_in_a_list_are_a_line_each() -> None:
+    shown = repr([samples.bert(), samples.bert(measured=None)])
+    first, second = shown.removeprefix("[").removesuffix("]").split(", <")
+    assert first.startswith("<Plan of BertModel for inference: onnxruntime, 45.8 ms measured, peak ")
+    assert "ms predicted" in second and len(shown) < 250
+
+
 def test_a_notebook_shows_the_report() -> None:
     """What a cell's value is shown as: the printed report, its texts escaped."""
     shown = samples.bert(model="<b>Bert</b>")._repr_html_()
