@@ -59,7 +59,7 @@ def verify_capture(program: Program, model: nn.Module) -> list[Check]:
         wanted = _guarded(lambda args, kwargs: model(*args, **kwargs))
         found = _guarded(partial(_run, program))
         return [
-            _check(program, variant, wanted, found)
+            _check(program, variant, wanted, found, partial(_why_not_alike, model, wanted))
             for variant in _variants(program, _accepts(program, model))
         ]
 
@@ -194,7 +194,11 @@ def _is_mask(spec: TensorSpec, tensor: torch.Tensor) -> bool:
 
 
 def _check(
-    program: Program, variant: Variant, wanted: Callable[..., object], found: Callable[..., object]
+    program: Program,
+    variant: Variant,
+    wanted: Callable[..., object],
+    found: Callable[..., object],
+    why_not_alike: Callable[[Args, Kwargs], str],
 ) -> Check:
     name, args, kwargs = variant
     theirs, ours = wanted(args, kwargs), found(args, kwargs)
@@ -222,7 +226,7 @@ def _check(
             check,
             note=Because(
                 "the model itself returns something else at each call: {name}",
-                (_random(wanted, args, kwargs),),
+                (why_not_alike(args, kwargs),),
             ),
         )
     return _with_sensitivity(check, program, variant, theirs, wanted) if name.startswith("padded") else check
@@ -239,12 +243,18 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _random(wanted: Callable[..., object], args: Args, kwargs: Kwargs) -> str:
-    """The first operator of the model that draws random numbers, and the line it comes from."""
+def _why_not_alike(model: nn.Module, wanted: Callable[..., object], args: Args, kwargs: Kwargs) -> str:
+    """The first operator of the model that draws random numbers, and the line it comes from, or the buffers
+    that it writes.
+    """
+    before = {name: buffer._version for name, buffer in model.named_buffers()}
     with _NoDraws():
         found = wanted(args, kwargs)
     if isinstance(found, _DrawError):
         return f"{found} draws random numbers ({place_of(found)})"
+    written = [name for name, buffer in model.named_buffers() if buffer._version != before.get(name)]
+    if written:
+        return f"its forward writes {', '.join(written[:3])}, in evaluation mode, too"
     return "none of its operators is known to be random"
 
 

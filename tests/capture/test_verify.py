@@ -80,6 +80,22 @@ def test_a_model_that_draws_random_numbers_is_said_to() -> None:
     assert "return x + torch.rand_like(x)" in str(check.note)
 
 
+def test_a_model_that_counts_its_calls_is_said_to() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x + self.calls
+
+    model = Counting()
+    check = verify_capture(capture(model, (torch.ones(2, 4),)), model)[0]
+    assert not check.passed
+    assert "its forward writes calls, in evaluation mode, too" in str(check.note)
+
+
 def test_variants_need_no_model() -> None:
     found = variants(capture(Masked(), (), inputs()))
     assert [name for name, _, _ in found] == ["example", "second shape 3×12", "padded mask 3×12"]
