@@ -10,10 +10,12 @@ Weights are random. Texts of exact plans must be equal; of others only the times
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -123,15 +125,38 @@ def budgets(options: argparse.Namespace) -> None:
     print(f"{over} above their memory")
 
 
+class _Steps:
+    """Seconds of each step of planning: wall, and of all of this process's threads."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, tuple[float, float]] = {}
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        before = self.taken.get(name, (0.0, 0.0))
+        self.taken[name] = (
+            before[0] + time.perf_counter() - wall,
+            before[1] + time.process_time() - cpu,
+        )
+
+    def update(self, name: str, done: int, total: int) -> None:
+        return None
+
+
 def planning(options: argparse.Namespace) -> None:
+    steps = _Steps()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EFFCOMPILE_CACHE"] = folder
         model = model_of(options.shape, 1024)
         start, cpu = time.perf_counter(), time.process_time()
         goal = {"context": 1024, "prompt": 512, "new": 128, "max_error": 0.6}
-        planned = effcompile.optimize(model, mode="generation", **goal)
+        planned = effcompile.optimize(model, mode="generation", progress=steps, **goal)
         wall, used = time.perf_counter() - start, time.process_time() - cpu
     planned.report()
+    for name, (seconds, busy) in steps.taken.items():
+        print(f"{name:40} {seconds:7.1f} s {busy:7.1f} CPU s")
     print(
         f"{options.shape}: planned cold in {wall:.1f} s ({used:.1f} CPU s of this process), of which the "
         f"solve {planned.plan.certificate.seconds:.2f} s; load {os.getloadavg()[0]:.1f}, "

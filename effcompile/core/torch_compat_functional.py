@@ -355,17 +355,38 @@ def _take_apart(node: fx.Node, target: Any, sizes: dict[Any, fx.Node]) -> None:
         result = next(
             (out for *_, out in recorded.calls[-1:] if list(map(id, out)) == list(map(id, result))), None
         )
-    elif _layout(result) != _layout(node.meta["val"]):
+    elif not _alike(result, node.meta["val"]):
         raise _NotAloneError
     node.replace_all_uses_with(_of(made, id(result)))
     node.graph.erase_node(node)
 
 
-def _layout(value: Any) -> object:
-    """Type, sizes and strides, as expressions: comparing these assumes nothing of sizes that are
-    not known.
+#: Sizes that expressions of one size in two spellings are compared at: each free one gets the next of a row.
+_TRIED = ((5, 2, 11, 3, 7), (2, 13, 3, 17, 5), (29, 19, 1, 23, 2))
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether two values have one type, sizes and strides: comparing their expressions assumes nothing of
+    sizes that are not known.
     """
-    return value.dtype, [*map(expression, value.shape)], [*map(expression, value.stride())]
+    pairs = zip((*value.shape, *value.stride()), (*other.shape, *other.stride()), strict=False)
+    same = value.dtype is other.dtype and value.dim() == other.dim()
+    return same and all(_equal(expression(a), expression(b)) for a, b in pairs)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two expressions of sizes are one number: as they are written, or at all sizes tried, as
+    Min(16 n, 32 n) is 16 n, which stands beside it for keys that are repeated for each query.
+    """
+    free = sorted({*getattr(one, "free_symbols", ()), *getattr(other, "free_symbols", ())}, key=str)
+    return bool(one == other) or (
+        bool(free) and all(_at(one, free, row) == _at(other, free, row) for row in _TRIED)
+    )
+
+
+def _at(size: Any, free: Sequence[Any], row: Sequence[int]) -> Any:
+    """An expression, or a number, where the free sizes are those of a row."""
+    return size.subs(dict(zip(free, itertools.cycle(row)))) if hasattr(size, "subs") else size
 
 
 def _of(nodes: dict[Any, fx.Node], key: object) -> fx.Node:

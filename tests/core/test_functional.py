@@ -113,6 +113,16 @@ def kept_whole(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return fn.layer_norm(z, (8,)), fn.gelu(x).type_as(y), torch.cat([x, y], 1).sort(1)[0], x, x.view(-1)
 
 
+def repeated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Keys of a cache, repeated for each query that shares them: a copy, whose strides torch writes in
+    another way.
+    """
+    keys = torch.cat([x, y], 1)
+    rows, many, _ = keys.shape
+    heads = keys.view(rows, many, 2, 4).transpose(1, 2)
+    return heads[:, :, None].expand(-1, -1, 2, -1, -1).reshape(rows, 4, many, 4)
+
+
 def layers() -> nn.Module:
     made = Calls(lambda x, y: made.parts["encoder"](x) + made.parts["lstm"](y)[0])
     made.parts["encoder"], made.parts["lstm"] = (
@@ -127,6 +137,7 @@ SHORT = {
     "writes": writes,
     "before and after": read_before_and_after,
     "kept whole": kept_whole,
+    "repeated": repeated,
 }
 
 
@@ -164,7 +175,7 @@ def tidied(module: Any) -> fx.GraphModule:
     ("name", "free"),
     [
         *((name, False) for name in (*SHORT, "layers")),
-        *((name, True) for name in ("before and after", "kept whole", "layers")),
+        *((name, True) for name in ("before and after", "kept whole", "layers", "repeated")),
     ],
 )
 def test_the_short_ways_graph_is_torchs_own(name: str, free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
