@@ -19,7 +19,12 @@ _OF_LONG, _LONG_SHARE = 3, 0.25
 
 
 def median_seconds(
-    fn: Callable[[], object], *, min_rounds: int = 5, budget: float = 0.15, settled: float = 0.0
+    fn: Callable[[], object],
+    *,
+    min_rounds: int = 5,
+    budget: float = 0.15,
+    settled: float = 0.0,
+    before: Callable[[], object] | None = None,
 ) -> float:
     """Seconds of one warm call of `fn`: the median of the faster half of its samples.
 
@@ -34,14 +39,19 @@ def median_seconds(
             call longer than a quarter of the budget, whose length averages the noise out.
         budget: seconds after which no further sample is started.
         settled: stop before, once twice as many samples give the same figure but for this share.
+        before: run before each sample, which then is one call, and not timed.
     """
     fn()
     repeats, once = _repeats(fn)
+    if before is not None:
+        repeats, once = 1, 0.0
     long = 0 < _LONG_SHARE * budget <= once
     fewest = max(1, min(min_rounds, _OF_LONG) if long else min_rounds)
     samples = [once] if long else []
     deadline = perf_counter() + budget * PATIENCE
     while len(samples) < fewest or (not long and perf_counter() < deadline):
+        if before is not None:
+            before()
         start = perf_counter()
         for _ in range(repeats):
             fn()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from effcompile.machine.calibration import BackendPoints, Calibration, Measure, measured, versions_of
+from effcompile.machine.cold import reads_weights
 from effcompile.machine.hardware import DeviceRates
 from effcompile.machine.load import busy
 from effcompile.machine.target import KernelCall, Target
@@ -100,6 +101,26 @@ def _on_gpu(host: Target, calibration: Calibration, rates: DeviceRates) -> Targe
 _LOOK_AGAIN = 3.0
 
 
+#: Weights that are enough to time reading them, and what the columns of a part are a multiple of.
+_ENOUGH, _PANEL = 1 << 24, 64
+
+
+def part_of(call: KernelCall) -> tuple[KernelCall, float]:
+    """What is timed in the place of a call, and how many times as long that takes: of a vocabulary's head for
+    few rows a part of its columns, as making it in every format takes longer than all else that is timed.
+    """
+    if not reads_weights(call) or call.dims[1] * call.dims[2] <= 2 * _ENOUGH:
+        return call, 1.0
+    m, k, n, *group = call.dims
+    columns = -(-(_ENOUGH // k) // _PANEL) * _PANEL
+    return KernelCall(call.kernel, (m, k, columns, *group)), n / columns
+
+
+def _times(seconds: float | None, times: float, overhead: float) -> float | None:
+    """Of so many times the work; the launch is one."""
+    return None if seconds is None else seconds * times - overhead * (times - 1)
+
+
 #: The backend whose time of a kernel is that of this backend.
 PricedAs = Callable[[str, KernelCall], str]
 
@@ -144,7 +165,8 @@ class _Prober:
             points = self.calibration.backends[backend] = BackendPoints(versions=versions_of(backend))
         points.busy = points.busy or self._busy()
         start = perf_counter()
-        seconds = measured(points, measure, call)
+        part, times = part_of(call) if self.calibration.device is None else (call, 1.0)
+        seconds = measured(points, lambda _: _times(measure(part), times, points.overhead), call)
         self.left -= perf_counter() - start
         points.record(call, seconds)
         self.calibration.dirty = True

@@ -21,6 +21,7 @@ from effcompile.machine import busy_points, memory
 from effcompile.machine import calibration as store
 from effcompile.machine.accelerator import device_rates, this_accelerator
 from effcompile.machine.calibration import Calibration
+from effcompile.machine.cold import forget
 from effcompile.machine.hardware import Accelerator
 from effcompile.machine.here import this_machine
 from effcompile.machine.machines import load_target
@@ -80,6 +81,7 @@ class Machine:
 
     def keep_timings(self) -> tuple[Reason, ...]:
         """Save what was measured since; returns a note where it could not be."""
+        forget()
         note = store.save_if_dirty(self.calibration) if self.calibration is not None else None
         return (note,) if note else ()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,6 +21,7 @@ from effcompile.core.torch_compat_inductor import compiling
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
+from effcompile.machine.cold import cold_copies, evict, reads_weights
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import bf16_attention, few_rows, group_codes, rows_native
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
@@ -48,12 +49,14 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
             body = in_turn([SPARSE[call.kernel](call.dims) for _ in range(copies(call))])
         elif make is not None:
             body = make(call.dims, engine)
-        else:  # what is neither there nor a linear is nowhere
-            body = (
-                in_turn(linears(held, call.dims[:3], engine, copies(call)))
-                if held and is_linear(call)
-                else None
-            )
+        elif held is None or not is_linear(call):
+            return None  # what is neither there nor a linear is nowhere
+        elif device == "cpu" and reads_weights(call):
+            made = linears(held, call.dims[:3], engine, 1 + cold_copies(_stored(call)))
+            present = [each for each in made if each is not None]
+            return _on_cold_weights(present) if present else None
+        else:
+            body = in_turn(linears(held, call.dims[:3], engine, copies(call)))
         return None if body is None else seconds_of(body, device)
 
 
@@ -76,6 +79,23 @@ def _one_operator(call: KernelCall) -> bool:
     return call.kernel.startswith(alone) or call.kernel in SPARSE
 
 
+def _on_cold_weights(bodies: Sequence[Body]) -> float:
+    """Of each but the last, one after the other as in a model: before them the caches are emptied, and the
+    last brings back what is no weight, the program's code and what it works with, some 300 µs.
+    """
+    *timed, other = bodies
+
+    def emptied() -> None:
+        evict()
+        other()
+
+    def all_of_them() -> None:
+        for body in timed:
+            body()
+
+    return median_seconds(all_of_them, settled=SETTLED, before=emptied) / len(timed)
+
+
 def seconds_of(body: Body, device: str) -> float:
     """Of one call, by the clock of the device that it runs on."""
     return median_seconds(body, settled=SETTLED) if device == "cpu" else gpu.seconds(body)
@@ -88,9 +108,13 @@ def copies(call: KernelCall) -> int:
     if call.kernel in SPARSE:
         kept, block = call.dims[3:]
         return max(1, min(_MOST_COPIES, _CACHE_BYTES // (4 * kept * block**2)))
+    return max(1, min(_MOST_COPIES, _CACHE_BYTES // _stored(call)))
+
+
+def _stored(call: KernelCall) -> int:
+    """Bytes of a linear's weight."""
     _, k, n = call.dims[:3]
-    stored = call.format.stored_bytes(n, k) if call.format is not None else 2 * n * k
-    return max(1, min(_MOST_COPIES, _CACHE_BYTES // stored))
+    return call.format.stored_bytes(n, k) if call.format is not None else 2 * n * k
 
 
 def in_turn(bodies: list[Body | None]) -> Body | None:

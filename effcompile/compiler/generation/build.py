@@ -40,7 +40,7 @@ from effcompile.search.generation.cases import scored
 from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
-from effcompile.search.generation.text import as_inputs, calibration_text
+from effcompile.search.generation.text import as_inputs, calibration_text, sensed
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import formats, measured_options, plans_for, replaced_weights
 from effcompile.search.progress import Progress, entry
@@ -59,8 +59,8 @@ CHUNK = 512
 #: Solves until the measured error and peak are within the limits.
 _ROUNDS = 4
 _SENSITIVITY_SECONDS = 20.0
-#: Times the best predicted objective that is still built and timed.
-SHORTLIST = 1.25
+#: Times the best predicted objective that is still built and timed: predictions are within a tenth.
+SHORTLIST = 1.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
     step, goal, texts = bench.step, bench.goal, bench.texts
     machine = resolve(task.request.target, backends, gpu.place_of(task.model))
     with bench.progress.step("measure sensitivity"):
-        found = _sensitivity(step, goal, bench.passes, texts)
+        found = _sensitivity(step, goal, bench.passes, sensed(texts, bench.said))
         beside = cache_choice(step, bench.model, goal, machine.target, texts, bench.source)
     return Shop(
         bench=bench, machine=machine, sensitivity=found, beside=beside, regimes=regimes_of(step, goal, CHUNK)
@@ -309,7 +309,7 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
 def _sensitivity(
     step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[torch.Tensor]
 ) -> Sensitivity:
-    """Error of every low-precision option at the logits of the calibration text."""
+    """Error of every low-precision option at the logits of these texts."""
     if goal.exact:
         return Sensitivity(errors={}, method="the goal allows no error")
     program = scored(step.program)
