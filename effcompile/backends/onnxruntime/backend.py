@@ -126,9 +126,12 @@ class OnnxModel:
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
         feeds = self._feeds(inputs)
+        if self._chosen != (default := session.default_settings()):
+            self._session, self._chosen = None, default
+        before = session.timed(self._opened(), feeds)
         self._session = None  # it holds the weights
         give_back()
-        chosen, seconds = session.tune(self._path, feeds)
+        chosen, seconds, self._session = session.tune(self._path, feeds, before)
         self._told["tried"] = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
         changed, self._chosen = chosen != self._chosen, chosen
         self._opened()

@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -94,11 +93,13 @@ def usable_threads() -> int:
 
 
 def candidates() -> list[Settings]:
-    """The settings worth timing: all threads with and without spinning, no arena, and half of the threads."""
+    """The settings worth timing: all threads with and without spinning, where one waits for another, no
+    arena, and half of the threads.
+    """
     threads = usable_threads()
     several = [
         Settings(threads=threads),
-        Settings(threads=threads, spinning=False),
+        *([Settings(threads=threads, spinning=False)] if threads > 1 else []),
         Settings(threads=threads, arena=False),
     ]
     return several if threads <= 2 else [*several, Settings(threads=threads // 2)]
@@ -162,21 +163,27 @@ def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> li
     return outputs
 
 
-def tune(path: Path, feeds: Mapping[str, Array]) -> tuple[Settings, dict[str, float]]:
-    """The fastest settings by measurement, the candidates between two runs of the defaults, and each one's
-    seconds.
+def tune(
+    path: Path, feeds: Mapping[str, Array], before: float
+) -> tuple[Settings, dict[str, float], onnxruntime.InferenceSession | None]:
+    """The fastest settings by measurement, the candidates between two runs of the defaults, each one's
+    seconds, and the session of the fastest where it is the last that was open.
 
-    A session holds the weights, so that one is open at a time. Defaults stay unless another candidate is at
-    least 2 % faster: a smaller difference is noise.
+    A session holds the weights, so that one is open at a time, and opening one of a large model takes longer
+    than its calls: `before` are the seconds of the defaults in the session that was open. Defaults stay
+    unless another candidate is at least 2 % faster: a smaller difference is noise.
     """
     default, *others = candidates()
-    before = _seconds(path, feeds, default)
-    seconds = {default.describe(): before} | {
-        other.describe(): _seconds(path, feeds, other) for other in others
-    }
-    beside = (before + _seconds(path, feeds, default)) / 2
+    seconds = {default.describe(): before}
+    for other in others:
+        seconds[other.describe()] = timed(open_session(path, other), feeds)
+        give_back()
+    opened = open_session(path, default)
+    beside = (before + timed(opened, feeds)) / 2
     fastest = min(others, key=lambda other: seconds[other.describe()])
-    return (fastest if seconds[fastest.describe()] < 0.98 * beside else default), seconds
+    if seconds[fastest.describe()] < 0.98 * beside:
+        return fastest, seconds, None
+    return default, seconds, opened
 
 
 #: Timed calls of a session when settings are compared, at the most and at the least, and the seconds after
@@ -184,17 +191,15 @@ def tune(path: Path, feeds: Mapping[str, Array]) -> tuple[Settings, dict[str, fl
 _TIMED, _FEWEST, _ENOUGH = 12, 4, 0.6
 
 
-def _seconds(path: Path, feeds: Mapping[str, Array], settings: Settings) -> float:
-    """Seconds of a call, of a session that is closed again."""
-    call, samples = partial(run, open_session(path, settings), feeds), list[float]()
-    call()
+def timed(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> float:
+    """Seconds of a call."""
+    samples = list[float]()
+    run(session, feeds)
     started = perf_counter()
     while len(samples) < _FEWEST or (len(samples) < _TIMED and perf_counter() < started + _ENOUGH):
         start = perf_counter()
-        call()
+        run(session, feeds)
         samples.append(perf_counter() - start)
-    del call
-    give_back()
     return faster_half_median(samples)
 
 

@@ -35,14 +35,16 @@ def test_the_fastest_by_more_than_noise(
 ) -> None:
     left, asked = list(defaults), []
 
-    def seconds(path: Path, feeds: object, settings: Settings) -> float:
-        asked.append(settings)
-        return left.pop(0) if settings == DEFAULT else others[settings]
+    def seconds(opened: Settings, feeds: object) -> float:
+        asked.append(opened)
+        return left.pop(0) if opened == DEFAULT else others[opened]
 
-    monkeypatch.setattr(session, "_seconds", seconds)
+    monkeypatch.setattr(session, "open_session", lambda path, settings: settings)
+    monkeypatch.setattr(session, "timed", seconds)
     monkeypatch.setattr(session, "usable_threads", lambda: 4)
-    chosen, told = session.tune(Path("model.onnx"), {})
-    assert chosen == wanted and asked == [DEFAULT, QUIET, BARE, HALF, DEFAULT]
+    chosen, told, opened = session.tune(Path("model.onnx"), {}, left.pop(0))
+    assert chosen == wanted and asked == [QUIET, BARE, HALF, DEFAULT]
+    assert opened == (DEFAULT if wanted == DEFAULT else None)  # a session of the chosen ones, or none
     assert told == {
         "4 threads": defaults[0],
         **{settings.describe(): value for settings, value in others.items()},
