@@ -22,7 +22,8 @@ from effcompile.core.errors import EffcompileError
 from effcompile.core.files import cache_folder, read_kept, write_kept
 from effcompile.core.types import Inputs
 from effcompile.estimate.perturb import Weights
-from effcompile.estimate.sensitivity import Progress, Sensitivity, leaves_of, measure
+from effcompile.estimate.recorder import leaves_of
+from effcompile.estimate.sensitivity import Progress, Sensitivity, measure
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
 
@@ -122,7 +123,10 @@ def _code() -> str:
     """The code that measures: what another release measured is not read."""
     here = Path(__file__).parent
     return hashlib.sha256(
-        b"".join((here / f"{name}.py").read_bytes() for name in ("sensitivity", "perturb", "fake_quant"))
+        b"".join(
+            (here / f"{name}.py").read_bytes()
+            for name in ("sensitivity", "recorder", "perturb", "fake_quant")
+        )
     ).hexdigest()
 
 

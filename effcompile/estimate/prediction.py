@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from effcompile.core.reasons import Recall
 from effcompile.core.types import Arguments, Outputs, Value
 from effcompile.estimate.inputs import Inputs, generate_inputs
-from effcompile.estimate.sensitivity import floating, leaves_of
+from effcompile.estimate.recorder import floating, leaves_of
 from effcompile.ir.program import Program
 from effcompile.ops.tile_predictors import METHODS, fit_low_rank
 from effcompile.sites.attention.closed_masks import in_closed_form

@@ -17,14 +17,14 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.core.types import Args, Arguments, Outputs, Value
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
 from effcompile.estimate.perturb import (
     MERGED,
@@ -36,7 +36,7 @@ from effcompile.estimate.perturb import (
     is_static,
     static_range,
 )
-from effcompile.ir.export import LENIENT
+from effcompile.estimate.recorder import Recorder, floating, leaves_of
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import linears, merges
@@ -109,7 +109,7 @@ def measure(
         )
     clock.tell("forward passes", 0.0)
     records = [_forward(program, sites, given) for given in _capped(program, inputs)]
-    task = _Task(program=program, records=records, scales=_output_scales(records))
+    task = _Task(program=program, sites=sites, records=records, scales=_output_scales(records))
     rounds = _probe(task, probes, torch.Generator().manual_seed(seed), clock)
     errors, late = _price(task, sites, clock)
     _fold_merged(program, errors)
@@ -131,10 +131,15 @@ class _Clock:
     budget: float
     tell: Progress
     started: float = field(default_factory=time.perf_counter)
+    priced: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def elapsed(self) -> float:
         return time.perf_counter() - self.started
+
+    def next_of(self, sites: int) -> float:
+        """The share that is done when the next site's turn comes."""
+        return _PROBE_SHARE + (1 - _PROBE_SHARE) * next(self.priced) / sites
 
     def late(self, share: float) -> bool:
         """True when more than this share of the budget is used up."""
@@ -146,54 +151,15 @@ class _Task:
     """What all sites are priced with. `scales`: see `_output_scales`."""
 
     program: Program
+    sites: Sequence[Site]
     records: list[ErrorRecord]
     scales: list[list[float]]
-
-
-#: site's node → the nodes of its input and its bias
-_Watched = Mapping[fx.Node, tuple[fx.Node | None, fx.Node | None]]
-
-
-class _Recorder(fx.Interpreter):
-    """Runs the flat graph; keeps the inputs and results of sites, the latter as points to
-    differentiate at.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        watched: _Watched | None = None,
-        shift: Mapping[fx.Node, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(program.module)
-        self.watched, self.shift = watched or {}, shift or {}
-        self.results: dict[fx.Node, Any] = {}
-        self.entering: dict[fx.Node, Any] = {}
-        self.biases: dict[fx.Node, Any] = {}
-
-    def call_function(self, target: fx.node.Target, args: Args, kwargs: Arguments) -> Value:
-        # with gradients attention is another kernel
-        return super().call_function(LENIENT.get(target, target), args, kwargs)
-
-    def run_node(self, n: fx.Node) -> Outputs:
-        result = super().run_node(n)
-        if n.op == "get_attr" and isinstance(result, torch.Tensor):
-            return result.detach()
-        if n in self.shift:
-            return result + self.shift[n]
-        if n not in self.watched:
-            return result
-        for place, kept in zip(self.watched[n], (self.entering, self.biases), strict=True):
-            if place is not None:
-                kept[n] = self.env[place].detach()
-        self.results[n] = result if result.requires_grad else result.detach().requires_grad_()
-        return self.results[n]
 
 
 def _forward(program: Program, sites: list[Site], inputs: Inputs) -> ErrorRecord:
     """One recorded forward pass, with the autograd graph behind its floating outputs."""
     flat = leaves_of(program, inputs)
-    recorder = _Recorder(program, {s.node: (s.x, s.bias) for s in sites})
+    recorder = Recorder(program, {s.node: (s.x, s.bias) for s in sites})
     with torch.enable_grad():
         outputs = floating(recorder.run(*flat, enable_io_processing=False))
     sizes = [t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()]
@@ -206,17 +172,6 @@ def _forward(program: Program, sites: list[Site], inputs: Inputs) -> ErrorRecord
         biases=recorder.biases,
         batch=batch,
     )
-
-
-def leaves_of(program: Program, inputs: Inputs) -> list[Value]:
-    """Leaves of the inputs in the order of the placeholders."""
-    args, kwargs = inputs
-    return pytree.tree_leaves((tuple(args), {key: kwargs[key] for key in program.kwargs if key in kwargs}))
-
-
-def floating(outputs: Outputs) -> list[torch.Tensor]:
-    """The floating tensors among a graph's outputs."""
-    return [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.is_floating_point()]
 
 
 def _capped(program: Program, inputs: Sequence[Inputs]) -> list[Inputs]:
@@ -315,16 +270,50 @@ def _separate(record: ErrorRecord, generator: torch.Generator) -> set[fx.Node]:
 
 
 def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[str, str], float], int]:
-    """Errors of all options, and the number of sites that came so late that one input had to do."""
+    """Errors of all options, and the number of sites that came so late that one input had to do.
+
+    Sites are independent of each other: on a processor each of torch's threads takes some of its own, one
+    after the other. Operators that all threads share wait for the last of them thousands of times, and where
+    others use the machine each wait is one of the scheduler's turns.
+    """
+    threads = torch.get_num_threads() if all(_on_cpu(record) for record in task.records) else 1
+    if threads == 1 or len(sites) < 2 * threads:
+        parts = [_price_some(task, sites, clock)]
+    else:
+        # neighbours, which read the same, stay together
+        size = -(-len(sites) // (4 * threads))
+        some = [sites[at : at + size] for at in range(0, len(sites), size)]
+        alone = partial(torch.set_num_threads, 1)
+        try:
+            with ThreadPoolExecutor(threads, initializer=alone) as pool:
+                parts = list(pool.map(partial(_price_some, task, clock=clock), some))
+        finally:
+            torch.set_num_threads(threads)  # MKL has one number for all
+    errors: dict[tuple[str, str], float] = defaultdict(float)
+    for found, _ in parts:  # a site may have several places
+        for key, error in found.items():
+            errors[key] += error
+    return dict(errors), sum(late for _, late in parts)
+
+
+def _on_cpu(record: ErrorRecord) -> bool:
+    return all(output.device.type == "cpu" for output in record.outputs)
+
+
+def _price_some(
+    task: _Task, sites: Sequence[Site], clock: _Clock
+) -> tuple[dict[tuple[str, str], float], int]:
     errors: dict[tuple[str, str], float] = {}
+    # what is rounded of a value for its readers is known to one thread
+    records = [replace(record, rounded={}) for record in task.records]
     late = 0
-    for index, site in enumerate(sites):
-        share = _PROBE_SHARE + (1 - _PROBE_SHARE) * index / len(sites)
+    for site in sites:
+        share = clock.next_of(len(task.sites))
         clock.tell(f"precisions of {site.name}", share)
-        behind = len(task.records) > 1 and clock.late(max(share, 0.6))
+        behind = len(records) > 1 and clock.late(max(share, 0.6))
         late += behind
-        used = task.records[:1] if behind else task.records
-        reached = any(site.node in group for record in task.records for group in record.gradients)
+        used = records[:1] if behind else records
+        reached = any(site.node in group for record in records for group in record.gradients)
         # those that hold the weight alike beside each other: it is rounded once for all of them
         for option in sorted(site.options, key=_holding):
             deltas = _deltas(task, site, option, used)
@@ -370,7 +359,7 @@ def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, tor
     for record, delta in deltas:
         with torch.no_grad():
             outputs = floating(
-                _Recorder(task.program, shift={site.node: delta}).run(
+                Recorder(task.program, shift={site.node: delta}).run(
                     *record.inputs, enable_io_processing=False
                 )
             )

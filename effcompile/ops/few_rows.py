@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 
+from effcompile.core.types import Args, Value
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
 
-__all__ = ["ROWS", "FewRows", "kernels", "linear", "takes"]
+__all__ = ["ROWS", "ByFewRows", "FewRows", "kernels", "linear", "takes"]
 
 _SOURCE = Path(__file__).with_name("few_rows.cpp")
 #: Rows of x up to which the weight is read once; with more, torch's product is as fast.
@@ -81,6 +84,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not isinstance(found, str):
             return found.linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+class ByFewRows(TorchFunctionMode):
+    """Within it a model's own linears are `linear`, where that takes them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Value:
+        as_modules = func is F.linear and len(args) == 3 and not kwargs
+        if as_modules and takes(*args[1:]) and not torch.is_grad_enabled():
+            return linear(*args)
+        return func(*args, **(kwargs or {}))
 
 
 def takes(*constants: Tensor | None) -> bool:

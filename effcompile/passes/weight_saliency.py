@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.types import Value
-from effcompile.estimate.sensitivity import floating, leaves_of
+from effcompile.estimate.recorder import floating, leaves_of
 from effcompile.ir.program import Program
 from effcompile.sites.parts import LinearSite, weight_of
 from effcompile.sparse import saliency

@@ -271,3 +271,24 @@ def test_generated_floats_have_the_examples_mean_and_deviation() -> None:
     program = capture(nn.Linear(8, 8).eval(), (torch.randn(64, 8) * 3 + 5,))
     ((x,), _) = generate_inputs(program, count=1)[0]
     assert 4 < x.mean() < 6 and 2 < x.std() < 4
+
+
+def test_errors_are_the_same_by_one_thread_and_by_several() -> None:
+    """Sites in threads of their own, and torch's threads as before."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)]
+    program = capture(nn.Sequential(*layers), (torch.randn(4, 32),))
+    options = {"linear": tuple(map(form, ("bf16", "int8_channel", "w4")))}
+    inputs = [(program.args, program.kwargs)]
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(measure(program, inputs, options, budget_seconds=60.0).errors)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    one, several = found
+    assert len(one) == 6 * 3 and one.keys() == several.keys()
+    for key, error in one.items():
+        assert several[key] == pytest.approx(error, rel=1e-3)

@@ -83,3 +83,19 @@ def test_what_torch_computes(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_wrong_depth_is_what_torch_says() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         few_rows.linear(drawn(1, 23), drawn(7, 24))
+
+
+def test_a_models_own_linears_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wide = torch.nn.Linear(24, 7), torch.nn.Linear(24, 7, bias=False).double()
+    asked: list[tuple[int, ...]] = []
+    ours = few_rows.linear
+    monkeypatch.setattr(few_rows, "linear", lambda x, *held: asked.append(x.shape) or ours(x, *held))
+    x = drawn(2, 1, 24)
+    with torch.no_grad():
+        right = model(x)
+        with few_rows.ByFewRows():
+            torch.testing.assert_close(model(x), right)
+            wide(x.double())
+    assert asked == [(2, 1, 24)]  # of float64 the weight is none of theirs
+    with few_rows.ByFewRows():
+        assert model(x).requires_grad  # gradients are torch's

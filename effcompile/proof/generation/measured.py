@@ -37,6 +37,8 @@ ORIGINAL = "original"
 _ROUNDS = 5
 #: Seconds of a prompt from which on the first call of each counts, too: two are enough.
 _LONG = 1.0
+#: Times as long as the fastest: a call of so much more is not asked again which one it is.
+_SLOW = 2.0
 #: What is read beside the tokens, and its bytes: more than caches hold.
 _READ, _STREAM = "read", 1 << 27
 
@@ -77,8 +79,9 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> In
             name: partial(_prefill, model, run, {key: ids, **extra}, ready, name)
             for name, run in runs.items()
         }
-        rounds = [{name: _seconds(prefill) for name, prefill in prefills.items()} for _ in range(2)]
-        called = {name: [each[name] for each in rounds] for name in prefills}
+        called = {name: [_seconds(prefill)] for name, prefill in prefills.items()}
+        for name in _undecided({name: seconds for name, (seconds,) in called.items()}):
+            called[name].append(_seconds(prefills[name]))
         if max(map(max, called.values())) < _LONG:
             called = interleaved(prefills, 2, repeats=1)
         first = {name: min(times) for name, times in called.items()}
@@ -95,6 +98,11 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> In
         each={name: Seconds(prefill=first[name], decode=each[name]) for name in runs},
         stream=buffer.nbytes / each[_READ],
     )
+
+
+def _undecided(seconds: Mapping[str, float]) -> list[str]:
+    """Those whose prompts are read once more: all but long ones that take twice as long as another."""
+    return [name for name, each in seconds.items() if each < max(_LONG, _SLOW * min(seconds.values()))]
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -176,8 +184,7 @@ def peak_bytes(
             stepper(**{key: ids[:, :-1]}, **extra, **keep, past_key_values=cache)
         stepper(**{key: ids[:, -1:]}, **extra, **keep, past_key_values=cache)
 
-    if isinstance(parts["step"], TorchLowered):
-        whole()
+    if isinstance(parts["step"], TorchLowered):  # it has run: what a first call makes and keeps is there
         with torch_compat_memory.watched_memory(model.device.type) as peak:
             whole()
         return weights + peak()

@@ -10,9 +10,14 @@ import torch
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, HFModel, Inputs, Kwargs
 from effcompile.ir.cache import CacheLayout, Growth
+from effcompile.ops.few_rows import ByFewRows
 
 #: Rows and tokens of text that the model writes: enough to price options with, little to wait for.
 _ROWS, _TOKENS = 4, 48
+#: Of them those of each row that errors of options are measured on: rows are draws of their own, and
+#: twice as many tokens take twice as long. What was decided is compared on all.
+_SENSED = 24
+_USERS = "the user's"
 
 
 def calibration_text(
@@ -25,17 +30,24 @@ def calibration_text(
     """
     if given:
         texts = [_tokens_of(args, kwargs, at)[:, :context] for at, (args, kwargs) in enumerate(given)]
-        return texts, f"the user's: {sum(text.numel() for text in texts)} tokens"
+        return texts, f"{_USERS}: {sum(text.numel() for text in texts)} tokens"
     tokens = min(_TOKENS, context)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     if model.config.is_encoder_decoder:
         drawn = torch.randint(
             min(3, vocabulary - 1), vocabulary, (_ROWS, tokens), generator=torch.Generator().manual_seed(0)
         )
-        return [drawn.to(model.device)], f"{_ROWS} rows of {tokens} random tokens (seed 0)"
+        return [drawn.to(model.device)], f"{_ROWS} rows of {min(tokens, _SENSED)} random tokens (seed 0)"
     return [
         _written(model, tokens, vocabulary)
-    ], f"{_ROWS} rows of {tokens} tokens that the model itself writes (sampled, seed 0)"
+    ], f"{_ROWS} rows of {min(tokens, _SENSED)} tokens that the model itself writes (sampled, seed 0)"
+
+
+def sensed(texts: Sequence[torch.Tensor], said: str) -> list[torch.Tensor]:
+    """What options' errors are measured on, of texts and what is said of them: of those that are not the
+    user's the beginnings.
+    """
+    return [*texts] if said.startswith(_USERS) else [text[:, :_SENSED] for text in texts]
 
 
 def _tokens_of(args: Args, kwargs: Kwargs, at: int) -> torch.Tensor:
@@ -59,7 +71,7 @@ def _tokens_of(args: Args, kwargs: Kwargs, at: int) -> torch.Tensor:
 def _written(model: HFModel, tokens: int, vocabulary: int) -> torch.Tensor:
     """Sampled from the model, one token after the other, beginning with random ones."""
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), ByFewRows():
         torch.manual_seed(0)
         ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, 1), device=model.device)
         cache = None
