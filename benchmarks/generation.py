@@ -33,8 +33,21 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 4864,
         "vocab_size": 151936,
     },
+    # TinyLlama's sizes; Qwen2's biases of q, k and v stay
+    "llama-1.1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 22,
+        "intermediate_size": 5632,
+        "vocab_size": 32000,
+    },
 }
-_HEADS = {"tiny": (4, 2), "small": (8, 2), "quarter": (14, 2), "qwen2.5-0.5b": (14, 2)}
+_HEADS = {
+    "tiny": (4, 2),
+    "small": (8, 2),
+    "quarter": (14, 2),
+    "qwen2.5-0.5b": (14, 2),
+    "llama-1.1b": (32, 4),
+}
 TINY = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
     "intermediate_size": 128, "max_position_embeddings": 512,
@@ -120,7 +133,7 @@ def model_of(shape: str, context: int) -> Any:
         num_attention_heads=heads,
         num_key_value_heads=groups,
         max_position_embeddings=max(context, 64),
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape != "llama-1.1b",
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

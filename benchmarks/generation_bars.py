@@ -1,6 +1,6 @@
 """What planned generations keep: encoder-decoders beside generate(), declared memories, the time of planning.
 
-    python benchmarks/generation_bars.py seq2seq [--max-error 0.05] [--new 64]  # T5, BART, Whisper
+    python benchmarks/generation_bars.py seq2seq [--max-error 0.05] [--new 64,128]  # T5, BART, Whisper
     python benchmarks/generation_bars.py budgets                       # ten memories, three models
     python benchmarks/generation_bars.py planning [--shape qwen2.5-0.5b]   # seconds, cold
 
@@ -23,6 +23,7 @@ import transformers
 from generation import AUTO, SHAPES, model_of
 
 import effcompile
+from effcompile.backends.torch.regions import Region
 from effcompile.core import torch_compat_memory
 
 #: T5-small, BART-base and Whisper-tiny as they are published.
@@ -75,29 +76,49 @@ def made(kind: str, settings: dict[str, Any]) -> Any:
 
 
 def seq2seq(options: argparse.Namespace) -> None:
-    for kind, settings in _SEQ2SEQ.items():
-        model = made(kind, settings)
+    """Each planned once, for the longest text, and timed at every length."""
+    lengths = sorted(int(each) for each in options.new.split(","))
+    for kind in options.models.split(","):
+        model = made(kind, _SEQ2SEQ[kind])
         text = torch.randint(3, 2000, (1, 128))
         sound = torch.randn(1, 80, 3000)
         given = {"input_features": sound} if kind == "whisper" else {"input_ids": text}
-        how = {"max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False}
-        goal = {"context": 2 * options.new, "prompt": 1, "new": options.new, "max_error": options.max_error}
-        planned = effcompile.optimize(model, inputs=given, mode="generation", **goal)
-        times: dict[str, list[float]] = {"ours": [], "theirs": []}
-        tokens: dict[str, torch.Tensor] = {}
-        for _ in range(options.rounds):
-            for name, one in (("ours", planned), ("theirs", model)):
-                start = time.perf_counter()
-                tokens[name] = one.generate(**given, **how)
-                times[name].append(time.perf_counter() - start)
-        ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
-        same = "equal" if torch.equal(*tokens.values()) else "other tokens"
-        print(
-            f"{kind:8} generate() {statistics.median(times['theirs']):6.3f} s, ours "
-            f"{statistics.median(times['ours']):6.3f} s, {ratio:.2f} times faster; {same}; "
-            f"{planned.plan.backend}; load {os.getloadavg()[0]:.1f}",
-            flush=True,
-        )
+        longest = lengths[-1]
+        goal = {"context": 2 * longest, "prompt": 1, "new": longest, "max_error": options.max_error}
+        planned = effcompile.optimize(model, inputs=given, mode="generation", backend=options.backend, **goal)
+        for new in lengths:
+            how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+            race(kind, planned, model, given, how, options.rounds)
+
+
+def race(
+    kind: str, planned: Any, model: Any, given: dict[str, Any], how: dict[str, Any], rounds: int
+) -> None:
+    """Both in turn, and a line of it."""
+    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    tokens: dict[str, torch.Tensor] = {}
+    for _ in range(rounds):
+        for name, one in (("ours", planned), ("theirs", model)):
+            start = time.perf_counter()
+            tokens[name] = one.generate(**given, **how)
+            times[name].append(time.perf_counter() - start)
+    ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
+    same = "equal" if torch.equal(*tokens.values()) else "other tokens"
+    print(
+        f"{kind:8} {how['max_new_tokens']:4} tokens: generate() {statistics.median(times['theirs']):6.3f} s, "
+        f"ours {statistics.median(times['ours']):6.3f} s, {ratio:.2f} times faster; {same}; "
+        f"{planned.plan.backend}, {regions(planned)}; {torch.get_num_threads()} threads, "
+        f"load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+
+
+def regions(planned: Any) -> str:
+    """How many calls of ours a step is, and which linears and attentions of it are in none."""
+    graph = getattr(planned.lowered.run, "graph", None)
+    nodes = [node.target for node in graph.nodes if node.op == "call_function"] if graph is not None else []
+    left = sum("linear" in str(each) or "attention" in str(each) for each in nodes)
+    return f"{sum(isinstance(each, Region) for each in nodes)} call(s) a step and {left} operators beside"
 
 
 def budgets(options: argparse.Namespace) -> None:
@@ -170,7 +191,9 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("seq2seq", "budgets", "planning"))
     parser.add_argument("--max-error", type=float)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--new", default="64", help="tokens, several with commas between")
+    parser.add_argument("--models", default="t5,bart,whisper")
+    parser.add_argument("--backend", choices=("torch-eager", "onnxruntime"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
