@@ -24,12 +24,13 @@ from effcompile.ir.formats import (
     WeightFormat,
 )
 from effcompile.machine import huge_pages
+from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import Dims
 from effcompile.ops import few_rows, group_codes, int8_sparse
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
-from effcompile.ops.group_linear import group_linear
+from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
 from effcompile.ops.int8_codes import pack
-from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
 from effcompile.ops.sparse_codes import SparseCodes
 from effcompile.sparse.pattern import BlockPattern
 
@@ -157,16 +158,18 @@ def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Bo
     """One operator to every engine; None on a GPU."""
     codes, scales = numerics.quantize_rows(weight)
     packed, flat = pack(codes), scales.flatten()
-    return None if x.is_cuda else _OnWeights(functools.partial(int8_linear.default, x), (packed, flat, bias))
+    product = int8_linear_on_cpu if len(x) <= FEW_ROWS else int8_linear.default
+    return None if x.is_cuda else _OnWeights(functools.partial(product, x), (packed, flat, bias))
 
 
 def _groups(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
-    """The same."""
+    """The same. Of few rows both are what a region calls, without torch's dispatcher (regions.py)."""
+    product = group_linear_on_cpu if len(x) <= FEW_ROWS else group_linear.default
     packed = group_codes.pack(*group_codes.quantize(weight, held.bits), held.bits)
     return (
         None
         if x.is_cuda
-        else _OnWeights(lambda held, bias: group_linear.default(x, held, len(bias), bias), (packed, bias))
+        else _OnWeights(lambda held, bias: product(x, held, len(bias), bias), (packed, bias))
     )
 
 
