@@ -49,6 +49,7 @@ from effcompile.search.pricing import (
     stress_of,
 )
 from effcompile.search.progress import entry
+from effcompile.search.raced import Race
 from effcompile.search.request import Asked, Task
 from effcompile.search.search import Search, fingerprint
 from effcompile.search.shortlist import not_built, undecided, worth_building
@@ -158,9 +159,9 @@ def _best_of(
     """
     asked = task.request
     search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress)
-    plans, candidates = plans_for(search, backends, absent, asked.progress)
-    shop = _workshop(task, program, search.passes, asked.goal)
-    outcomes, told = _settle_all(shop, search, plans, candidates)
+    race = Race.of(search, *plans_for(search, backends, absent, asked.progress))
+    plans, shop = race.plans, _workshop(task, program, search.passes, asked.goal)
+    outcomes, told = _settle_all(shop, search, plans, race.candidates)
 
     def measured() -> Outcome:
         best = _finish(shop, outcomes, told)
@@ -171,6 +172,7 @@ def _best_of(
         if late := undecided(plans, told, took := best.plan.seconds_measured):
             outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
             best = _finish(shop, outcomes, told)
+        race.keep(best.plan)
         return best
 
     def solved_again() -> Outcome:

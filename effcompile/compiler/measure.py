@@ -17,7 +17,7 @@ from effcompile.ir.figures import Totals
 from effcompile.ir.program import Program
 
 #: Seconds that comparing may take, and the least and most rounds it is done in.
-_BUDGET, _LEAST, _MOST = 5.0, 3, 40
+_BUDGET, _LEAST, _MOST = 3.0, 3, 40
 
 ORIGINAL = "original"
 

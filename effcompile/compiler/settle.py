@@ -29,7 +29,8 @@ from effcompile.machine.memory import give_back
 from effcompile.machine.room import Room, device_of
 from effcompile.passes import Pass
 from effcompile.passes.merge import MERGED, SEPARATE
-from effcompile.proof.verify import Reference, distance, verify, worst
+from effcompile.proof.rehearsed import emulated
+from effcompile.proof.verify import Reference, verify, worst
 from effcompile.runtime.executable import Executable
 from effcompile.search.progress import QUIET, Progress
 from effcompile.search.refine import Constraints, refine
@@ -171,10 +172,10 @@ def settle(
             building would.
         LoweringError: it could not be built.
     """
-    start, emulated = Constraints(error_scale=plan.certificate.error_scale), None
+    start, foreseen = Constraints(error_scale=plan.certificate.error_scale), None
     if replan is not None and shop.rehearsal is not None and not shop.goal.exact:
         with shop.progress.step(f"rehearse for {backend.name}"):
-            plan, start, emulated = rehearsed(shop, shop.rehearsal, plan, start, replan)
+            plan, start, foreseen = rehearsed(shop, shop.rehearsal, plan, start, replan)
         if plan.certificate.objective > worth_building:
             raise MilderError(plan, start.notes[-1])
 
@@ -191,7 +192,7 @@ def settle(
         measured, predicted = worst(outcome.checks), made.predicted.error or 0.0
         if all(check.passed for check in outcome.checks):
             # what that allows was rehearsed, too
-            foretold = emulated is not None and measured**2 >= _WORTH_CORRECTING * emulated**2
+            foretold = foreseen is not None and measured**2 >= _WORTH_CORRECTING * foreseen**2
             if replan is not None and constraints.round == 1 and not foretold:
                 outcome = _relaxed(shop, backend, outcome, replan)
             return outcome, None
@@ -222,7 +223,9 @@ def rehearsed(
     for turn in range(1, MAX_ROUNDS + 1):
         chosen, predicted = frozenset(plan.options().items()), plan.predicted.error or 0.0
         if chosen not in errors:  # correcting in both ways may come back to a plan
-            errors[chosen] = _emulated(shop, rehearsal, plan) if predicted else None
+            errors[chosen] = (
+                emulated(shop.program, rehearsal, plan, shop.cases, shop.goal) if predicted else None
+            )
         if (error := errors[chosen]) is None:
             break
         if fits := error <= shop.goal.tolerance:
@@ -246,19 +249,6 @@ def rehearsed(
             break
         plan, constraints = better, replace(learned, round=1)
     return held or (plan, constraints, errors.get(frozenset(plan.options().items())))
-
-
-def _emulated(shop: Workshop, rehearsal: Rehearsal, plan: Plan) -> float | None:
-    """The plan's largest error over the cases that it will be verified with; None where it is not emulated,
-    or not finite.
-    """
-    emulate = rehearsal.of(plan)
-    if emulate is None:
-        return None
-    outputs = emulate([case.inputs for case in shop.cases])
-    pairs = zip(outputs, shop.cases, strict=True)
-    error = max((distance(found, shop.program, case, shop.goal) for found, case in pairs), default=0.0)
-    return error if math.isfinite(error) else None
 
 
 def corrected(

@@ -65,6 +65,16 @@ def write_kept(path: Path, content: bytes) -> Path:
     return write_atomically(path, content, mode=0o644)
 
 
+def keep(path: Path, content: bytes, most: int) -> None:
+    """The same among others that are kept in its folder: of more than `most` the oldest go.
+
+    Raises as `write_atomically` does, and OSError.
+    """
+    write_kept(path, content)
+    for old in sorted(path.parent.glob(f"*{path.suffix}"), key=lambda each: each.stat().st_mtime)[:-most]:
+        old.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> Path:
     """Write a file so that it is whole or absent: temporary file beside it, fsync, rename.
 

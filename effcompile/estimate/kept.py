@@ -1,5 +1,5 @@
-"""Sensitivities kept between plans: the same weights, inputs and options are measured once, however many
-budgets are asked for.
+"""Sensitivities, and the errors of rehearsed plans, kept between plans: the same weights, inputs and options
+are measured once, however many budgets are asked for.
 
 A measurement is known by the hash of everything it follows from: the graph, the bytes of every weight and
 input, the options, what is drawn, torch's version and the code that measures. What a pass replaces weights by
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 
 from effcompile.core.errors import EffcompileError
-from effcompile.core.files import cache_folder, read_kept, write_kept
+from effcompile.core.files import cache_folder, keep, read_kept
 from effcompile.core.types import Inputs
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.recorder import leaves_of
@@ -77,17 +78,60 @@ def measured(
     return found
 
 
+def of_rehearsals(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> str | None:
+    """What the emulated errors of all plans of a program follow from (estimate/rehearse.py), as a hash: the
+    program, and the inputs that ranges are taken from.
+    """
+    tensors = itertools.chain.from_iterable(calibration)
+    return _hash(program, tensors, "", ("rehearse", "perturb", "fake_quant"))
+
+
+def rehearsed(
+    of: str | None,
+    inputs: Iterable[torch.Tensor],
+    chosen: object,
+    emulate: Callable[[], float | None],
+) -> float | None:
+    """A plan's emulated error, read from the cache where it was found before, and kept there.
+
+    Args:
+        of: hash of the program; None for what cannot be told.
+        inputs: that it is emulated at.
+        chosen: what else it follows from, by how it is written: the plan's options, how outputs are compared.
+        emulate: finds it; None is not kept.
+    """
+    if of is None:
+        return emulate()
+    digest = hashlib.sha256(f"{of}\0{chosen}".encode())
+    for tensor in inputs:
+        _add(digest, tensor)
+    path = cache_folder() / "rehearsed" / f"{digest.hexdigest()}.json"
+    with contextlib.suppress(EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(read_kept(path, _MOST_BYTES, "a kept error"), type=_Error)
+    error = emulate()
+    if error is not None:
+        with contextlib.suppress(EffcompileError, OSError):
+            keep(path, msgspec.json.encode(error), _MOST_FILES)
+    return error
+
+
 def _key(
     program: Program, inputs: Sequence[Inputs], options: Mapping[str, tuple[Form, ...]], budget: float
 ) -> str | None:
+    asked = f"{budget}" + "".join(
+        f"{kind}:{[repr(form) for form in forms]};" for kind, forms in sorted(options.items())
+    )
+    leaves = (leaf for given in inputs for leaf in leaves_of(program, given))
+    return _hash(program, leaves, asked, ("sensitivity", "recorder", "perturb", "fake_quant"))
+
+
+def _hash(program: Program, inputs: Iterable[object], asked: str, code: Sequence[str]) -> str | None:
     """The hash; None where a tensor has no bytes to read (it is on the meta device, or packed by another
     library).
     """
-    digest = hashlib.sha256(f"{torch.__version__}\0{_code()}\0{budget}".encode())
-    for kind, forms in sorted(options.items()):
-        digest.update(f"{kind}:{[repr(form) for form in forms]};".encode())
+    digest = hashlib.sha256(f"{torch.__version__}\0{_code(code)}\0{asked}".encode())
     try:
-        for part in (*_graph(program), *(leaf for given in inputs for leaf in leaves_of(program, given))):
+        for part in itertools.chain(_graph(program), inputs):
             _add(digest, part)
     except (NotImplementedError, RuntimeError, TypeError):
         return None
@@ -119,15 +163,10 @@ def _add(digest: hashlib._Hash, part: object) -> None:
     digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _code() -> str:
+def _code(names: Sequence[str]) -> str:
     """The code that measures: what another release measured is not read."""
     here = Path(__file__).parent
-    return hashlib.sha256(
-        b"".join(
-            (here / f"{name}.py").read_bytes()
-            for name in ("sensitivity", "recorder", "perturb", "fake_quant")
-        )
-    ).hexdigest()
+    return hashlib.sha256(b"".join((here / f"{name}.py").read_bytes() for name in names)).hexdigest()
 
 
 def _read(path: Path) -> KeptErrors | None:
@@ -145,6 +184,4 @@ def _write(path: Path, found: Sensitivity) -> None:
     errors = [(site, option, error) for (site, option), error in found.errors.items()]
     kept = KeptErrors(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds)
     with contextlib.suppress(EffcompileError, OSError):
-        write_kept(path, msgspec.json.encode(kept))
-        for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_FILES]:
-            old.unlink(missing_ok=True)
+        keep(path, msgspec.json.encode(kept), _MOST_FILES)

@@ -10,13 +10,14 @@ remains to the comparison of the artifact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Args, Arguments, Outputs, Value
-from effcompile.estimate import fake_quant
+from effcompile.estimate import fake_quant, kept
 from effcompile.estimate.perturb import (
     MERGED,
     REPLACED,
@@ -61,6 +62,11 @@ class Rehearsal:
         self._program, self._calibration = program, calibration
         self._options, self._weights = options, weights
         self._ranges: dict[fx.Node, fake_quant.Range] = {}
+
+    @cached_property
+    def known_by(self) -> str | None:
+        """What kept errors of its plans are found by; None where an option is a weight that a pass makes."""
+        return None if self._weights else kept.of_rehearsals(self._program, self._calibration)
 
     def of(self, plan: Plan) -> Emulation | None:
         """How the model runs under this plan; None for one that reduces nothing, or what is not emulated."""

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, cached_property, partial
 
 from torch import fx
 
@@ -152,6 +152,7 @@ class Search:
         fits = size <= 0 or (allowed is not None and allowed <= size) or proposal.at_most_bytes() <= size
         return goal if fits else replace(goal, memory=size)
 
+    @cached_property
     def baseline(self) -> Totals:
         """Predicted figures of the unplanned model in stock torch."""
         target, regimes = self.machine.target, self.regimes
@@ -167,7 +168,7 @@ class Search:
             context = Context(
                 goal=self.goal, target=self.machine.target, backend=name, sensitivity=self.sensitivity.errors,
                 formats=self.formats, stored=stored_format(self.program),
-                lacks=partial(_lacks, backend, self.machine.target),
+                lacks=cache(partial(_lacks, backend, self.machine.target)),
             )  # fmt: skip
             found = [propose_all(self.passes, regime.program, context) for regime in self.regimes.each]
             made = [choices for choices, _ in found]
@@ -223,7 +224,7 @@ class Search:
             decisions=tuple(decision(choice, chosen[choice.site]) for choice in proposal.choices),
             declined=(*proposal.declined, *not_taken(proposal.choices, chosen, problem, solution, self.goal)),
             certificate=_certificate(solution, constraints),
-            baseline=self.baseline(),
+            baseline=self.baseline,
             predicted=Totals(
                 seconds=cost.seconds,
                 roof_seconds=cost.roof_seconds or None,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from effcompile.backends.base import Backend
 from effcompile.core.findings import NotBuilt
+from effcompile.core.timing import SETTLED
 from effcompile.ir.figures import Candidate
 from effcompile.ir.plan import Plan
 
@@ -38,7 +39,10 @@ def _best(built: Sequence[_Built]) -> float:
 def undecided(
     plans: Sequence[tuple[Backend, Plan]], told: Sequence[Candidate], seconds: float
 ) -> list[tuple[Backend, Plan]]:
-    """Backends that were not built though by their prediction they take no more than was measured."""
+    """Backends that were not built though by their prediction they take less than was measured, and by more
+    than what such a comparison settles: what promises less could not be told from the best once it is built.
+    """
+    seconds *= 1 - SETTLED
     left = {c.backend: c.predicted_seconds or math.inf for c in told if isinstance(c.note, NotBuilt)}
     return [
         (backend, plan)

@@ -261,8 +261,9 @@ def test_a_corrected_plan_that_may_win_beside_what_was_measured_is_built_after_a
     assert told[1].predicted_seconds == milder.predicted.seconds
 
     took = milder.predicted.seconds / wrong.slack
-    assert undecided(plans, told, 0.99 * took) == []
-    late = undecided(plans, told, 1.01 * took)
+    # what promises a gain of one percent could not be told from the best once it is built
+    assert undecided(plans, told, 1.01 * took) == []
+    late = undecided(plans, told, 1.03 * took)
     assert late == [(wrong, milder)]
     outcomes, told = settle_all(late, told, partial(carried_out, math.inf), outcomes)
     assert [each.plan.backend for each in outcomes] == [right.name, wrong.name] and told[1].note is None
@@ -287,6 +288,8 @@ class Foretelling:
     """Says of a plan what the backend that adds `error_each` will make of it; errors go by the number of
     sites to the power of `grows`.
     """
+
+    known_by = None  # what it says is not kept
 
     def __init__(self, program, error_each, grows=0.5):
         self.program, self.error_each, self.grows = program, error_each, grows

@@ -23,7 +23,6 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.temporary import own_folder, remove
 from effcompile.core.torch_compat_narrow import made_elsewhere
-from effcompile.core.units import format_seconds
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
@@ -125,17 +124,25 @@ class OnnxModel:
         return {**session.settings_dict(self._chosen), **self._told}
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
-        feeds = self._feeds(inputs)
+        from effcompile.backends.onnxruntime.tuned import tuned
+
+        feeds, before = self._feeds(inputs), self._chosen
+        found = tuned(self._path, feeds, lambda: self._fastest(feeds))
+        self._told["tried"] = found.told()
+        if found.chosen != self._chosen:
+            self._session, self._chosen = None, found.chosen
+        self._opened()
+        return found.chosen != before
+
+    def _fastest(self, feeds: Mapping[str, Array]) -> tuple[session.Settings, dict[str, float]]:
+        """See `session.tune`: it has the session, which holds the weights, opened under the defaults."""
         if self._chosen != (default := session.default_settings()):
             self._session, self._chosen = None, default
         before = session.timed(self._opened(), feeds)
-        self._session = None  # it holds the weights
+        self._session = None
         give_back()
         chosen, seconds, self._session = session.tune(self._path, feeds, before)
-        self._told["tried"] = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
-        changed, self._chosen = chosen != self._chosen, chosen
-        self._opened()
-        return changed
+        return chosen, seconds
 
     def rest(self) -> None:
         """Close the session of a model that is large enough to be missed; the next call opens it again."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,40 @@ def test_the_fastest_by_more_than_noise(
         "4 threads": defaults[0],
         **{settings.describe(): value for settings, value in others.items()},
     }
+
+
+def test_a_model_is_timed_under_them_once_and_of_another_day_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from effcompile.backends.onnxruntime import tuned
+
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))
+    timed: list[Path] = []
+
+    def tune() -> tuple[Settings, dict[str, float]]:
+        timed.append(path)
+        return QUIET, {"4 threads": 0.5, "4 threads no spinning": 0.25}
+
+    path, x = tmp_path / "model.onnx", np.zeros((2, 3), np.float32)
+    path.write_bytes(b"one")
+    first, second = tuned.tuned(path, {"x": x}, tune), tuned.tuned(path, {"x": x + 1}, tune)
+    assert first == second and first.chosen == QUIET and len(timed) == 1
+    said = "4 threads: 500 ms, 4 threads no spinning: 250 ms"
+    assert second.told() == said
+    monkeypatch.setattr(tuned, "_today", lambda: "2031-01-02")
+    assert tuned.tuned(path, {"x": x}, tune).told() == f"{said} ({first.day})"
+    # at other sizes, with other bytes, and with other settings to choose from, it is another question
+    tuned.tuned(path, {"x": x[:1]}, tune)
+    path.write_bytes(b"two")
+    tuned.tuned(path, {"x": x}, tune)
+    path.with_name("model.onnx.data").write_bytes(b"weights")
+    tuned.tuned(path, {"x": x}, tune)
+    monkeypatch.setattr(session, "usable_threads", lambda: 7)
+    tuned.tuned(path, {"x": x}, tune)
+    assert len(timed) == 5
+    for file in (tmp_path / "cache" / "sessions").iterdir():
+        file.write_text('{"chosen": {"threads": "many"}, "seconds": {}, "day": ""}')
+    assert tuned.tuned(path, {"x": x}, tune).chosen == QUIET and len(timed) == 6
 
 
 def test_torchs_threads_are_as_many_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,38 @@
+"""How far a plan is from the model in emulated arithmetic, at the inputs its result will be verified with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from effcompile.core.goal import Goal
+from effcompile.estimate import kept
+from effcompile.estimate.rehearse import Rehearsal
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.proof.verify import Reference, distance
+
+
+def emulated(
+    program: Program,
+    rehearsal: Rehearsal,
+    plan: Plan,
+    cases: Sequence[Reference],
+    goal: Goal,
+) -> float | None:
+    """The plan's largest error over the cases that it will be verified with; None where it is not emulated,
+    or not finite. A plan of the same weights that was rehearsed before is not run again.
+    """
+
+    def run() -> float | None:
+        emulate = rehearsal.of(plan)
+        if emulate is None:
+            return None
+        outputs = emulate([case.inputs for case in cases])
+        pairs = zip(outputs, cases, strict=True)
+        error = max((distance(found, program, case, goal) for found, case in pairs), default=0.0)
+        return error if math.isfinite(error) else None
+
+    chosen = (goal, [(d.site, d.option, d.form) for d in plan.decisions])
+    inputs = (tensor for case in cases for tensor in case.inputs)
+    return kept.rehearsed(rehearsal.known_by, inputs, chosen, run)

@@ -1,0 +1,102 @@
+"""What building the backends' plans and timing them in turn showed is kept: where the same plans come again,
+those that were clearly slower are not built once more.
+
+A race is known by the hash of all that it follows from: the graph, the goal, the machine with its threads,
+the versions of the packages and of our kernels, each backend's plan, and the errors that were measured, which
+are the weights'. The best is built, verified and timed again each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from effcompile.backends.base import Backend
+from effcompile.core.errors import EffcompileError
+from effcompile.core.files import cache_folder, keep, read_kept
+from effcompile.core.reasons import Because
+from effcompile.ir.figures import Candidate
+from effcompile.ir.plan import Plan
+from effcompile.machine import native
+from effcompile.machine.hardware import this_hardware
+from effcompile.search.search import Search
+
+#: A backend whose result took this many times as long as the best is not built again.
+CLEARLY = 1.08
+#: Files that are kept, and bytes of one.
+_MOST_FILES, _MOST_BYTES = 256, 64 << 10
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class KeptRace(msgspec.Struct, kw_only=True, frozen=True):
+    """Backend → seconds of a call, all timed in turn on that day."""
+
+    seconds: dict[str, _Seconds]
+    day: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """The backends' plans of one model, and those of them that earlier races leave open."""
+
+    path: Path
+    plans: list[tuple[Backend, Plan]]
+    candidates: list[Candidate]
+
+    @classmethod
+    def of(
+        cls, search: Search, plans: Sequence[tuple[Backend, Plan]], candidates: Sequence[Candidate]
+    ) -> Race:
+        """The race of these plans: those that lost it clearly before are candidates that are not built."""
+        path = cache_folder() / "races" / f"{_key(search, plans)}.json"
+        kept = _read(path) if search.machine.here and search.goal.minimize == "time" else None
+        best = min(kept.seconds.values(), default=0.0) if kept else 0.0
+        lost = {name: took for name, took in (kept.seconds if kept else {}).items() if took > CLEARLY * best}
+        if kept is None or lost.keys() >= {backend.name for backend, _ in plans}:
+            lost = {}
+        text = "not built: {seconds} beside {seconds} when these plans were timed in turn, {name}"
+        return cls(
+            path=path,
+            plans=[(backend, plan) for backend, plan in plans if backend.name not in lost],
+            candidates=[
+                replace(c, note=Because(text, (lost[c.backend], best, kept.day if kept else "")))
+                if c.backend in lost
+                else c
+                for c in candidates
+            ],
+        )
+
+    def keep(self, plan: Plan) -> None:
+        """Keep what the candidates of a plan took, where several were timed in turn and the best as
+        predicted: another minute's prices are taken anew.
+        """
+        told = {c.backend: c.measured_seconds for c in plan.candidates if c.measured_seconds}
+        if len(told) < 2 or plan.misjudged is not None:
+            return
+        content = msgspec.json.encode(KeptRace(seconds=told, day=date.today().isoformat()))
+        with contextlib.suppress(EffcompileError, OSError):
+            keep(self.path, content, _MOST_FILES)
+
+
+def _key(search: Search, plans: Sequence[tuple[Backend, Plan]]) -> str:
+    """The hash of what a race follows from."""
+    chosen = [(backend.name, plan.fingerprint, sorted(plan.options().items())) for backend, plan in plans]
+    errors = sorted(search.sensitivity.errors.items())
+    versions = plans[0][1].versions if plans else {}
+    machine = (this_hardware(), native.fingerprint(), sorted(versions.items()))
+    parts = (machine, search.goal, plans[0][1].inputs if plans else (), sorted(chosen), errors)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _read(path: Path) -> KeptRace | None:
+    try:
+        return msgspec.json.decode(read_kept(path, _MOST_BYTES, "a kept race"), type=KeptRace)
+    except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

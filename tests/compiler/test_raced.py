@@ -1,0 +1,150 @@
+"""A backend that clearly lost against another with the same plans is not built again; all else is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import effcompile
+from effcompile.core.findings import NotBuilt
+from effcompile.core.reasons import Because
+from effcompile.ir.figures import Candidate
+from effcompile.search.raced import CLEARLY, Race
+
+pytest.importorskip("onnxruntime")
+
+NAMES = ("torch-eager", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class Named:
+    name: str
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.fixture
+def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Plans of two backends in an empty cache, and a function that runs a race of them."""
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    plan = effcompile.plan(Small().eval(), (torch.randn(4, 64),), backend="torch-eager")
+    plans: Any = [(Named(name), replace(plan, backend=name)) for name in NAMES]
+
+    @dataclass(frozen=True)
+    class Asked:
+        errors: tuple[float, ...] = ()
+        here: bool = True
+        goal: Any = plan.goal
+
+        @property
+        def sensitivity(self) -> Any:
+            return self
+
+        @property
+        def machine(self) -> Any:
+            return self
+
+    class Errors(dict[tuple[str, str], float]):
+        pass
+
+    def race(first: str = "", error: float = 0.0, here: bool = True) -> Race:
+        search: Any = replace(Asked(), errors=Errors({("up", "int8"): error}), here=here)
+        given = [(b, replace(p, fingerprint=p.fingerprint + first)) for b, p in plans]
+        return Race.of(search, given, [Candidate(backend=name, predicted_seconds=1.0) for name in NAMES])
+
+    def ran(eager: float, ort: float) -> Any:
+        took = dict(zip(NAMES, (eager, ort), strict=True))
+        told = tuple(Candidate(backend=n, predicted_seconds=1.0, measured_seconds=s) for n, s in took.items())
+        return replace(plan, candidates=told)
+
+    return race, ran
+
+
+def open_ones(race: Race) -> list[str]:
+    return [backend.name for backend, _ in race.plans]
+
+
+def test_what_lost_clearly_is_not_built_again_and_it_is_said(raced: Any) -> None:
+    race, ran = raced
+    assert open_ones(race()) == list(NAMES)  # nothing is known yet
+    race().keep(ran(1.0, 1.2))
+    again = race()
+    assert open_ones(again) == ["torch-eager"]
+    note = again.candidates[1].note
+    assert isinstance(note, Because) and note.figures[:2] == (1.2, 1.0)
+    assert not isinstance(note, NotBuilt)  # running the best does not open it again
+    assert again.candidates[0].note is None
+
+
+def test_a_near_race_stays_open(raced: Any) -> None:
+    race, ran = raced
+    race().keep(ran(1.0, CLEARLY - 0.01))
+    assert open_ones(race()) == list(NAMES)
+
+
+@pytest.mark.parametrize("change", [{"first": "another"}, {"error": 0.5}, {"here": False}])
+def test_another_model_other_weights_and_another_machine_are_another_race(raced: Any, change: Any) -> None:
+    race, ran = raced
+    race().keep(ran(1.0, 2.0))
+    assert open_ones(race(**change)) == list(NAMES)
+
+
+def test_what_was_not_borne_out_or_not_timed_beside_another_is_not_kept(
+    raced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race, ran = raced
+    one = ran(1.0, 2.0)
+    race().keep(replace(one, candidates=one.candidates[:1]))
+    assert open_ones(race()) == list(NAMES)
+    monkeypatch.setattr("effcompile.ir.plan.FAR_APART", 1.5)  # the suite's is wide
+    far = replace(one.predicted, seconds=1e-3), replace(one.predicted, seconds=10.0)
+    misjudged = replace(one, predicted=far[0], measured=far[1])
+    assert misjudged.misjudged is not None
+    race().keep(misjudged)
+    assert open_ones(race()) == list(NAMES)
+
+
+def test_a_file_that_is_none_of_ours_is_not_believed(raced: Any) -> None:
+    race, ran = raced
+    race().keep(ran(1.0, 2.0))
+    race().path.write_text('{"seconds": {"onnxruntime": -1}, "day": 3}')
+    assert open_ones(race()) == list(NAMES)
+
+
+def test_a_second_run_builds_the_best_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from effcompile.compiler import measure
+
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr("effcompile.compiler.compile.SHORTLIST", 1e6)
+    built: list[list[str]] = []
+    took = {"original": 1.0, "torch-eager": 1.0, "torch-inductor": 3.0, "onnxruntime": 3.0}
+
+    def compared(program: Any, model: Any, outcomes: Any) -> dict[str, float]:
+        built.append(sorted(each.plan.backend for each in outcomes))
+        return {name: took[name] for name in ("original", *built[-1])}
+
+    monkeypatch.setattr(measure, "compare", compared)
+    # what a run of milliseconds is predicted to take says nothing of these figures
+    monkeypatch.setattr("effcompile.ir.plan.Plan.misjudged", None)
+    torch.manual_seed(0)
+    model, x = Small().eval(), torch.randn(4, 64)
+    first = effcompile.optimize(model, (x,)).plan
+    runs = len(built)
+    second = effcompile.optimize(model, (x,))
+    assert len(built[runs - 1]) > 1 and built[runs:] == [["torch-eager"]] * len(built[runs:]) != []
+    assert first.backend == second.plan.backend == "torch-eager"
+    assert second.plan.checks and all(check.passed for check in second.plan.checks)
+    torch.testing.assert_close(second(x), model(x), rtol=1e-4, atol=1e-5)
