@@ -52,11 +52,23 @@ class _OnWeights:
         return _OnWeights(self.product, tuple(weight.clone() for weight in self.weights))
 
 
+class _Drawn:
+    """A linear's operands, drawn once for all that are alike, and the codes of its weight, made once."""
+
+    def __init__(self, m: int, k: int, n: int) -> None:
+        self.x, self.weight, self.bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+        self.coded = functools.cache(functools.partial(numerics.quantize_weight, self.weight))
+
+
 def linears(held: WeightFormat, dims: Dims, engine: str, count: int) -> list[Body | None]:
     """So many of them, each on weights of its own, codes where a lowered model has them."""
-    first = _linear(held, dims, engine)
+    m, k, n = dims
+    if numerics.why_not(held, m, k, n) is not None or (engine == "stock" and held != FP32):
+        return []
+    drawn = _Drawn(m, k, n)
+    first = _linear(held, drawn, engine)
     copied = (
-        first.copy() if isinstance(first, _OnWeights) else _linear(held, dims, engine)
+        first.copy() if isinstance(first, _OnWeights) else _linear(held, drawn, engine)
         for _ in range(count - 1)
     )
     made = [first, *copied]
@@ -64,11 +76,8 @@ def linears(held: WeightFormat, dims: Dims, engine: str, count: int) -> list[Bod
     return made
 
 
-def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
-    m, k, n = dims
-    if numerics.why_not(held, m, k, n) is not None or (engine == "stock" and held != FP32):
-        return None
-    x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+def _linear(held: WeightFormat, drawn: _Drawn, engine: str) -> Body | None:
+    x, weight, bias = drawn.x, drawn.weight, drawn.bias
     if not x.is_cuda and (reason := numerics.not_here(held)) is not None:
         raise LoweringError(str(reason))
     if held == INT8_TOKEN:
@@ -78,7 +87,7 @@ def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
     if held.bits > 8:
         return _float(held, x, weight, bias, engine)
     if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC):
-        return _int8(held, x, weight, bias, engine)
+        return _int8(held, drawn, engine)
     return _weight_only(held, x, weight, bias)
 
 
@@ -118,8 +127,8 @@ def _float(
     held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str
 ) -> Body:
     if held == FP32 and (engine == "stock" or x.is_cuda or not packs(len(x), x.shape[1], len(weight))):
-        product = few_rows.linear if engine == "eager" else F.linear
-        return lambda: product(x, weight, bias)
+        product, own = few_rows.linear if engine == "eager" else F.linear, weight.clone()
+        return lambda: product(x, own, bias)
     if x.is_cuda:
         half = weight.bfloat16()
         return lambda: F.linear(x.bfloat16(), half).float() + bias
@@ -131,8 +140,9 @@ def _float(
     return lambda: _widen_and_add(product(x.bfloat16(), packed, None, "none", [], ""), bias)
 
 
-def _int8(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
-    q, scale = numerics.quantize_weight(weight, per_channel=held.scale == "channel")
+def _int8(held: WeightFormat, drawn: _Drawn, engine: str) -> Body:
+    x, bias = drawn.x, drawn.bias
+    q, scale = drawn.coded(per_channel=held.scale == "channel")
     packed = torch.ops.onednn.qlinear_prepack(q, None)
     tail: tuple[Any, ...] = (
         packed,
