@@ -20,6 +20,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 
 from effcompile.core.errors import LoweringError
 from effcompile.core.files import cache_folder
@@ -29,6 +30,8 @@ from effcompile.core.trust import distrust
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 #: The C++ of this package: what is compiled belongs to the operators.
 SOURCES = Path(__file__).parents[1] / "ops"
+#: File → held by the thread that compiles it.
+_TURNS: dict[Path, Lock] = {}
 _SECONDS = 120  # for one compilation: some second of work on an idle machine
 
 _WIDE = ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512")
@@ -93,7 +96,9 @@ def compiled(source: Path, defines: Mapping[str, int], isa: str) -> Path:
     )
     path = _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"
     if not path.exists():
-        _compile([*compiler, *flags, str(source)], path)
+        with _TURNS.setdefault(path, Lock()):  # another thread may be at it
+            if not path.exists():
+                _compile([*compiler, *flags, str(source)], path)
     if (said := distrust(path)) is not None:
         raise LoweringError(
             f"The compiled kernels are not loaded: {said}. Remove {str(path)!r} to compile them again."

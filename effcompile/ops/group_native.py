@@ -64,6 +64,14 @@ def _room(x: Tensor) -> CodedRows:
     return CodedRows.of(x, -(-int(x.shape[-1]) // group_codes.GROUP), group_codes.GROUP)
 
 
+def macros(isa: str) -> dict[str, int]:
+    """What `group_linear.cpp` is compiled with for an instruction set."""
+    width, rows, vecs = TILES[isa]
+    # as measured on an EPYC with Zen 4; processors with AMX read better from near
+    far = int(isa == "avx512_vnni" and "amx_int8" not in tile_isas())
+    return {"WIDTH": width, "ROWS": rows, "VECS": vecs, "FAR": far}
+
+
 class GroupKernels:
     """The compiled kernels of one instruction set.
 
@@ -73,11 +81,7 @@ class GroupKernels:
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
-        width, rows, vecs = TILES[isa]
-        # as measured on an EPYC with Zen 4; processors with AMX read better from near
-        far = int(isa == "avx512_vnni" and "amx_int8" not in tile_isas())
-        sizes = {"WIDTH": width, "ROWS": rows, "VECS": vecs, "FAR": far}
-        self.call = library(_SOURCE, sizes, isa).group_linear
+        self.call = library(_SOURCE, macros(isa), isa).group_linear
         self.call.argtypes, self.call.restype = _ARGUMENTS, None
 
     def linear(self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None, after: str) -> Tensor:

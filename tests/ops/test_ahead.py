@@ -1,0 +1,73 @@
+"""What is compiled ahead is what the kernels then load, and nothing is compiled twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from effcompile.core.errors import LoweringError
+from effcompile.machine import native
+from effcompile.ops import ahead, bf16_attention, few_rows, group_native, int8_mlp, int8_native, rows_native
+
+KERNELS = (rows_native, few_rows, int8_native, int8_mlp, group_native, bf16_attention)
+
+
+def test_it_is_what_the_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, Mapping[str, int], str]] = []
+    compiled = native.compiled
+
+    def noted(source: Path, defines: Mapping[str, int], isa: str) -> Path:
+        asked.append((source, dict(defines), isa))
+        return compiled(source, defines, isa)
+
+    monkeypatch.setattr(native, "compiled", noted)
+    for module in KERNELS:
+        if isinstance(module.kernels.__wrapped__(), str):
+            pytest.skip(f"{module.__name__} has no kernels here")
+    key = lambda library: (library[0].name, sorted(library[1].items()), library[2])  # noqa: E731
+    everything = sorted(map(key, ahead.libraries(exact=False)))
+    assert everything == sorted(map(key, asked))
+    exact = [key(library) for library in ahead.libraries(exact=True)]
+    assert {name for name, *_ in exact} == {"rows.cpp", "few_rows.cpp"} and all(
+        k in everything for k in exact
+    )
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Files that were compiled, into an empty cache, by a compiler that takes its time."""
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
+    made: list[str] = []
+
+    def compile_slowly(command: Sequence[str], path: Path) -> None:
+        made.append(path.name)
+        time.sleep(0.2)
+        path.write_bytes(b"")
+        path.chmod(0o700)
+
+    monkeypatch.setattr(native, "_compile", compile_slowly)
+    return made
+
+
+def test_who_needs_it_meanwhile_waits_for_it(slowly: list[str]) -> None:
+    library = ahead.libraries(exact=True)[0]
+    threads = [threading.Thread(target=native.compiled, args=library) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(slowly) == 1
+
+
+def test_a_compiler_that_fails_is_no_error_here(slowly: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(command: Sequence[str], path: Path) -> None:
+        slowly.append(path.name)
+        raise LoweringError("it cannot compile")
+
+    monkeypatch.setattr(native, "_compile", fails)
+    ahead.begin.__wrapped__(exact=True).join()
+    assert len(slowly) == len(ahead.libraries(exact=True)) > 0
