@@ -22,24 +22,33 @@ from effcompile.backends.base import Backend
 from effcompile.core.errors import EffcompileError
 from effcompile.core.files import cache_folder, keep, read_kept
 from effcompile.core.reasons import Because
+from effcompile.core.timing import SETTLED
 from effcompile.ir.figures import Candidate
 from effcompile.ir.plan import Plan
 from effcompile.machine import native
 from effcompile.machine.hardware import this_hardware
+from effcompile.machine.load import busy
 from effcompile.search.search import Search
 
-#: A backend whose result took this many times as long as the best is not built again.
-CLEARLY = 1.08
+#: A backend whose result took this many times as long as the best is not built again: more than timing
+#: settles, or where others used the machine meanwhile, as much as predictions are trusted to tell.
+CLEARLY, WHILE_BUSY = 1 + SETTLED, 1.08
 #: Files that are kept, and bytes of one.
 _MOST_FILES, _MOST_BYTES = 256, 64 << 10
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class KeptRace(msgspec.Struct, kw_only=True, frozen=True):
-    """Backend → seconds of a call, all timed in turn on that day."""
+    """Backend → seconds of a call, all timed in turn on that day; whether others used the machine."""
 
     seconds: dict[str, _Seconds]
     day: str
+    busy: bool
+
+    def lost(self) -> dict[str, float]:
+        """Those that were clearly slower than the best."""
+        most = (WHILE_BUSY if self.busy else CLEARLY) * min(self.seconds.values(), default=0.0)
+        return {name: took for name, took in self.seconds.items() if took > most}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +66,16 @@ class Race:
         """The race of these plans: those that lost it clearly before are candidates that are not built."""
         path = cache_folder() / "races" / f"{_key(search, plans)}.json"
         kept = _read(path) if search.machine.here and search.goal.minimize == "time" else None
-        best = min(kept.seconds.values(), default=0.0) if kept else 0.0
-        lost = {name: took for name, took in (kept.seconds if kept else {}).items() if took > CLEARLY * best}
+        lost = kept.lost() if kept else {}
         if kept is None or lost.keys() >= {backend.name for backend, _ in plans}:
-            lost = {}
+            return cls(path=path, plans=list(plans), candidates=list(candidates))
+        best = min(kept.seconds.values())
         text = "not built: {seconds} beside {seconds} when these plans were timed in turn, {name}"
         return cls(
             path=path,
             plans=[(backend, plan) for backend, plan in plans if backend.name not in lost],
             candidates=[
-                replace(c, note=Because(text, (lost[c.backend], best, kept.day if kept else "")))
-                if c.backend in lost
-                else c
+                replace(c, note=Because(text, (lost[c.backend], best, kept.day))) if c.backend in lost else c
                 for c in candidates
             ],
         )
@@ -80,7 +87,7 @@ class Race:
         told = {c.backend: c.measured_seconds for c in plan.candidates if c.measured_seconds}
         if len(told) < 2 or plan.misjudged is not None:
             return
-        content = msgspec.json.encode(KeptRace(seconds=told, day=date.today().isoformat()))
+        content = msgspec.json.encode(KeptRace(seconds=told, day=date.today().isoformat(), busy=bool(busy())))
         with contextlib.suppress(EffcompileError, OSError):
             keep(self.path, content, _MOST_FILES)
 

@@ -14,7 +14,7 @@ import effcompile
 from effcompile.core.findings import NotBuilt
 from effcompile.core.reasons import Because
 from effcompile.ir.figures import Candidate
-from effcompile.search.raced import CLEARLY, Race
+from effcompile.search.raced import CLEARLY, WHILE_BUSY, Race
 
 pytest.importorskip("onnxruntime")
 
@@ -89,10 +89,16 @@ def test_what_lost_clearly_is_not_built_again_and_it_is_said(raced: Any) -> None
     assert again.candidates[0].note is None
 
 
-def test_a_near_race_stays_open(raced: Any) -> None:
+@pytest.mark.parametrize(("others", "most"), [("", CLEARLY), ("others", WHILE_BUSY)])
+def test_a_near_race_stays_open_and_that_of_a_busy_minute_longer(
+    raced: Any, others: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     race, ran = raced
-    race().keep(ran(1.0, CLEARLY - 0.01))
+    monkeypatch.setattr("effcompile.search.raced.busy", lambda: others)
+    race().keep(ran(1.0, most - 0.005))
     assert open_ones(race()) == list(NAMES)
+    race().keep(ran(1.0, most + 0.005))
+    assert open_ones(race()) == list(NAMES[:1])
 
 
 @pytest.mark.parametrize("change", [{"first": "another"}, {"error": 0.5}, {"here": False}])
