@@ -9,15 +9,29 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import dataclass
 from threading import Lock
 from time import perf_counter
 
 #: What a disk's blocks, and so all of a request, are aligned to.
 ALIGNED = 4096
-#: Bytes of one request, and those after which it is known how fast the disk is.
+#: Bytes of one request, and those after which it is known how fast one of the ways is.
 _AT_ONCE, _KNOWN = 8 << 20, 64 << 20
-#: Bytes/s below which the cache, which a disk is written from later, is no slower.
-_SLOW = 0.8e9
+
+
+@dataclass(slots=True)
+class _Way:
+    """How fast one is, as far as it was gone."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        self.bytes, self.seconds = self.bytes + size, self.seconds + seconds
+
+    @property
+    def rate(self) -> float:
+        return self.bytes / self.seconds if self.seconds else 0.0
 
 
 class PastTheCache:
@@ -35,12 +49,18 @@ class PastTheCache:
             raise OSError("no way past the page cache here")
         self._handle = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT)
         self._room, self._lock = mmap.mmap(-1, _AT_ONCE), Lock()
-        self._written, self._seconds = 0, 0.0
+        self._past, self._through = _Way(), _Way()
 
     @property
     def pays(self) -> bool:
-        """Whether writing is fast, as far as it is known."""
-        return self._written < _KNOWN or self._written > _SLOW * self._seconds
+        """Whether writing is faster so than through the cache, each of which is tried first."""
+        if self._past.bytes < _KNOWN or self._through.bytes < _KNOWN:
+            return self._past.bytes < _KNOWN
+        return self._past.rate > self._through.rate
+
+    def written_through(self, size: int, seconds: float) -> None:
+        """So many bytes were written to the file the other way, in so many seconds."""
+        self._through.add(size, seconds)
 
     def write(self, view: memoryview, at: int) -> None:
         """Write all of it.
@@ -56,7 +76,7 @@ class PastTheCache:
                 with room[: _whole(len(piece))] as whole:
                     if os.pwrite(self._handle, whole, at + start) != len(whole):
                         raise OSError("part of a request was written")
-            self._written, self._seconds = self._written + len(view), self._seconds + perf_counter() - began
+            self._past.add(len(view), perf_counter() - began)
 
     def read(self, view: memoryview, at: int) -> None:
         """Fill it with what was written at this offset.

@@ -117,7 +117,10 @@ class Spool(Mapping[str, Tensor | None]):
             raise NoRoomError(
                 f"{tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a folder with more room"
             ) from error
-        self.seconds += perf_counter() - began
+        spent = perf_counter() - began
+        self.seconds += spent
+        if self._past is not None and not past and len(view) >= _ALONE:
+            self._past.written_through(len(view), spent)
         self._places[name] = _Place(at, tuple(plain.shape), plain.stride(), plain.dtype, plain.device, past)
 
     def __getitem__(self, name: str) -> Tensor | None:

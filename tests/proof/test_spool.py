@@ -87,16 +87,26 @@ def test_what_cannot_go_that_way_goes_the_other(ways: list[int], monkeypatch: py
         torch.testing.assert_close(held[name], wanted, rtol=0, atol=0)
 
 
-def test_a_full_disk_is_said_and_a_slow_one_is_left_to_the_cache(
-    ways: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cache_is_faster", [True, False])
+def test_the_faster_way_is_taken_once_both_were_tried(
+    ways: list[int], monkeypatch: pytest.MonkeyPatch, cache_is_faster: bool
 ) -> None:
-    held, value = spool.Spool(), torch.randn(1 << 19)
     monkeypatch.setattr(past_the_cache, "_KNOWN", 1)
-    monkeypatch.setattr(past_the_cache, "_SLOW", 1e15)
+    held, value = spool.Spool(), torch.randn(1 << 19)
     held.put("first", value)
-    held.put("second", value + 1)  # it is known by now
+    held.put("second", value + 1)  # through the cache, to know that, too
     assert len(ways) == 1
-    torch.testing.assert_close(held["second"], value + 1, rtol=0, atol=0)
+    past = held._past
+    assert past is not None
+    past.written_through(1 << 40, 1e-9 if cache_is_faster else 1e12)
+    held.put("third", value + 2)
+    assert len(ways) == 1 + (not cache_is_faster)
+    for at, name in enumerate(("first", "second", "third")):
+        torch.testing.assert_close(held[name], value + at, rtol=0, atol=0)
+
+
+def test_a_full_disk_is_said(ways: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.randn(1 << 19)
 
     def full(self: PastTheCache, view: memoryview, at: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
