@@ -220,3 +220,17 @@ def test_ways_that_a_certificate_leaves_out_are_in_no_cheaper_choice(
     wanted = [c for c in choices if links.fits(c, budget) and links.cost(c) < target]
     assert not (hopeless and wanted)
     assert all((i, w) in left for choice in wanted for i, w in enumerate(choice))
+
+
+def test_what_the_dynamic_program_was_exact_for_may_stay_its_proof_alone() -> None:
+    problem = realistic_chain(6, 2, options=8)
+    budgets = frontier_budgets(problem, 5)
+    for budget in budgets:
+        asked = replace(problem, budget=budget)
+        both = solve_chain(asked, reference_seconds=8.0, timeout=LONG)
+        alone = solve_chain(asked, reference_seconds=8.0, timeout=LONG, second=False)
+        assert (alone.choice, alone.seconds, alone.status) == (both.choice, both.seconds, both.status)
+        assert alone.bound <= alone.seconds and alone.gap <= 0.01
+        assert alone.by_walk or alone.solver == both.solver
+    assert any(solve_chain(replace(problem, budget=b), reference_seconds=8.0, second=False).by_walk
+               for b in budgets[:-1])  # fmt: skip

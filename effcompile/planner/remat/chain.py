@@ -77,7 +77,12 @@ class _State:
 
 
 def solve_chain(
-    problem: ChainProblem, *, reference_seconds: float, gap: float = 0.01, timeout: float = 5.0
+    problem: ChainProblem,
+    *,
+    reference_seconds: float,
+    gap: float = 0.01,
+    timeout: float = 5.0,
+    second: bool = True,
 ) -> ChainSolution:
     """Choose an option per stage, and groups, for least extra seconds with every instant within the budget.
 
@@ -86,6 +91,7 @@ def solve_chain(
         reference_seconds: time of the step without anything recomputed.
         gap: proof wanted, as a share of reference_seconds. 0 asks for the optimum itself.
         timeout: seconds; then the best choice found is returned with its true gap, UNPROVEN.
+        second: have z3 prove, too, what the dynamic program was exact for.
 
     Raises:
         UsageError: the problem, reference_seconds, gap or timeout is malformed.
@@ -115,9 +121,9 @@ def solve_chain(
     slack = max(0, int(Fraction(gap) * Fraction(reference_seconds) / links.tick) - 2 * len(problem.stages))
     _find(state, budget, _QUICK, start + _FIND_SHARE * timeout)
     until = start + _PROVE_SHARE * timeout
-    if state.bound >= state.value - slack:
+    if proven := state.bound >= state.value - slack:
         until = min(until, time.monotonic() + _SECOND_SHARE * timeout)
-    if not _prove(state, budget, slack, until):
+    if not (proven and not second) and not _prove(state, budget, slack, until):
         _find(state, budget, _SLOW, start + _DONE_SHARE * timeout)
         _prove(state, budget, slack, start + timeout)
     return _solution(problem, state, leanest(chains)[0], reference_seconds, gap, start)
@@ -192,6 +198,7 @@ def _solution(
         smallest=smallest,
         solver=f"z3 {z3.get_version_string()}" + (", exact dynamic program" if by_walk else ""),
         solve_seconds=took,
+        by_walk=by_walk,
         host=sum(problem.options[s.kind][i].host_bytes for s, i in zip(problem.stages, choice, strict=True)),
     )
 

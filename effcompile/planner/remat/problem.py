@@ -265,6 +265,7 @@ class ChainSolution:
         smallest: the least budget for which the solver has found a solution with these options (informative).
         host: bytes on the host at the end of the forward, when there are most of them.
         solver: name and version. solve_seconds: time taken.
+        by_walk: the dynamic program, which was exact, is the only proof.
     """
 
     choice: tuple[int, ...]
@@ -279,3 +280,4 @@ class ChainSolution:
     solver: str
     solve_seconds: float
     host: int = 0
+    by_walk: bool = False
