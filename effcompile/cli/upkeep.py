@@ -101,7 +101,19 @@ def _clean(folder: Path) -> None:
     """
     if not folder.is_dir():
         return
-    ours = ("calibration-", "operators-", "fronts-", "tiles-", "proof-", "sensitivity", "native")
+    ours = (
+        "calibration-",
+        "operators-",
+        "fronts-",
+        "tiles-",
+        "proof-",
+        "sensitivity",
+        "native",
+        "rates-",
+        "races",
+        "rehearsed",
+        "sessions",
+    )
     strangers = sorted(path.name for path in folder.iterdir() if not path.name.lstrip(".").startswith(ours))
     if strangers:
         named = ", ".join(strangers[:3])

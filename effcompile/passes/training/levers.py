@@ -27,6 +27,7 @@ from torch import fx
 from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, UnknownNameError
 from effcompile.core.stages import first_line
+from effcompile.machine.rates import kept_rates
 from effcompile.machine.target import Target
 from effcompile.planner.remat import BlockProblem, Residency
 from effcompile.schedules.away import movable
@@ -345,6 +346,13 @@ def _learned(cut: Blocks) -> frozenset[fx.Node]:
 
 @cache
 def packing_seconds(way: Way, dtype: torch.dtype, device: str) -> float:
+    """Seconds per element of packing or unpacking here, as `_packing_seconds` measured, maybe for an earlier
+    plan.
+    """
+    return kept_rates(f"pack {way.name} {dtype}", device, lambda: (_packing_seconds(way, dtype, device),))[0]
+
+
+def _packing_seconds(way: Way, dtype: torch.dtype, device: str) -> float:
     """Seconds per element of packing or unpacking here, the mean of both: the fastest of three runs; on a GPU
     the usual one.
     """

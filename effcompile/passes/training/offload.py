@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from effcompile.core.errors import UsageError
 from effcompile.core.units import parse_bytes
 from effcompile.machine.memory import free_bytes
+from effcompile.machine.rates import kept_rates
 from effcompile.machine.target import Target
 from effcompile.ops.offload import link_seconds
 from effcompile.passes.training.levers import Rates
@@ -103,7 +105,9 @@ class Offload:
 
 @cache
 def _link(folder: str, device: str) -> tuple[float, float]:
-    return link_seconds(folder, device)
+    disk = os.stat(folder or tempfile.gettempdir()).st_dev
+    out, back = kept_rates(f"link to {disk}", device, lambda: link_seconds(folder, device))
+    return out, back
 
 
 def _room(folder: str, device: str) -> int | None:
