@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +12,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from effcompile.core.past_the_cache import ALIGNED, PastTheCache
 from effcompile.machine.room import NoRoomError
 
 _MOST_AT_ONCE = 1 << 30  # what one system call writes at the most
-_ALONE = 1 << 20  # bytes of a tensor from which on it goes past the page cache
 _LARGE = 4 << 20  # bytes of tensors from which on they are worth a file
 
 
@@ -66,7 +62,6 @@ class _Place:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    past: bool  # it was written past the page cache
 
     def new(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu")
@@ -86,9 +81,6 @@ class Spool(Mapping[str, Tensor | None]):
         # closed with the spool
         self._file = tempfile.TemporaryFile(dir=folder or None, prefix="effcompile-", buffering=0)  # noqa: SIM115
         self._end, self.seconds = 0, 0.0
-        self._past: PastTheCache | None = None
-        with contextlib.suppress(OSError):
-            self._past = PastTheCache(self._file.fileno())
         self._places: dict[str, _Place | Tensor | None] = {}
 
     def put(self, name: str, value: Tensor | None) -> None:
@@ -106,22 +98,20 @@ class Spool(Mapping[str, Tensor | None]):
             return
         plain = value.detach()
         plain = plain.contiguous() if _extent(plain.shape, plain.stride()) > plain.numel() else plain
-        at = self._place_of(name, plain)
+        place = _Place(
+            self._place_of(name, plain), tuple(plain.shape), plain.stride(), plain.dtype, plain.device
+        )
         view = _memory(plain.cpu() if plain.device.type != "cpu" else plain)
         began = perf_counter()
         try:
-            past = self._write_past(view, at)
-            for start in range(0, 0 if past else len(view), _MOST_AT_ONCE):
-                self._write(view[start : start + _MOST_AT_ONCE], at + start)
+            for start in range(0, len(view), _MOST_AT_ONCE):
+                self._write(view[start : start + _MOST_AT_ONCE], place.at + start)
         except OSError as error:
             raise NoRoomError(
                 f"{tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a folder with more room"
             ) from error
-        spent = perf_counter() - began
-        self.seconds += spent
-        if self._past is not None and not past and len(view) >= _ALONE:
-            self._past.written_through(len(view), spent)
-        self._places[name] = _Place(at, tuple(plain.shape), plain.stride(), plain.dtype, plain.device, past)
+        self.seconds += perf_counter() - began
+        self._places[name] = place
 
     def __getitem__(self, name: str) -> Tensor | None:
         place = self._places[name]
@@ -129,9 +119,6 @@ class Spool(Mapping[str, Tensor | None]):
             return place
         value = place.new()
         view = _memory(value)
-        if place.past and self._past is not None:
-            self._past.read(view, place.at)
-            return value.to(place.device)
         done = 0
         while done < len(view):
             done += os.preadv(self._file.fileno(), [view[done : done + _MOST_AT_ONCE]], place.at + done)
@@ -152,26 +139,8 @@ class Spool(Mapping[str, Tensor | None]):
             value.dtype,
         ):
             return before.at
-        size = _extent(value.shape, value.stride()) * value.element_size()
-        at, self._end = self._end, self._end + -(-size // ALIGNED) * ALIGNED
+        at, self._end = self._end, self._end + _extent(value.shape, value.stride()) * value.element_size()
         return at
-
-    def _write_past(self, view: memoryview, at: int) -> bool:
-        """Whether it was written past the page cache: small ones are not, nor what a slow disk gets,
-        or one that has no such way.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        if self._past is None or len(view) < _ALONE or not self._past.pays:
-            return False
-        try:
-            self._past.write(view, at)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise
-            return False
-        return True
 
     def _write(self, view: memoryview, at: int) -> None:
         done = 0
