@@ -14,6 +14,14 @@ from effcompile.estimate.inputs import Inputs
 from effcompile.ir.export import LENIENT
 from effcompile.ir.program import Program
 
+
+def _copied(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What functionalising makes of an assignment to a slice; torch has no derivative of `aten.copy`."""
+    return to.clone().copy_(source)
+
+
+#: What differentiates where the operator of the graph does not, or has laid its result out otherwise.
+WITH_GRADIENTS: Mapping[Any, Any] = {**LENIENT, torch.ops.aten.copy.default: _copied}
 #: site's node → the nodes of its input and its bias
 Watched = Mapping[fx.Node, tuple[fx.Node | None, fx.Node | None]]
 
@@ -37,7 +45,7 @@ class Recorder(fx.Interpreter):
 
     def call_function(self, target: fx.node.Target, args: Args, kwargs: Arguments) -> Value:
         # with gradients attention is another kernel
-        return super().call_function(LENIENT.get(target, target), args, kwargs)
+        return super().call_function(WITH_GRADIENTS.get(target, target), args, kwargs)
 
     def run_node(self, n: fx.Node) -> Outputs:
         result = super().run_node(n)
@@ -52,6 +60,11 @@ class Recorder(fx.Interpreter):
                 kept[n] = self.env[place].detach()
         self.results[n] = result if result.requires_grad else result.detach().requires_grad_()
         return self.results[n]
+
+
+def lacks_derivative(error: Exception) -> bool:
+    """Whether this is torch's error about an operator that it does not differentiate."""
+    return any(word in str(error) for word in ("derivative", "autograd formula"))
 
 
 def leaves_of(program: Program, inputs: Inputs) -> list[Value]:

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.core.stages import first_line
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
 from effcompile.estimate.perturb import (
     MERGED,
@@ -36,7 +37,7 @@ from effcompile.estimate.perturb import (
     is_static,
     static_range,
 )
-from effcompile.estimate.recorder import Recorder, floating, leaves_of
+from effcompile.estimate.recorder import Recorder, floating, lacks_derivative, leaves_of
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import linears, merges
@@ -110,13 +111,18 @@ def measure(
     clock.tell("forward passes", 0.0)
     records = [_forward(program, sites, given) for given in _capped(program, inputs)]
     task = _Task(program=program, sites=sites, records=records, scales=_output_scales(records))
-    rounds = _probe(task, probes, torch.Generator().manual_seed(seed), clock)
+    count, emulated = f"{len(records)} calibration inputs", "δ from the emulated quantisers"
+    try:
+        rounds = _probe(task, probes, torch.Generator().manual_seed(seed), clock)
+        backward = f"{rounds} random-sign backward passes on each of {count} (Hutchinson 1990)"
+        method = f"‖Jδ‖² at the output by {backward}, {emulated}"
+    except (RuntimeError, NotImplementedError) as error:
+        if not lacks_derivative(error):
+            raise
+        rounds = _without_gradients(task)
+        method = f"by running {count} with {emulated}, as torch says: {first_line(error)}"
     errors, late = _price(task, sites, clock)
     _fold_merged(program, errors)
-    method = (
-        f"‖Jδ‖² at the output by {rounds} random-sign backward passes on each of {len(records)} calibration "
-        "inputs (Hutchinson 1990), δ from the emulated quantisers"
-    )
     if late:
         method += f"; {late} of {len(sites)} sites on one input only, as the time was up"
     return Sensitivity(
@@ -226,6 +232,15 @@ def _probe(task: _Task, probes: int, generator: torch.Generator, clock: _Clock) 
             for node, gradient in _backward(record, _signs(record, task.scales[group], generator)).items():
                 record.gradients[group].setdefault(node, []).append(gradient.to(torch.bfloat16))
     return rounds
+
+
+def _without_gradients(task: _Task) -> int:
+    """No rounds: a site's gradient that reaches the outputs beside an operator that has none would be a part
+    of it.
+    """
+    for record in task.records:
+        record.gradients, record.separate = [], set()
+    return 0
 
 
 def _rounds(task: _Task, probes: int) -> int:

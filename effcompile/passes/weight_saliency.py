@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.core.errors import FormatError, UsageError
-from effcompile.core.types import Value
-from effcompile.estimate.recorder import floating, leaves_of
+from effcompile.core.stages import first_line
+from effcompile.core.types import Args, Arguments, Value
+from effcompile.estimate.recorder import WITH_GRADIENTS, floating, lacks_derivative, leaves_of
 from effcompile.ir.program import Program
 from effcompile.sites.parts import LinearSite, weight_of
 from effcompile.sparse import saliency
@@ -80,14 +81,24 @@ def output_gradients(program: Program, sites: Sequence[LinearSite]) -> dict[str,
                         for y, v in zip(made, signs, strict=True)
                     ]
                 ).sum()
-                found = torch.autograd.grad(
-                    value, list(weights.values()), retain_graph=True, allow_unused=True
-                )
+                found = _gradients(value, list(weights.values()))
                 for node, gradient in zip(weights, found, strict=True):
                     if gradient is not None:
                         squares[node] += gradient.square()
     draws = _DRAWS * len(_inputs(program))
     return {site.site: (squares[site.weight] / draws).sqrt() for site in sites}
+
+
+def _gradients(value: Tensor, weights: list[Tensor]) -> tuple[Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        if not lacks_derivative(error):
+            raise
+        raise UsageError(
+            f"saliency = 'snip' takes gradients, which this model has not: {first_line(error)}. Choose "
+            "'magnitude' or 'wanda'."
+        ) from error
 
 
 def _inputs(program: Program) -> list[list[Value]]:
@@ -121,6 +132,9 @@ class _Trained(fx.Interpreter):
     def __init__(self, program: Program, weights: Mapping[fx.Node, Tensor], transposed: set[fx.Node]) -> None:
         super().__init__(program.module)
         self.weights, self.transposed = weights, transposed
+
+    def call_function(self, target: fx.node.Target, args: Args, kwargs: Arguments) -> Value:
+        return super().call_function(WITH_GRADIENTS.get(target, target), args, kwargs)
 
     def run_node(self, n: fx.Node) -> Value:
         if n in self.weights:

@@ -228,6 +228,46 @@ def test_behind_integers_the_model_is_run_instead() -> None:
     assert found.errors[score, "w4"] > 0
 
 
+class Assigns(Mlp):
+    """Writes a slice, of which torch differentiates the write but not what functionalising makes of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        y[:, ::2] = 2 * y[:, 1::2]
+        return y
+
+
+@torch.library.custom_op("effcompile_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Opaque(Mlp):
+    """Part of a site's effect comes through an operator that has no derivative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + doubled(y)
+
+
+@pytest.mark.parametrize("kind", [Assigns, Opaque])
+def test_what_torch_does_not_differentiate_is_priced_all_the_same(kind: type[Mlp]) -> None:
+    torch.manual_seed(0)
+    program = capture(kind().eval(), (torch.randn(8, 64),))
+    inputs = generate_inputs(program, 3)
+    found = measure(program, inputs, {"linear": FORMS["linear"]})
+    assert ("Hutchinson" in found.method) is (kind is Assigns)
+    for site in linears(program):
+        for option in ("bf16", "w8"):
+            predicted = found.errors[site.site, option]
+            assert 1 / 9 < predicted / true_error(program, inputs, {site.site: option}) < 9
+
+
 def test_little_time_and_nothing_to_do_still_give_an_answer() -> None:
     program = tiny("mlp")
     told: list[float] = []
