@@ -289,9 +289,8 @@ def _data(proof: Proof) -> dict[str, object]:
 
 
 def _print(proof: Proof) -> None:
-    steps = len(proof.ranks[0].peaks)
     typer.echo(
-        f"{proof.subject}, {proof.form}: {steps} steps on {len(proof.ranks)} gloo ranks against one "
+        f"{proof.subject}, {proof.form}: {proof.steps} steps on {len(proof.ranks)} gloo ranks against one "
         f"process (limit {proof.limit:g})"
     )
     typer.echo("rank  loss      gradient  parameter  peak        predicted")

@@ -484,6 +484,16 @@ def test_verify_trains_a_copy_on_ranks(plan: Plan) -> None:
     assert all(rank.gradient[1] in dict(tiny().named_parameters()) for rank in proof.ranks)
 
 
+def test_verify_compares_a_model_with_dropout_with_nothing_dropped() -> None:
+    """Ranks drop other elements than one process does of the whole batch."""
+    model = tiny()
+    model.layers.append(nn.Dropout(0.3))
+    plan = effcompile.plan(model, (mine(0),), mode="training", passes=["checkpoint", "shard.ranks=2"])
+    proof = verify_plan(plan, model, (mine(0),), {}, ranks=2)
+    assert proof.passed
+    assert "nothing drawn at random" in proof.form
+
+
 def test_verify_trains_a_copy_whose_states_are_divided() -> None:
     passes = ["checkpoint", "states", "shard.ranks=2", "shard.forms=states"]
     plan = effcompile.plan(tiny(), (mine(0),), mode="training", passes=passes, optimizer=adamw)

@@ -9,6 +9,7 @@ all kept.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Container, Mapping, Sequence
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from effcompile.capture.training import Loss
@@ -28,13 +28,17 @@ from effcompile.compiler.parallel.lower_stages import plan_parts
 from effcompile.core import torch_compat_memory
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.core.torch_compat_aot import draws
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.plan import Plan
 from effcompile.passes.training import microbatch, shard, tensor
 from effcompile.passes.training.pipeline import Pipeline
+from effcompile.proof.parallel.errors import Errors
 from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.parallel.shrink import shrunk
 from effcompile.proof.training.alive import alive_bytes
+from effcompile.proof.training.in_parts import without_dropout
+from effcompile.runtime.training import TrainingExecutable
 from effcompile.search.progress import QUIET, Progress
 from effcompile.search.request import AnyOptimizer
 from effcompile.search.training.work import loss_of
@@ -54,6 +58,7 @@ class OnRank:
     parameter: tuple[float, str]
     peaks: tuple[int, ...]
     predicted: int
+    undrawn: bool  # compared with nothing drawn at random, of which ranks draw other numbers
 
     @property
     def error(self) -> float:
@@ -67,6 +72,7 @@ class Proof:
     subject: str
     form: str
     ranks: tuple[OnRank, ...]
+    steps: int = STEPS
     limit: float = EXACT_TOLERANCE
 
     @property
@@ -124,6 +130,7 @@ def verify_plan(
         axes["tp"] > 1
     )
     among += [f"layers over {axes['pp']} ranks, {asked.schedule}"] * (axes["pp"] > 1)
+    among += ["nothing drawn at random"] * any(rank.undrawn for rank in found)
     return Proof(subject=said, form=", ".join(among), ranks=tuple(found))
 
 
@@ -208,8 +215,9 @@ def _trained(model: nn.Module, inputs: Inputs, loss: Loss | None) -> _Trained:
     found = _Trained(losses=[], gradients=[], parameters=[])
     for step in range(STEPS):
         torch.manual_seed(step)
-        value = _eager_loss(model, inputs, loss)
-        value.backward()
+        with without_dropout():  # ranks draw other numbers
+            value = _eager_loss(model, inputs, loss)
+            value.backward()
         found.losses.append(float(value.detach()))
         found.gradients.append(
             {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -248,18 +256,22 @@ def _prove(
     )
     optimizer = planned.optimizer or _optimizer(planned)
     base = alive_bytes("cpu", model, args, dict(kwargs), list(planned.runner.step.constants.values()))
-    found = _Errors(), _Errors(), list[int]()
-    apart = 0.0
+    found = Errors(), Errors(), list[int]()
+    apart, random = 0.0, any(map(draws, planned.runner.step.graph.nodes))
+    if random:  # without its draws a step takes other bytes
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        found[2].append(base + _step(planned, args, kwargs)[1])
+        optimizer.zero_grad()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
     for step in range(STEPS):
         torch.manual_seed(step)
-        with torch_compat_memory.watched_memory("cpu") as peak:
-            value = planned.runner.loss(args, kwargs)
-            value.backward()
-        found[2].append(base + peak())
-        total = value.detach().clone()
-        del value
-        dist.all_reduce(total)
-        apart = max(apart, abs(float(total) / ranks - wanted.losses[step]) / abs(wanted.losses[step]))
+        with without_dropout() if random else contextlib.nullcontext():
+            value, peak = _step(planned, args, kwargs)
+        if not random:
+            found[2].append(base + peak)
+        dist.all_reduce(value)
+        apart = max(apart, abs(float(value) / ranks - wanted.losses[step]) / abs(wanted.losses[step]))
         own = dict(planned.named_parameters())
         found[0].add(
             {n: p.grad for n, p in own.items() if p.grad is not None}, _those(wanted.gradients[step], own)
@@ -274,28 +286,18 @@ def _prove(
         parameter=found[1].worst,
         peaks=tuple(found[2]),
         predicted=predicted,
+        undrawn=random,
     )
+
+
+def _step(planned: TrainingExecutable, args: Args, kwargs: Kwargs) -> tuple[Tensor, int]:
+    """The loss of a forward and backward, and the most bytes beside what was there."""
+    with torch_compat_memory.watched_memory("cpu") as peak:
+        value = planned.runner.loss(args, kwargs)
+        value.backward()
+    return value.detach().clone(), peak()
 
 
 def _those(wanted: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
     """Of the parameters that a rank has."""
     return {name: value for name, value in wanted.items() if name in own}
-
-
-class _Errors:
-    """The largest relative error, and whose it is.
-
-    A tensor that is nothing but rounding counts by the usual size.
-    """
-
-    def __init__(self) -> None:
-        self.worst: tuple[float, str] = (0.0, "")
-
-    def add(self, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-        count = sum(v.numel() for v in wanted.values())
-        usual = (sum(float(v.double().square().sum()) for v in wanted.values()) / max(1, count)) ** 0.5
-        for name, value in wanted.items():
-            ours = found[name].detach()
-            ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
-            scale = max(float(value.norm()), 1e-3 * usual * value.numel() ** 0.5, 1e-30)
-            self.worst = max(self.worst, (float((ours - value).norm()) / scale, name))
