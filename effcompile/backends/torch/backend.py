@@ -19,9 +19,25 @@ from effcompile.backends.torch.measure import measure
 from effcompile.backends.torch.on_gpu import Recorded, on_gpu
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
+from effcompile.ir.formats import W4, W8_CHANNEL
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.machine.cold import reads_weights
 from effcompile.machine.target import KernelCall
+from effcompile.ops import row_program
+
+
+def _breaks_regions(call: KernelCall) -> Unsupported | None:
+    """Why a linear of few rows is not offered in torch's own formats of weights alone: one between ours ends
+    the region that they are in (regions.py), which no price of a linear tells.
+    """
+    if call.format is None or call.format.family not in (W4.family, W8_CHANNEL.family):
+        return None
+    if not reads_weights(call) or not row_program.available():
+        return None
+    return Unsupported(
+        "for few rows int8_groups and int4_groups read as little, and stay in one call of all layers"
+    )
 
 
 class TorchEager:
@@ -39,10 +55,10 @@ class TorchEager:
         return _only_forward(goal)
 
     def lacks(self, call: KernelCall) -> Reason | None:
-        return numerics.lacks(call)
+        return numerics.lacks(call) or _breaks_regions(call)
 
     def measure(self, call: KernelCall) -> float | None:
-        return measure(call, "eager")
+        return None if _breaks_regions(call) else measure(call, "eager")
 
     def lower(
         self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]

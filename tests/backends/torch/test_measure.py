@@ -17,7 +17,7 @@ from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.ir.formats import TABLE_INT8_GROUPS
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
-from effcompile.ops import bf16_attention, rows_native
+from effcompile.ops import bf16_attention, row_program, rows_native
 from effcompile.ops.torch_attention import runs_in
 
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}
@@ -118,3 +118,11 @@ def test_a_table_in_groups_has_any_width() -> None:
     assert call.format == TABLE_INT8_GROUPS
     seconds = TorchEager().measure(call)
     assert seconds is not None and seconds > 0
+
+
+@pytest.mark.skipif(not row_program.available(), reason="no kernels are compiled here")
+def test_torchs_own_weights_of_few_rows_end_no_region() -> None:
+    for kernel, more in (("linear/w4", (32,)), ("linear/w8_channel", ())):
+        few = KernelCall(kernel, (1, 512, 512, *more))
+        assert TorchEager().measure(few) is None and "one call of all layers" in str(TorchEager().lacks(few))
+        assert TorchEager().lacks(KernelCall(kernel, (64, 512, 512, *more))) is None
