@@ -22,9 +22,12 @@ from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.formats import W4, W8_CHANNEL
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
-from effcompile.machine.cold import reads_weights
+from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import KernelCall
 from effcompile.ops import row_program
+
+#: Weights below which a linear is left as it is.
+_LEAST = 1 << 16
 
 
 def _breaks_regions(call: KernelCall) -> Unsupported | None:
@@ -33,7 +36,8 @@ def _breaks_regions(call: KernelCall) -> Unsupported | None:
     """
     if call.format is None or call.format.family not in (W4.family, W8_CHANNEL.family):
         return None
-    if not reads_weights(call) or not row_program.available():
+    few = call.dims[0] <= FEW_ROWS and call.dims[1] * call.dims[2] >= _LEAST
+    if not few or not row_program.available():
         return None
     return Unsupported(
         "for few rows int8_groups and int4_groups read as little, and stay in one call of all layers"
