@@ -59,8 +59,8 @@ CHUNK = 512
 #: Solves until the measured error and peak are within the limits.
 _ROUNDS = 4
 _SENSITIVITY_SECONDS = 20.0
-#: Times the best predicted objective that is still built and timed: predictions are within a tenth.
-SHORTLIST = 1.15
+#: Times the best predicted objective that is still built and timed.
+SHORTLIST = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
