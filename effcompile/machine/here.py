@@ -25,7 +25,7 @@ def this_machine(
     """A Target with the calibration's laws, and a probe for shapes that were not measured.
 
     The probe times a (backend, kernel, shape) once and appends it to `calibration` (absence too), which
-    becomes `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up
+    becomes `dirty`: save it with `save_if_dirty` at the end. When a backend's `budget_seconds` are used up
     it falls back to the Law, but a shape that is far from all that were measured is always measured, as there
     is nothing to fall back to. What is `priced_as` another backend's is timed and kept as that one's.
     """
@@ -135,8 +135,10 @@ class _Prober:
         budget_seconds: float,
         priced_as: PricedAs,
     ) -> None:
-        self.calibration, self.measures, self.left = calibration, measures, budget_seconds
+        self.calibration, self.measures = calibration, measures
         self.priced_as, self.looked = priced_as, -_LOOK_AGAIN
+        # each its own: the first would leave the others to their laws, and be compared with those
+        self.left = dict.fromkeys(measures, budget_seconds)
 
     def _busy(self) -> str:
         """Whether others use the machine now, looked at every few seconds."""
@@ -159,7 +161,7 @@ class _Prober:
             return seconds
         law = points.law(call.kernel) if points else None
         measure = self.measures.get(backend)
-        if measure is None or (self.left <= 0 and law is not None and law.reaches(call)):
+        if measure is None or (self.left[backend] <= 0 and law is not None and law.reaches(call)):
             return law.seconds(call) if law is not None else None
         if points is None:
             points = self.calibration.backends[backend] = BackendPoints(versions=versions_of(backend))
@@ -167,7 +169,7 @@ class _Prober:
         start = perf_counter()
         part, times = part_of(call) if self.calibration.device is None else (call, 1.0)
         seconds = measured(points, lambda _: _times(measure(part), times, points.overhead), call)
-        self.left -= perf_counter() - start
+        self.left[backend] -= perf_counter() - start
         points.record(call, seconds)
         self.calibration.dirty = True
         return seconds

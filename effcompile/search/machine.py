@@ -40,7 +40,8 @@ _ON_HOST = ("onnxruntime", "openvino")
 #: Types of device that are measured; what has no data is planned as if it were here.
 _PLACES = ("cpu", "cuda", "meta")
 
-#: Seconds that one plan may spend on timing kernels it has no measurement of; further ones are interpolated.
+#: Seconds that one plan may spend on timing a backend's kernels that it has no measurement of; further ones
+#: are interpolated.
 PROBE_SECONDS = 25.0
 
 

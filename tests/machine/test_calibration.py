@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import time
 
 import pytest
 from hypothesis import given
@@ -179,6 +180,24 @@ def test_a_spent_budget_interpolates_but_still_measures_the_unknown(calibrated):
     assert fake.asked == []
     assert target.price("other", new) == (2 * roofline(new), Provenance.MEASURED)
     assert other.asked == [new]
+
+
+def test_one_backends_slow_kernels_leave_another_its_budget(calibrated):
+    """What is interpolated for one alone may have the other chosen."""
+    found, fake = calibrated
+    slow = Fake(factor=2.0)
+
+    def taking_its_time(call: KernelCall) -> float | None:
+        time.sleep(0.02)
+        return slow(call)
+
+    target = this_machine(found, {"slow": taking_its_time, "torch": fake}, budget_seconds=0.01)
+    calls = [KernelCall("linear/fp32", (size, 64, 64)) for size in (16, 17, 18)]
+    for call in calls:
+        target.price("slow", call)
+    assert slow.asked == calls[:1]
+    target.price("torch", calls[0])
+    assert fake.asked == calls[:1]
 
 
 def test_a_spent_budget_does_not_scale_a_launch_to_a_million_elements(calibrated):
