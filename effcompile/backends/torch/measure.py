@@ -21,9 +21,9 @@ from effcompile.core.torch_compat_inductor import compiling
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
-from effcompile.machine.cold import cold_copies, evict, reads_weights
+from effcompile.machine.cold import FEW_ROWS, cold_copies, evict, reads_weights
 from effcompile.machine.target import Dims, KernelCall
-from effcompile.ops import bf16_attention, few_rows, group_codes, rows_native
+from effcompile.ops import bf16_attention, few_rows, group_codes, row_program, rows_native
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.tile_predictors import METHODS
@@ -33,6 +33,8 @@ from effcompile.sites.attention import predictor as _registers_too  # noqa: F401
 
 _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machines we saw
 _MOST_COPIES = 8
+#: Times the few rows of a region's operator that are timed in one call: the call itself is none there.
+_AT_ONCE = 64
 
 
 def measure(call: KernelCall, engine: str, *, device: str | None = None) -> float | None:
@@ -42,6 +44,10 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
     `device`: if None torch's default.
     """
     device = device or torch.get_default_device().type
+    if device == "cpu" and _in_region(call):
+        rows, width = call.dims
+        many = measure(KernelCall(call.kernel, (rows * _AT_ONCE, width)), engine, device=device)
+        return None if many is None else many / _AT_ONCE
     held, make = call.format, _KERNELS.get(call.kernel)
     inductor = compiling() if engine == "inductor" else contextlib.nullcontext()
     with torch.no_grad(), torch.device(device), inductor:
@@ -58,6 +64,12 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
         else:
             body = in_turn(linears(held, call.dims[:3], engine, copies(call)))
         return None if body is None else seconds_of(body, device)
+
+
+def _in_region(call: KernelCall) -> bool:
+    """Whether it is an operator on few rows that a region does within its one call (regions.py)."""
+    few = call.kernel.startswith("rows/") and call.dims[0] <= FEW_ROWS
+    return few and row_program.available()
 
 
 def priced_as(backend: str, call: KernelCall) -> str:
