@@ -8,7 +8,6 @@ is made by that pass: its options are measured each time.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ import msgspec
 import torch
 from torch import fx
 
-from effcompile.core.errors import EffcompileError
-from effcompile.core.files import cache_folder, keep, read_kept
+from effcompile.core.files import cache_folder
+from effcompile.core.kept_json import recalled, remember
 from effcompile.core.types import Inputs
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.recorder import leaves_of
@@ -106,12 +105,9 @@ def rehearsed(
     for tensor in inputs:
         _add(digest, tensor)
     path = cache_folder() / "rehearsed" / f"{digest.hexdigest()}.json"
-    with contextlib.suppress(EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(read_kept(path, _MOST_BYTES, "a kept error"), type=_Error)
-    error = emulate()
-    if error is not None:
-        with contextlib.suppress(EffcompileError, OSError):
-            keep(path, msgspec.json.encode(error), _MOST_FILES)
+    error: float | None = recalled(path, _Error, _MOST_BYTES, "a kept error")
+    if error is None and (error := emulate()) is not None:
+        remember(path, error, _MOST_FILES)
     return error
 
 
@@ -170,18 +166,12 @@ def _code(names: Sequence[str]) -> str:
 
 
 def _read(path: Path) -> KeptErrors | None:
-    try:
-        return msgspec.json.decode(read_kept(path, _MOST_BYTES, "kept sensitivities"), type=KeptErrors)
-    except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    found: KeptErrors | None = recalled(path, KeptErrors, _MOST_BYTES, "kept sensitivities")
+    return found
 
 
 def _write(path: Path, found: Sensitivity) -> None:
-    """Keep it, and no more files than there may be: the oldest go.
-
-    An error that is not finite is null in JSON: the file is not read.
-    """
+    """An error that is not finite is null in JSON: the file is not read."""
     errors = [(site, option, error) for (site, option), error in found.errors.items()]
     kept = KeptErrors(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds)
-    with contextlib.suppress(EffcompileError, OSError):
-        keep(path, msgspec.json.encode(kept), _MOST_FILES)
+    remember(path, kept, _MOST_FILES)

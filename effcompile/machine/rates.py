@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 from effcompile.core.errors import EffcompileError
-from effcompile.core.files import cache_folder, read_kept, write_kept
+from effcompile.core.files import cache_folder, write_kept
+from effcompile.core.kept_json import recalled
 from effcompile.machine import native
 from effcompile.machine.hardware import this_hardware
 
@@ -51,11 +52,8 @@ def kept_rates(name: str, device: str, measure: Callable[[], Sequence[float]]) -
 
 def _read(path: Path) -> _File:
     of = f"torch {torch.__version__}, kernels {_kernels()}"
-    with contextlib.suppress(EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = msgspec.json.decode(read_kept(path, _MOST_BYTES, "kept rates"), type=_File)
-        if found.of == of:
-            return found
-    return _File(of=of, rates={})
+    found: _File | None = recalled(path, _File, _MOST_BYTES, "kept rates")
+    return found if found is not None and found.of == of else _File(of=of, rates={})
 
 
 @cache

@@ -15,7 +15,7 @@ from pathlib import Path
 from effcompile.core.errors import EffcompileError
 from effcompile.machine.instructions import bf16_isas, integer_isas, tile_isas
 from effcompile.machine.native import SOURCES, compiled
-from effcompile.ops import group_native, int8_native
+from effcompile.ops import group_native, int8_mlp, int8_native
 from effcompile.ops.instruction_sets import WORDS
 
 Library = tuple[Path, Mapping[str, int], str]
@@ -31,11 +31,7 @@ def libraries(*, exact: bool) -> list[Library]:
     if exact:
         return found
     for isa in tile_isas()[:1]:
-        names = (
-            ("int8_linear.cpp", "int8_mlp.cpp")
-            if isa in ("amx_int8", "avx512_vnni")
-            else ("int8_linear.cpp",)
-        )
+        names = ["int8_linear.cpp", *["int8_mlp.cpp"] * int8_mlp.has_kernel(isa)]
         found = [*((SOURCES / name, int8_native.macros(isa), isa) for name in names), *found]
     found += [(SOURCES / "attention_tiles.cpp", {}, isa) for isa in bf16_isas()[:1]]
     return [

@@ -61,10 +61,15 @@ Linear = tuple[Tensor, Tensor, Tensor | None]
 Behind = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
 
 
+def has_kernel(isa: str) -> bool:
+    """Whether an instruction set has one."""
+    return isa in _ROWS
+
+
 @functools.cache
 def kernels() -> MlpKernels | str:
     """The kernel that this machine runs, or why there is none."""
-    isas = [isa for isa in tile_isas() if isa in _ROWS]
+    isas = [isa for isa in tile_isas() if has_kernel(isa)]
     return best_of(MlpKernels, isas) if isas else "this processor has neither AMX nor AVX512-VNNI"
 
 

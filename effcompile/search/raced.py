@@ -8,7 +8,6 @@ are the weights'. The best is built, verified and timed again each time.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ from typing import Annotated
 import msgspec
 
 from effcompile.backends.base import Backend
-from effcompile.core.errors import EffcompileError
-from effcompile.core.files import cache_folder, keep, read_kept
+from effcompile.core.files import cache_folder
+from effcompile.core.kept_json import recalled, remember
 from effcompile.core.reasons import Because
 from effcompile.core.timing import SETTLED
 from effcompile.ir.figures import Candidate
@@ -65,7 +64,8 @@ class Race:
     ) -> Race:
         """The race of these plans: those that lost it clearly before are candidates that are not built."""
         path = cache_folder() / "races" / f"{_key(search, plans)}.json"
-        kept = _read(path) if search.machine.here and search.goal.minimize == "time" else None
+        known = search.machine.here and search.goal.minimize == "time"
+        kept = recalled(path, KeptRace, _MOST_BYTES, "a kept race") if known else None
         lost = kept.lost() if kept else {}
         if kept is None or lost.keys() >= {backend.name for backend, _ in plans}:
             return cls(path=path, plans=list(plans), candidates=list(candidates))
@@ -87,9 +87,8 @@ class Race:
         told = {c.backend: c.measured_seconds for c in plan.candidates if c.measured_seconds}
         if len(told) < 2 or plan.misjudged is not None:
             return
-        content = msgspec.json.encode(KeptRace(seconds=told, day=date.today().isoformat(), busy=bool(busy())))
-        with contextlib.suppress(EffcompileError, OSError):
-            keep(self.path, content, _MOST_FILES)
+        found = KeptRace(seconds=told, day=date.today().isoformat(), busy=bool(busy()))
+        remember(self.path, found, _MOST_FILES)
 
 
 def _key(search: Search, plans: Sequence[tuple[Backend, Plan]]) -> str:
@@ -100,10 +99,3 @@ def _key(search: Search, plans: Sequence[tuple[Backend, Plan]]) -> str:
     machine = (this_hardware(), native.fingerprint(), sorted(versions.items()))
     parts = (machine, search.goal, plans[0][1].inputs if plans else (), sorted(chosen), errors)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _read(path: Path) -> KeptRace | None:
-    try:
-        return msgspec.json.decode(read_kept(path, _MOST_BYTES, "a kept race"), type=KeptRace)
-    except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None

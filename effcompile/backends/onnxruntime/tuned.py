@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -15,8 +14,8 @@ import onnxruntime
 from effcompile.backends.onnxruntime import session
 from effcompile.backends.onnxruntime.session import Settings
 from effcompile.core.arrays import Array
-from effcompile.core.errors import EffcompileError
-from effcompile.core.files import cache_folder, keep, read_kept
+from effcompile.core.files import cache_folder
+from effcompile.core.kept_json import recalled, remember
 from effcompile.core.units import format_seconds
 from effcompile.machine.hardware import this_hardware
 
@@ -45,12 +44,11 @@ def tuned(
     there.
     """
     file = cache_folder() / "sessions" / f"{_key(path, feeds)}.json"
-    with contextlib.suppress(EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return msgspec.json.decode(read_kept(file, _MOST_BYTES, "kept settings"), type=Tuned)
+    if (known := recalled(file, Tuned, _MOST_BYTES, "kept settings")) is not None:
+        return known
     chosen, seconds = measure()
     found = Tuned(chosen=chosen, seconds=seconds, day=_today())
-    with contextlib.suppress(EffcompileError, OSError):
-        keep(file, msgspec.json.encode(found), _MOST_FILES)
+    remember(file, found, _MOST_FILES)
     return found
 
 
