@@ -55,6 +55,12 @@ _KNOWN = (
         "an input",
     ),
     _Known(
+        r"labels\.max\(\) >= self\.config\.vocab_size",
+        "a loss (CTC) that selects the labels which are none of the padding, as many as there are",
+        "give no `labels` but inputs of other names, which the forward does not take, and the loss beside "
+        "the model: loss=lambda outputs, inputs: F.ctc_loss(...) of padded targets and their lengths",
+    ),
+    _Known(
         r"GuardOnDataDependent|data-dependent expression|data-dependent control "
         r"flow|DataDependentOutput|_local_scalar_dense",
         "Python that depends on the values in a tensor (an `if`, a slice bound, `.item()`, `int(tensor)`)",
@@ -84,14 +90,29 @@ _KNOWN = (
 )
 
 
+#: A gradient that the forward takes, which torch.export follows into tensors that are none of its own.
+_GRADIENT = _Known(
+    r"fake tensor in the exported program constant|functorch tensor|unpack_hook|does not require grad",
+    "a gradient that the forward takes itself, which torch.export cannot trace",
+    "plan the part that is differentiated, and take the gradient outside of it",
+)
+_TAKES_GRADIENT = re.compile(
+    r"autograd\.grad\(|func\.(grad|grad_and_value|vjp|jvp|jacrev|hessian)\(|\.backward\("
+)
+
+
 def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
     """The CaptureError for what torch.export raised."""
     head = f"{type(error).__name__}: {error}"
     place = place_of(error, model)
-    known = next(
-        (k for k in _KNOWN if re.search(k.pattern, f"{head}\n{place.partition(' (')[2]}", re.IGNORECASE)),
-        None,
-    )
+    takes = _takes_gradient(model) if re.search(_GRADIENT.pattern, head) else None
+    if takes is not None:
+        known, place = _GRADIENT, takes
+    else:
+        known = next(
+            (k for k in _KNOWN if re.search(k.pattern, f"{head}\n{place.partition(' (')[2]}", re.IGNORECASE)),
+            None,
+        )
     construct = known.construct if known else "a construct that torch.export does not take"
     fix = known.fix if known else "run torch.export.draft_export on the model for torch's own full report"
     return CaptureError(
@@ -121,6 +142,19 @@ def place_of(error: BaseException, model: nn.Module | None = None) -> str:
         return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]} (somewhere in forward)"
     except (TypeError, OSError):
         return "in the model's forward"
+
+
+def _takes_gradient(model: nn.Module) -> str | None:
+    """Where a forward of the model takes a gradient, as `place_of` writes it; None where none does."""
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        try:
+            file, (lines, first) = inspect.getsourcefile(kind.forward), inspect.getsourcelines(kind.forward)
+        except (TypeError, OSError):
+            continue
+        for number, line in enumerate(lines, first):
+            if file and _is_users(file) and _TAKES_GRADIENT.search(line):
+                return f"{file}:{number} ({line.strip()})"
+    return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

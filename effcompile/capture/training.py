@@ -36,6 +36,7 @@ from effcompile.core.types import Args, Kwargs
 from effcompile.ir.resident import resident_bytes
 from effcompile.ir.roles import Entering
 from effcompile.ir.step import Step
+from effcompile.ops.ctc import TraceableCTC
 
 Loss = Callable[[Any, Any], Tensor]
 #: Changes a forward graph in place before its gradients are traced; called with the graph and the values of
@@ -238,6 +239,7 @@ def _traced(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
     subject = module.subject
     with (
         _no_python_randomness(),
+        TraceableCTC(),
         torch_compat_aot.python_gradients() as noted,
         recording(subject.model, subject.exported.configurations),
     ):
@@ -270,7 +272,8 @@ def _no_python_randomness() -> Iterator[None]:
             raise CaptureError(
                 f"The forward draws random numbers from {'Python' if python else 'NumPy'}'s generator, which "
                 "a graph cannot repeat anew at each step. Draw them with torch (torch.rand, dropout), or "
-                "before the forward and give them as an input."
+                "before the forward and give them as an input. (SpecAugment: set the configuration's "
+                "mask_time_prob and mask_feature_prob to 0.)"
             )
     finally:
         random.setstate(states[0])
@@ -324,13 +327,22 @@ def _run_eager(subject: _Subject) -> None:
 
 
 def _loss_alone(subject: _Subject) -> Tensor:
-    """The loss of the model itself. No backward follows: activations are not kept for one."""
-    with (
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda held: held),
-    ):
+    """The loss of the model itself. No backward follows: activations are not kept for one, unless the forward
+    takes a gradient itself (forces, a gradient penalty).
+    """
+
+    def run() -> Tensor:
         loss: Tensor = _StepModule(subject)(*(tensor.clone() for tensor in subject.tensors))[0]
-    return loss.detach()
+        return loss.detach()
+
+    with torch.enable_grad():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda held: held):
+                return run()
+        except EffcompileError:
+            raise
+        except Exception:  # it has read what was not kept, or raises anyway
+            return run()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from effcompile.ops import (
     collectives,
     compress,
     consume,
+    ctc,
     embedding,
     frozen_codes,
     group_linear,
@@ -43,6 +44,7 @@ _OTHERS = (
     wide,
     frozen_codes,
     mask_part,
+    ctc,
 )
 
 

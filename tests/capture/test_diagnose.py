@@ -48,3 +48,40 @@ def test_the_setting_is_named(model: nn.Module, setting: str) -> None:
     with pytest.raises(CaptureError) as refused:
         capture_training(model.train(), (torch.randn(2, 3, 4),))
     assert f"{setting}" in str(refused.value).partition("Mend it:")[2]
+
+
+class Forces(nn.Module):
+    """As interatomic potentials: the loss is of a gradient that the forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.linear(x).tanh().sum()
+        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+        return forces.square().mean()
+
+
+def test_a_gradient_within_the_forward_is_named_by_its_line() -> None:
+    with pytest.raises(CaptureError, match="a gradient that the forward takes itself") as refused:
+        capture_training(Forces().train(), (torch.randn(2, 3, 4),))
+    assert "torch.autograd.grad(energy, x" in str(refused.value).partition("Mend it:")[0]
+
+
+class ByLabels(Dropping):
+    """As wav2vec2's with CTC: the loss is of as many labels as are no padding."""
+
+    config = SimpleNamespace(vocab_size=9)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if labels is not None and labels.max() >= self.config.vocab_size:
+            raise ValueError("Label values must be <= vocab_size")
+        return self.layers[0](x).square().mean()
+
+
+def test_a_loss_of_selected_labels_is_to_be_given_beside_the_model() -> None:
+    with pytest.raises(CaptureError) as refused:
+        capture_training(ByLabels().train(), (torch.randn(2, 3, 4), torch.tensor([[1, 2], [3, -100]])))
+    assert "loss=lambda outputs, inputs: F.ctc_loss" in str(refused.value).partition("Mend it:")[2]
