@@ -106,6 +106,7 @@ def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
     head = f"{type(error).__name__}: {error}"
     place = place_of(error, model)
     takes = _takes_gradient(model) if re.search(_GRADIENT.pattern, head) else None
+    known: _Known | None
     if takes is not None:
         known, place = _GRADIENT, takes
     else:
