@@ -4,17 +4,44 @@ mode.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import fx
 
+from effcompile.core.errors import CaptureError
 from effcompile.core.types import Args
 from effcompile.ops import dropped as _registers  # noqa: F401 - the operator
 
 aten, dropped = torch.ops.aten, torch.ops.effcompile.dropped
+
+
+@contextlib.contextmanager
+def no_python_randomness() -> Iterator[None]:
+    """Refuse a forward that draws from Python's or NumPy's generator: every step would repeat what it drew at
+    capture.
+    """
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+        python = random.getstate() != states[0]
+        if python or not all(
+            numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), states[1], strict=True)
+        ):
+            raise CaptureError(
+                f"The forward draws random numbers from {'Python' if python else 'NumPy'}'s generator, which "
+                "a graph cannot repeat anew at each step. Draw them with torch (torch.rand, dropout), or "
+                "before the forward and give them as an input. (SpecAugment: set the configuration's "
+                "mask_time_prob and mask_feature_prob to 0.)"
+            )
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 def separate_draws(front: fx.Graph) -> None:

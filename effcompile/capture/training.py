@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -23,6 +21,7 @@ from effcompile.capture import mends as known
 from effcompile.capture import training_graph
 from effcompile.capture.config_reads import recording
 from effcompile.capture.diagnose import capture_error, place_of
+from effcompile.capture.draws import no_python_randomness
 from effcompile.capture.exported import Exported, copied
 from effcompile.capture.memory import as_it_was, refuse_memory, written_into
 from effcompile.capture.state import ModelGuards
@@ -238,7 +237,7 @@ def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
 def _traced(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
     subject = module.subject
     with (
-        _no_python_randomness(),
+        no_python_randomness(),
         TraceableCTC(),
         torch_compat_aot.python_gradients() as noted,
         recording(subject.model, subject.exported.configurations),
@@ -255,29 +254,6 @@ def _edited(front: fx.GraphModule, module: _StepModule, tensors: list[Tensor]) -
         module.subject.edit(front, tensors)
         front.recompile()
     return front
-
-
-@contextlib.contextmanager
-def _no_python_randomness() -> Iterator[None]:
-    """Refuse a forward that draws from Python's or NumPy's generator: every step would repeat what it drew at
-    capture.
-    """
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-        python = random.getstate() != states[0]
-        if python or not all(
-            numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), states[1], strict=True)
-        ):
-            raise CaptureError(
-                f"The forward draws random numbers from {'Python' if python else 'NumPy'}'s generator, which "
-                "a graph cannot repeat anew at each step. Draw them with torch (torch.rand, dropout), or "
-                "before the forward and give them as an input. (SpecAugment: set the configuration's "
-                "mask_time_prob and mask_feature_prob to 0.)"
-            )
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 def _dynamo_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:

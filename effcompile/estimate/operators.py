@@ -48,11 +48,13 @@ class Measured:
         seconds: the median of warm calls. workspace: bytes beyond operands and results.
         results: bytes of the storages that it made, in the order of its results: a kernel may make them
             larger than their shapes.
+        busy: whether others used the machine meanwhile, so that the seconds do not hold when it is idle.
     """
 
     seconds: float
     workspace: int
     results: tuple[int, ...] = ()
+    busy: bool = False
 
     def with_bytes_of(self, other: Measured) -> Measured:
         """The same with the more of both measurements' bytes."""

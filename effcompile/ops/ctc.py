@@ -8,12 +8,13 @@ kernels, and keeps no table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from effcompile.core.types import Args, Kwargs
 
 aten = torch.ops.aten
 
@@ -49,12 +50,16 @@ def _(
     return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
 
 
-def _setup(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+def _setup(
+    ctx: torch.autograd.function.FunctionCtx, inputs: Sequence[object], output: tuple[Tensor, Tensor]
+) -> None:
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, losses: Tensor, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: torch.autograd.function.BackwardCFunction, losses: Tensor, gradient: Tensor | None
+) -> tuple[Tensor | None, ...]:
     (by_log_probs,) = ctx.saved_tensors
     return by_log_probs * losses[None, :, None], None, None, None, None, None
 
@@ -77,7 +82,13 @@ def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
 class TraceableCTC(TorchFunctionMode):
     """Within, `F.ctc_loss` of a batch is the operator above."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> object:
         if func is torch.nn.functional.ctc_loss and args[0].dim() == 3:
             return _traceable(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

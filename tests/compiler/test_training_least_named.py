@@ -4,6 +4,7 @@ than was simulated.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from effcompile.machine.machines import load_target
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.planner.remat import BlockFront
 from effcompile.schedules.blocks import Block
+from effcompile.search.training import operator_costs
 from effcompile.search.training.operator_costs import OperatorCosts
 
 #: Steps that keep everything do not fit where recomputing does: activations are most of it.
@@ -95,6 +97,36 @@ def test_an_operator_that_is_timed_again_keeps_its_bytes() -> None:
     figures.measure([node])
     assert figures.workspace(node, 0) == 4096
     assert figures.seconds(node) < 600
+
+
+def test_an_operator_timed_on_a_busy_machine_is_timed_again_once_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(8)
+    node = graph.call_function(torch.ops.aten.mul.Scalar, (x, 2.0))
+    node.meta["val"] = torch.zeros(8)
+    name = operators.key(node)
+    figures = OperatorCosts(target=load_target("cpu-generic"), here=True)
+
+    def kept(others: str, seconds: float) -> operators.Measured:
+        """What is known after another plan, made while others use the machine or not."""
+        monkeypatch.setattr(operator_costs, "busy", lambda: others)
+        figures.known[name] = replace(
+            figures.known.get(name, Measured(seconds=0, workspace=0)), seconds=seconds
+        )
+        figures.doubt_busy()
+        figures.measure([node])
+        return figures.known[name]
+
+    monkeypatch.setattr(operator_costs, "busy", lambda: "load 9")
+    figures.measure([node])
+    assert figures.known[name].busy
+    assert kept("load 9", 600.0).seconds == 600, "as good as new while the machine is still busy"
+    idle = kept("", 600.0)
+    assert idle.seconds < 600 and not idle.busy
+    assert kept("", 600.0).seconds == 600, "timed once where nobody interferes"
 
 
 def test_what_running_took_beside_is_part_of_the_budget_that_is_named_then(

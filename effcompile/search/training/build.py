@@ -252,6 +252,14 @@ def _dropped(step: Step) -> list[Reason]:
 
 
 def _times(figures: OperatorCosts) -> list[Reason]:
+    if figures.here and any(found.busy for found in figures.known.values()):
+        return [
+            Because(
+                "operator times were measured on this machine, {} different ones, each alone, but some while "
+                "others used it: these are measured again when it is idle",
+                (len(figures.known),),
+            )
+        ]
     if figures.here and not figures.modelled:
         return [
             Because(

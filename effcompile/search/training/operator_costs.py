@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -18,6 +18,7 @@ from effcompile.estimate.roofline import roofline_seconds
 from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ir.step import Step
 from effcompile.machine.calibration import Calibration
+from effcompile.machine.load import busy
 from effcompile.machine.target import Target
 from effcompile.ops import products
 from effcompile.ops.products import Product, of_node
@@ -68,10 +69,11 @@ class OperatorCosts:
         self.doubted.update(key for node in nodes if (key := operators.key(node)) in self.known)
 
     def measure(self, nodes: Iterable[fx.Node]) -> None:
-        """Run what is not known yet, or doubted."""
+        """Run what is not known yet, or doubted; what is timed while others use the machine is marked."""
         if not self.here:
             return
         asked = {operators.key(node): node for node in nodes if node.op == "call_function"}
+        had = set(self.known)
         before = {key: self.known.pop(key) for key in self.doubted & asked.keys() & self.known.keys()}
         operators.measure(
             asked.values(),
@@ -80,6 +82,15 @@ class OperatorCosts:
         )
         self.known.update({key: self.known.get(key, was).with_bytes_of(was) for key, was in before.items()})
         self.doubted -= before.keys()
+        timed = [key for key in asked if (key not in had or key in before) and key in self.known]
+        if timed and self.target.device == "cpu" and busy():
+            self.known.update({key: replace(self.known[key], busy=True) for key in timed})
+
+    def doubt_busy(self) -> None:
+        """Doubt what was timed while others used the machine, unless they still do."""
+        timed = {key for key, found in self.known.items() if found.busy}
+        if timed and not busy():
+            self.doubted |= timed
 
     def seconds(self, node: fx.Node) -> float:
         """Time of one operator."""

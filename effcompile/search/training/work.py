@@ -217,7 +217,15 @@ def make_work(task: Task) -> Work:
             )
             for name in refused
         ]
-    known = known_figures(machine.calibration) if machine.calibration is not None else {}
+    figures = OperatorCosts(
+        target=machine.target,
+        here=machine.here,
+        known=known_figures(machine.calibration) if machine.calibration is not None else {},
+        store=machine.calibration,
+        progress=asked.progress,
+    )
+    if figures.here:
+        figures.doubt_busy()
     return Work(
         model=model,
         args=args,
@@ -229,13 +237,7 @@ def make_work(task: Task) -> Work:
         parameters=tuple(model.named_parameters()),
         progress=asked.progress,
         notes=notes,
-        figures=OperatorCosts(
-            target=machine.target,
-            here=machine.here,
-            known=known,
-            store=machine.calibration,
-            progress=asked.progress,
-        ),
+        figures=figures,
     )
 
 
