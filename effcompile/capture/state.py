@@ -236,7 +236,9 @@ def _refusal(name: str, change: Change) -> str:
         "was changed" if was == now else
         f"was {was} and is {now} now"
     )  # fmt: skip
+    # a write in place is counted, whatever is written: putting values back is another one
+    mend = "Call" if said == "was changed" else "Put it back, or call"
     return (
-        f"{change.place} {said} since {name} was planned, whose graph has what it was then. Put it "
-        "back, or call effcompile.optimize again."
+        f"{change.place} {said} since {name} was planned, whose graph has what it was then. {mend} "
+        "effcompile.optimize again."
     )

@@ -100,6 +100,11 @@ def in_function_transform() -> bool:
     )
 
 
+def in_trace() -> bool:
+    """Whether torch.export or torch.jit.trace records what is called, weights perhaps as fakes."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
 def is_packed(weight: torch.Tensor) -> bool:
     """True for a weight in oneDNN's own blocked layout."""
     return weight.layout == torch._mkldnn  # type: ignore[attr-defined]

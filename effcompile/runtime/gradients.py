@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from effcompile.backends.torch.refusing import joined, refusing
-from effcompile.core import torch_compat
-from effcompile.core.errors import InputsError
+from effcompile.backends.torch.refusing import joined, refuse_recording, refusing
 from effcompile.core.types import Outputs
 
 _NO_BACKWARD = (
@@ -32,12 +30,13 @@ class GradientGuard:
         self._joined: torch.Tensor | None = None
 
     def check(self) -> None:
-        """Raises InputsError within a transform of torch.func, which has no rule for a lowered model."""
-        if torch_compat.in_function_transform():
-            raise InputsError(
-                f"The optimized {self._name} was called within a transform of torch.func (grad, vmap, jvp "
-                "...), which looks into its operators. A lowered model has none: use the model itself there."
-            )
+        """Raises InputsError within a transform of torch.func, which has no rule for a lowered model, and
+        within a trace, which would record what was lowered as constants.
+        """
+        refuse_recording(
+            f"The optimized {self._name}",
+            "A lowered model has none: use the model itself there, or, for a file, executable.save(folder).",
+        )
 
     def results(self, inputs: Sequence[torch.Tensor], outputs: list[Outputs]) -> list[Outputs]:
         """The outputs; where the model's own would require a gradient, they do too, and refuse to be

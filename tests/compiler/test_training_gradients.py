@@ -229,10 +229,16 @@ def test_transforms_of_torch_func_are_refused_in_words(net: Any) -> None:
     model, x, y = net
     executable = optimize(model, (x, y))
     parameters = dict(model.named_parameters())
-    with pytest.raises(InputsError, match=r"within a transform of torch\.func .* Use loss\.backward\(\)"):
+    with pytest.raises(InputsError, match=r"within a transform of torch\.func .* use loss\.backward\(\)"):
         torch.func.grad(lambda p: torch.func.functional_call(executable, p, (x, y)))(parameters)
     with pytest.raises(InputsError, match=r"within a transform of torch\.func"):
         torch.func.vmap(lambda one: executable(one, y))(x[None])
+
+
+def test_a_trace_of_the_step_is_refused_in_words(net: Any) -> None:
+    model, x, y = net
+    with pytest.raises(InputsError, match=r"within torch\.export .* or the model itself there"):
+        torch.export.export(optimize(model, (x, y)), (x, y))
 
 
 def test_a_frozen_parameter_is_not_updated_in_the_backward(net: Any) -> None:

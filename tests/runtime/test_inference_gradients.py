@@ -122,6 +122,17 @@ def test_transforms_of_torch_func_are_refused_in_words(made: Any, transform: Any
         transform(lambda x: made[1](x)["y"].sum(), torch.randn(4, 16))
 
 
+@pytest.mark.parametrize(
+    "trace",
+    [lambda f, x: torch.export.export(f, (x,)), lambda f, x: torch.jit.trace(f, (x,))],
+    ids=["export", "jit"],
+)
+def test_traces_are_refused_in_words(made: Any, trace: Any) -> None:
+    """What is lowered would be recorded as constants, or fake weights taken for a change."""
+    with pytest.raises(InputsError, match=r"within torch\.export or torch\.jit\.trace"):
+        trace(made[1], torch.randn(4, 16))
+
+
 def test_forward_mode_autograd_is_refused_as_its_tangent_would_be_lost(made: Any) -> None:
     x = torch.randn(4, 16)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(InputsError, match=r"within a transform"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from effcompile.core import torch_compat
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, AutogradContext, Value
 
@@ -34,6 +35,19 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     with torch.enable_grad():
         made: torch.Tensor = _Refusing.apply((torch.zeros(()),), "", *tensors)[0]
     return made
+
+
+def refuse_recording(called: str, instead: str) -> None:
+    """Raises InputsError where the operators of what is `called` are asked for: a transform of torch.func
+    looks into them, a trace records them. `instead`: what to do.
+    """
+    within = (
+        "a transform of torch.func (grad, vmap, jvp ...)" if torch_compat.in_function_transform() else
+        "torch.export or torch.jit.trace" if torch_compat.in_trace() else
+        ""
+    )  # fmt: skip
+    if within:
+        raise InputsError(f"{called} was called within {within}, which looks into operators. {instead}")
 
 
 class _Refusing(torch.autograd.Function):

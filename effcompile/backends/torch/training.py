@@ -22,7 +22,7 @@ from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
 from effcompile.backends.torch.ranks import Alone, Ranks, refuse_distributed, refuse_other_inputs
-from effcompile.backends.torch.refusing import cut_off_words, refusing
+from effcompile.backends.torch.refusing import cut_off_words, refuse_recording, refusing
 from effcompile.backends.torch.step_inputs import (
     autocast_of,
     fitting,
@@ -32,7 +32,6 @@ from effcompile.backends.torch.step_inputs import (
     refuse_inference,
     refuse_others,
 )
-from effcompile.core import torch_compat
 from effcompile.core.errors import AutocastError, GuardError, InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Outputs, Value
 from effcompile.ir.step import Step
@@ -187,12 +186,11 @@ class StepRunner:
         """Raises GuardError when the model's own forward would now do something else than the step that was
         planned.
         """
-        if torch_compat.in_function_transform():
-            raise InputsError(
-                f"The planned step of {self.step.name} was called within a transform of torch.func (grad, "
-                "vmap, jvp ...), which looks into operators; a planned step has one backward of its own. "
-                "Use loss.backward() or torch.autograd.grad(loss, ...), or the model itself there."
-            )
+        refuse_recording(
+            f"The planned step of {self.step.name}",
+            "It has one backward of its own: use loss.backward() or torch.autograd.grad(loss, ...), or the "
+            "model itself there.",
+        )
         if self.guarded:
             self.state.check()
         for name in self.consumed:
