@@ -32,6 +32,7 @@ from effcompile.passes.merge import MERGED, SEPARATE
 from effcompile.proof.rehearsed import emulated
 from effcompile.proof.verify import Reference, verify, worst
 from effcompile.runtime.executable import Executable
+from effcompile.search.corrected import MARGIN, corrected
 from effcompile.search.progress import QUIET, Progress
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.shortlist import not_built
@@ -39,9 +40,6 @@ from effcompile.sites import parts as sites
 
 #: Solves at the most, the first one included.
 MAX_ROUNDS = 5
-
-#: A measured squared error is met by planning for this much more, its square's power of it in later rounds.
-_MARGIN = 1.05
 
 #: An error predicted too high is corrected when its square was off by more than this factor ...
 _WORTH_CORRECTING = 0.85
@@ -172,7 +170,9 @@ def settle(
             building would.
         LoweringError: it could not be built.
     """
-    start, foreseen = Constraints(error_scale=plan.certificate.error_scale), None
+    proven = plan.certificate
+    start = Constraints(error_scale=proven.error_scale, rounding_scale=proven.rounding_scale)
+    foreseen: float | None = None
     if replan is not None and shop.rehearsal is not None and not shop.goal.exact:
         with shop.progress.step(f"rehearse for {backend.name}"):
             plan, start, foreseen = rehearsed(shop, shop.rehearsal, plan, start, replan)
@@ -199,7 +199,7 @@ def settle(
         last = replan is None or constraints.round == MAX_ROUNDS
         if last or predicted == 0.0 or not measured < float("inf"):
             raise not_within(outcome.plan.backend, outcome.checks)
-        return outcome, corrected(constraints, measured, predicted, shop.goal)
+        return outcome, corrected(constraints, made, measured, shop.goal)
 
     return refine(solve, run, rounds=MAX_ROUNDS, start=start)
 
@@ -229,7 +229,7 @@ def rehearsed(
         if (error := errors[chosen]) is None:
             break
         if fits := error <= shop.goal.tolerance:
-            scale = (error / predicted) ** 2 * _MARGIN
+            scale = (error / predicted) ** 2 * MARGIN
             if held is not None and held[0].certificate.objective <= plan.certificate.objective:
                 return held
             if held is not None or scale >= _WORTH_CORRECTING:
@@ -240,7 +240,9 @@ def rehearsed(
             )
             learned = constraints.with_errors_scaled(scale, note)
         else:
-            learned = corrected(replace(constraints, round=turn), error, predicted, shop.goal, emulated=True)
+            rounded = emulated(shop.program, rehearsal, _rounding(plan), shop.cases, shop.goal)
+            constraints = replace(constraints, round=turn)
+            learned = corrected(constraints, plan, error, shop.goal, emulated=True, rounding=rounded)
         try:
             better = replan(replace(learned, round=turn + 1))
         except InfeasibleError:  # the artifact has the last word
@@ -251,20 +253,9 @@ def rehearsed(
     return held or (plan, constraints, errors.get(frozenset(plan.options().items())))
 
 
-def corrected(
-    constraints: Constraints, measured: float, predicted: float, goal: Goal, *, emulated: bool = False
-) -> Constraints:
-    """The constraints after a round whose measured error was over the limit: predictions are scaled so that
-    it would not be again.
-    """
-    factor = (
-        max((measured / predicted) ** 2, (measured / goal.tolerance) ** 2, 1.0)
-        * _MARGIN**constraints.round**2
-    )
-    note = Corrected(
-        round=constraints.round, measured=measured, predicted=predicted, factor=factor**0.5, emulated=emulated
-    )
-    return constraints.with_errors_scaled(factor, note)
+def _rounding(plan: Plan) -> Plan:
+    """What a plan rounds to 16 bits, alone."""
+    return replace(plan, decisions=tuple(d for d in plan.decisions if d.form is not None and d.form.rounds))
 
 
 def _relaxed(
@@ -274,7 +265,7 @@ def _relaxed(
     verifies.
     """
     measured, predicted = worst(outcome.checks), outcome.plan.predicted.error or 0.0
-    scale = (measured / predicted) ** 2 * _MARGIN if predicted > 0 else 1.0
+    scale = (measured / predicted) ** 2 * MARGIN if predicted > 0 else 1.0
     if scale >= _WORTH_CORRECTING:
         return outcome
     note = Corrected(round=1, measured=measured, predicted=predicted, factor=scale**0.5)

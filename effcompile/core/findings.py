@@ -45,7 +45,8 @@ class Corrected(Reason):
     """In this round the measured error was another than the predicted one: solved again with errors scaled by
     `factor`.
 
-    `emulated`: it was that of the emulated arithmetic; nothing was lowered.
+    `emulated`: it was that of the emulated arithmetic; nothing was lowered. `rounding`: the factor of what is
+    rounded to 16 bits, where that is another one; 0 where none was told.
     """
 
     kind: Literal["corrected"] = "corrected"
@@ -54,6 +55,7 @@ class Corrected(Reason):
     predicted: float
     factor: float
     emulated: bool = False
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

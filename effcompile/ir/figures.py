@@ -61,6 +61,7 @@ class Certificate:
     solver: str
     rounds: int = 1  # solves until the measured error was within the limit
     error_scale: float = 1.0  # measured / predicted squared error that the last round used
+    rounding_scale: float = 1.0  # the same of what is rounded to 16 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,6 +198,13 @@ class Form:
         return same and set(found.figures) <= set(self.figures)
 
     @property
+    def rounds(self) -> bool:
+        """Whether all it does to values is to round them to 16 bits: no scale, no range, nothing left out."""
+        kept = self.weights is None or not self.weights.block
+        bits = 32 if self.weights is None else self.weights.bits
+        return not self.pruned and kept and (bits == 16 or self.word.endswith(("bf16", "fp16")))
+
+    @property
     def name(self) -> str:
         """How it is printed: `w4`, `merged@w4`, `-25% merged@w4`; fp32 goes without saying beside something
         else.

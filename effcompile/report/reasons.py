@@ -308,10 +308,13 @@ def _not_built(reason: f.NotBuilt) -> Phrase:
 
 @phrase.register
 def _corrected(reason: f.Corrected) -> Phrase:
+    apart = reason.rounding not in (0.0, reason.factor)
     return (
         "before lowering: emulated" if reason.emulated else f"round {reason.round}: measured", " error ",
         _error(reason.measured), " against predicted ", _error(reason.predicted), "; errors scaled by ",
-        Figure(reason.factor, _hundredths), " and solved again",
+        Figure(reason.factor, _hundredths),
+        *((" (of 16 bits by ", Figure(reason.rounding, _hundredths), ")") if apart else ()),
+        " and solved again",
     )  # fmt: skip
 
 

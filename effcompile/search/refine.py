@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from effcompile.core.reasons import Reason
+from effcompile.ir.formats import Form
 
 Choice = tuple[str, str]
 _Made = TypeVar("_Made")
@@ -22,6 +23,7 @@ class Constraints:
     Attributes:
         round: which solve it is, from 1.
         error_scale: measured over predicted squared error: predictions are multiplied by it.
+        rounding_scale: the same of options that round to 16 bits and do no more (`Form.rounds`).
         budget: bytes, None for no limit. less: bytes that it is smaller than the first, for what the
             allocator took beside.
         forbidden: (kind, option) → why it is out of the question: it was run, and did not hold.
@@ -31,15 +33,25 @@ class Constraints:
 
     round: int = 1
     error_scale: float = 1.0
+    rounding_scale: float = 1.0
     budget: int | None = None
     less: int = 0
     forbidden: Mapping[Choice, Reason] = field(default_factory=dict)
     priced_again: int = 0
     notes: tuple[Reason, ...] = ()
 
-    def with_errors_scaled(self, factor: float, note: Reason) -> Constraints:
-        """Errors are larger, or smaller, than they were predicted."""
-        return replace(self, error_scale=self.error_scale * factor, notes=(*self.notes, note))
+    def with_errors_scaled(self, factor: float, note: Reason, rounding: float | None = None) -> Constraints:
+        """Errors are larger, or smaller, than they were predicted; those of 16 bits by `rounding`, if any."""
+        return replace(
+            self,
+            error_scale=self.error_scale * factor,
+            rounding_scale=self.rounding_scale * (factor if rounding is None else rounding),
+            notes=(*self.notes, note),
+        )
+
+    def scale_of(self, form: Form) -> float:
+        """What an option's predicted squared error is multiplied by."""
+        return self.rounding_scale if form.rounds else self.error_scale
 
     def with_less(self, excess: int, note: Reason) -> Constraints:
         """The allocator took so many bytes more than were simulated: the budget is as much smaller.

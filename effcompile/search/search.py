@@ -110,9 +110,7 @@ class Search:
             InfeasibleError: nothing meets the goal and the constraints on this backend.
         """
         proposal = self._proposal(backend)
-        scaled = replace(
-            proposal, choices=tuple(_scaled(choice, constraints.error_scale) for choice in proposal.choices)
-        )
+        scaled = replace(proposal, choices=tuple(_scaled(choice, constraints) for choice in proposal.choices))
         asked = self.goal if constraints.budget is None else replace(self.goal, memory=constraints.budget)
         beyond = (self.goal.memory or 0) - (asked.memory or 0)  # what running took and nobody had foreseen
         plans: list[Plan] = []
@@ -316,12 +314,11 @@ def _alternative(option: Option, goal: Goal) -> planner.Alternative:
     )
 
 
-def _scaled(choice: Choice, factor: float) -> Choice:
-    if factor == 1.0:
+def _scaled(choice: Choice, constraints: Constraints) -> Choice:
+    if constraints.error_scale == constraints.rounding_scale == 1.0:
         return choice
-    return replace(
-        choice, options=tuple(replace(o, cost=o.cost.with_error_scaled(factor)) for o in choice.options)
-    )
+    scaled = (replace(o, cost=o.cost.with_error_scaled(constraints.scale_of(o.form))) for o in choice.options)
+    return replace(choice, options=tuple(scaled))
 
 
 def _without_conflicts(proposal: Proposal, conflicts: Sequence[tuple[str, str]]) -> list[Proposal]:
@@ -379,4 +376,5 @@ def _certificate(solution: planner.Solution, constraints: Constraints) -> Certif
         solver=solution.solver,
         rounds=constraints.round,
         error_scale=constraints.error_scale,
+        rounding_scale=constraints.rounding_scale,
     )

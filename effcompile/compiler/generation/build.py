@@ -15,7 +15,7 @@ from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import GenerationStep, capture_step, encoder_output
 from effcompile.compiler.generation.lower import lower_step
-from effcompile.compiler.settle import as_saved, corrected, not_within, settle_all
+from effcompile.compiler.settle import as_saved, not_within, settle_all
 from effcompile.core import gpu
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError, VerificationError
 from effcompile.core.goal import Goal
@@ -36,6 +36,7 @@ from effcompile.proof.verify import worst
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
+from effcompile.search.corrected import corrected
 from effcompile.search.generation.cases import scored
 from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
 from effcompile.search.generation.regimes import regimes_of
@@ -350,7 +351,7 @@ def _settle(
         if not passed:
             if last or bench.goal.exact or not plan.predicted.error:
                 raise not_within(backend.name, outcome.plan.checks)
-            constraints = corrected(constraints, worst(outcome.plan.checks), plan.predicted.error, bench.goal)
+            constraints = corrected(constraints, plan, worst(outcome.plan.checks), bench.goal)
         if over:
             if last or over >= (constraints.budget or 0):  # nothing would be left
                 raise largest_context(InfeasibleError(binding=("memory",)), bench.step, bench.goal)
