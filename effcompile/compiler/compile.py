@@ -145,7 +145,7 @@ def _priced(task: Task) -> tuple[Search, list[tuple[Backend, Plan]], list[Candid
     machine = resolve(asked.target, backends, place)
     program = captured.in_normal_form(task)
     backends = backends if machine.here else standing_in(backends, program, asked.goal)
-    search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress)
+    search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress, backends)
     return search, *plans_for(search, backends, absent, asked.progress)
 
 
@@ -158,7 +158,7 @@ def _best_of(
         EffcompileError: no backend's result is within the goal, or none could be planned or built.
     """
     asked = task.request
-    search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress)
+    search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress, backends)
     race = Race.of(search, *plans_for(search, backends, absent, asked.progress))
     plans, shop = race.plans, _workshop(task, program, search.passes, asked.goal)
     outcomes, told = _settle_all(shop, search, plans, race.candidates)

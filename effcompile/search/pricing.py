@@ -25,7 +25,7 @@ from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
-from effcompile.machine.target import Target
+from effcompile.machine.target import KernelCall, Target
 from effcompile.passes import Pass
 from effcompile.search.machine import Machine, is_here
 from effcompile.search.progress import Progress
@@ -62,10 +62,20 @@ def standing_in(backends: list[Backend], program: Program, goal: Goal) -> list[B
 
 
 def search_for(
-    program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], progress: Progress
+    program: Program,
+    goal: Goal,
+    machine: Machine,
+    passes: tuple[Pass, ...],
+    progress: Progress,
+    backends: Sequence[Backend] = (),
 ) -> Search:
-    """What may be decided, priced on this machine, with the errors of what is not exact measured."""
+    """What may be decided, priced on this machine, with the errors of what is not exact measured.
+
+    `backends`: that may carry it out; an attention that none of them has a kernel for is not measured.
+    """
     options = {} if goal.exact else measured_options(passes)
+    if backends and "attention" in options:
+        options["attention"] = tuple(form for form in options["attention"] if _is_had(form, backends))
     measured, text = _sensitivity(program, goal, passes, options, progress)
     notes = (*machine.notes, *stored_notes(program), *program.mends, *program.fixed)
     return Search(
@@ -73,6 +83,12 @@ def search_for(
         goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,
         formats=formats(options),
     )  # fmt: skip
+
+
+def _is_had(form: Form, backends: Sequence[Backend]) -> bool:
+    """Whether one of the backends has the kernel of an attention."""
+    call = KernelCall(kernel=f"attention/{form.word}", dims=(1, 1, 1, 1, 1))
+    return any(backend.lacks(call) is None for backend in backends)
 
 
 def formats(options: Mapping[str, tuple[Form, ...]]) -> tuple[WeightFormat, ...]:
