@@ -189,3 +189,54 @@ def test_a_model_whose_loss_ignores_it_or_is_more_than_a_mean_is_known() -> None
     assert torch.equal(planned(**batch, num_items_in_batch=3).loss, planned(**batch).loss)
     planned = optimize(Penalised(base.config).train(), batch)
     assert planned.accepts_loss_kwargs is False and NOT_TAKEN in planned.plan.notes
+
+
+@pytest.mark.parametrize("of", ["shifted", "as they are"])
+def test_of_a_large_batch_the_model_is_asked_with_a_few_positions_of_one_example(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says there is what it says of the whole batch, with labels that begin late in one example and
+    are missing in another.
+    """
+
+    class Unshifted(hf.GPT2LMHeadModel):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            logits = super().forward(input_ids=input_ids).logits.flatten(0, 1)
+            if (items := kwargs.get("num_items_in_batch")) is None:
+                return {"loss": nn.functional.cross_entropy(logits, labels.flatten())}
+            return {"loss": nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / items}
+
+    small, _ = gpt2(layers=1, dropout=0.1)
+    model = (small if of == "shifted" else Unshifted(small.config)).train()
+    ids = torch.randint(0, VOCABULARY, (9, 32), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :20], labels[1], labels[2] = -100, -100, ids[2]
+    labels[2, :10] = -100
+    batch, plain, asked = {"input_ids": ids, "labels": labels}, twin(model), list[tuple[int, ...]]()
+    losses = asking._losses
+    monkeypatch.setattr(
+        asking,
+        "_losses",
+        lambda work, more: (asked.append(work.kwargs["labels"].shape), losses(work, more))[1],
+    )
+    planned = optimize(model, batch)
+    assert asked == [(1, 26), (1, 26)] and planned.accepts_loss_kwargs is True
+    planned.eval(), plain.eval()  # of dropout the two would draw other numbers
+    found, wanted = (each(**batch, num_items_in_batch=500) for each in (planned, plain))
+    loss = lambda outputs: outputs["loss"] if isinstance(outputs, dict) else outputs.loss  # noqa: E731
+    assert float(loss(found)) == pytest.approx(float(loss(wanted)), rel=1e-5)
+
+
+def test_a_model_that_a_few_positions_tell_nothing_of_is_asked_with_its_batch() -> None:
+    class Whole(hf.GPT2LMHeadModel):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            if len(input_ids) < 9:
+                raise ValueError("9 examples, please")
+            return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+    model = Whole(gpt2(layers=1, dropout=0.0)[0].config).train()
+    ids = torch.randint(0, VOCABULARY, (9, 32), generator=torch.Generator().manual_seed(1))
+    planned = optimize(model, {"input_ids": ids, "labels": ids})
+    assert planned.accepts_loss_kwargs is True
+    found, wanted = (each(ids, labels=ids, num_items_in_batch=500).loss for each in (planned, model))
+    assert float(found) == pytest.approx(float(wanted), rel=1e-5)

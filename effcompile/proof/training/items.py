@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from effcompile.backends.torch.boxed import run_graph
 from effcompile.backends.torch.items import ITEMS, Items
@@ -24,6 +26,10 @@ from effcompile.search.training.work import Work
 
 #: No number of labels: a mean over as many as are said is the plain mean.
 _PROBE = 3.5
+#: Positions of one example that a model is asked with where its batch has many more: what a loss is divided by
+#: is the same there.
+_WINDOW, _MANY = 16, 256
+_IGNORED = -100  # what HuggingFace's losses leave out
 NOT_TAKEN = Because(
     "{name} is not taken: the loss is not one mean over labels. With gradient accumulation HuggingFace's "
     "Trainer then averages the batches' means, where the model alone would weigh every label alike. Plan "
@@ -43,6 +49,13 @@ def items_of(
     if work.loss is not None or ITEMS in work.kwargs or not accepts_items(work.model):
         return None, ()
     counted = labels_counted(step)
+    if (part := _window(work, step, counted)) is not None:
+        plain, probed = (_losses(part.work, more) for more in ({}, {ITEMS: torch.tensor(_PROBE)}))
+        if plain is not None and probed is not None and float(plain):
+            if _near(probed, plain.double()):
+                return Items(leaves=step.leaves, counted=None), ()
+            if _near(probed, plain.double() * part.count / _PROBE):
+                return Items(leaves=step.leaves, counted=counted), ()
     if (probed := _losses(work, {ITEMS: torch.tensor(_PROBE)})) is None:
         return None, ()
     count = None if counted is None else float(run_graph(counted, step.leaves(work.args, work.kwargs))[0])
@@ -53,6 +66,40 @@ def items_of(
         if plain is not None and count is not None and _near(probed, plain.double() * count / _PROBE):
             return Items(leaves=step.leaves, counted=counted), ()
     return None, (NOT_TAKEN,) if plain is not None else ()
+
+
+class _Window(NamedTuple):
+    """The request with the first positions of one example for inputs, and how many labels count there by the
+    step's graph.
+    """
+
+    work: Work
+    count: float
+
+
+def _window(work: Work, step: Step, counted: fx.Graph | None) -> _Window | None:
+    """The example whose labels count earliest, up to there; None where inputs are few, or are not all of the
+    labels' batch and length.
+
+    The graph is of the whole batch's sizes: it counts labels of which all but the window's are left out.
+    """
+    read = [] if counted is None else [bool(node.users) for node in counted.find_nodes(op="placeholder")]
+    if counted is None or sum(read) != 1:
+        return None
+    leaves, given = step.leaves(work.args, work.kwargs), (work.args, dict(work.kwargs))
+    labels = leaves[read.index(True)]
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    if labels.dim() != 2 or labels.numel() < _MANY or any(t.shape[:2] != labels.shape for t in tensors):
+        return None
+    firsts = (labels != _IGNORED).int().argmax(dim=1).tolist()
+    row = min(range(len(firsts)), key=lambda row: (labels[row, firsts[row]] == _IGNORED, firsts[row]))
+    at = (slice(row, row + 1), slice(0, firsts[row] + _WINDOW))
+    shown = torch.full_like(labels, _IGNORED)
+    shown[at] = labels[at]
+    leaves[read.index(True)] = shown
+    count = float(run_graph(counted, leaves)[0])
+    args, kwargs = tree_map(lambda leaf: leaf[at] if isinstance(leaf, torch.Tensor) else leaf, given)
+    return _Window(replace(work, args=args, kwargs=kwargs), count) if count else None
 
 
 def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
