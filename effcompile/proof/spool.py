@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from effcompile.machine.room import NoRoomError
 
 _MOST_AT_ONCE = 1 << 30  # what one system call writes at the most
 _LARGE = 4 << 20  # bytes of tensors from which on they are worth a file
+_MAPPED = 1 << 18  # bytes of a tensor from which on its pages are worth a mapping
 
 
 def put_aside(values: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -62,6 +64,10 @@ class _Place:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return _extent(self.size, self.stride) * self.dtype.itemsize
 
     def new(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu")
@@ -124,6 +130,18 @@ class Spool(Mapping[str, Tensor | None]):
             done += os.preadv(self._file.fileno(), [view[done : done + _MOST_AT_ONCE]], place.at + done)
         return value.to(place.device)
 
+    def mapped(self, name: str) -> Tensor | None:
+        """The tensor as pages of the file, not copied; its name is not put again meanwhile."""
+        place = self._places[name]
+        if not isinstance(place, _Place) or place.nbytes < _MAPPED:
+            return self[name]
+        pages = mmap.mmap(self._file.fileno(), place.nbytes, access=mmap.ACCESS_COPY, offset=place.at)
+        flat = torch.frombuffer(pages, dtype=place.dtype)
+        return flat.as_strided(place.size, place.stride).to(place.device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # a mapping's own way is to read it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
@@ -139,7 +157,8 @@ class Spool(Mapping[str, Tensor | None]):
             value.dtype,
         ):
             return before.at
-        at, self._end = self._end, self._end + _extent(value.shape, value.stride()) * value.element_size()
+        at = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._end = at + _extent(value.shape, value.stride()) * value.element_size()
         return at
 
     def _write(self, view: memoryview, at: int) -> None:

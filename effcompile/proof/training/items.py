@@ -26,7 +26,7 @@ from effcompile.search.training.work import Work
 
 #: No number of labels: a mean over as many as are said is the plain mean.
 _PROBE = 3.5
-#: Positions of one example that a model is asked with where its batch has many more: what a loss is divided by
+#: Positions of one example that a model is asked with where its batch has many more: what divides a loss
 #: is the same there.
 _WINDOW, _MANY = 16, 256
 _IGNORED = -100  # what HuggingFace's losses leave out

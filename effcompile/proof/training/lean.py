@@ -109,7 +109,7 @@ class _Saved:
 
     def read_back(self, held: Any) -> Tensor:
         if isinstance(held, str):
-            value = self.spool[held]
+            value = self.spool.mapped(held)
             assert value is not None
             self._tidied(value)
             return value
