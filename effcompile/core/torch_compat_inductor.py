@@ -57,16 +57,37 @@ def _one_instruction_set() -> Iterator[None]:
         cpu_vec_isa.valid_vec_isa_list = every
 
 
+#: What Inductor's own program for that asks, without its four seconds of torch's headers: that the compiler
+#: knows the instructions, and is none before GCC 10, whose vector functions are other ones than torch's.
+_BUILDS = """
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 10
+#error "too old"
+#endif
+#include <immintrin.h>
+extern "C" void __avx_chk_kernel(float* x) {
+#if defined(CPU_CAPABILITY_AVX512)
+    _mm512_storeu_ps(x, _mm512_fmadd_ps(_mm512_loadu_ps(x), _mm512_set1_ps(2), _mm512_set1_ps(1)));
+#else
+    _mm256_storeu_ps(x, _mm256_fmadd_ps(_mm256_loadu_ps(x), _mm256_set1_ps(2), _mm256_set1_ps(1)));
+#endif
+}
+"""
+
+
 @cache
 def _best_instruction_set() -> Any | None:
     """The first of Inductor's list that the CPU has and that builds here; None where it is to look itself."""
     from torch._inductor import cpu_vec_isa
 
-    if not hasattr(cpu_vec_isa, "x86_isa_checker"):
+    if not hasattr(cpu_vec_isa, "x86_isa_checker") or not hasattr(cpu_vec_isa.VecISA, "_avx_code"):
         return None
     names = set(cpu_vec_isa.x86_isa_checker())  # none on another CPU
     able = (isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= names)
-    return next((isa for isa in able if isa), None)  # its truth is its build
+    theirs, cpu_vec_isa.VecISA._avx_code = cpu_vec_isa.VecISA._avx_code, _BUILDS
+    try:
+        return next((isa for isa in able if isa), None)  # its truth is its build
+    finally:
+        cpu_vec_isa.VecISA._avx_code = theirs
 
 
 def for_this_capability() -> dict[str, int]:
