@@ -230,8 +230,7 @@ def test_of_a_large_batch_the_model_is_asked_with_a_few_positions_of_one_example
 def test_a_model_that_a_few_positions_tell_nothing_of_is_asked_with_its_batch() -> None:
     class Whole(hf.GPT2LMHeadModel):
         def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-            if len(input_ids) < 9:
-                raise ValueError("9 examples, please")
+            assert len(input_ids) == 9, "9 examples, please"
             return super().forward(input_ids=input_ids, labels=labels, **kwargs)
 
     model = Whole(gpt2(layers=1, dropout=0.0)[0].config).train()
@@ -240,3 +239,12 @@ def test_a_model_that_a_few_positions_tell_nothing_of_is_asked_with_its_batch() 
     assert planned.accepts_loss_kwargs is True
     found, wanted = (each(ids, labels=ids, num_items_in_batch=500).loss for each in (planned, model))
     assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_what_a_model_notes_of_a_few_positions_is_forgotten() -> None:
+    model = nn.Linear(2, 2)
+    model.length = 32  # type: ignore[assignment]
+    with asking._as_it_was(model):
+        model.length = 16  # type: ignore[assignment]
+        model.more = 1  # type: ignore[assignment]
+    assert model.length == 32 and not hasattr(model, "more")

@@ -5,7 +5,9 @@ Read off the graph, and checked by running the model.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,11 +52,12 @@ def items_of(
         return None, ()
     counted = labels_counted(step)
     if (part := _window(work, step, counted)) is not None:
-        plain, probed = (_losses(part.work, more) for more in ({}, {ITEMS: torch.tensor(_PROBE)}))
+        with _as_it_was(work.model):
+            plain, probed = (_losses(part.work, more) for more in ({}, {ITEMS: torch.tensor(_PROBE)}))
         if plain is not None and probed is not None and float(plain):
             if _near(probed, plain.double()):
                 return Items(leaves=step.leaves, counted=None), ()
-            if _near(probed, plain.double() * part.count / _PROBE):
+            if _near(probed, plain.double() * part.labels / _PROBE):
                 return Items(leaves=step.leaves, counted=counted), ()
     if (probed := _losses(work, {ITEMS: torch.tensor(_PROBE)})) is None:
         return None, ()
@@ -74,7 +77,7 @@ class _Window(NamedTuple):
     """
 
     work: Work
-    count: float
+    labels: float
 
 
 def _window(work: Work, step: Step, counted: fx.Graph | None) -> _Window | None:
@@ -100,6 +103,18 @@ def _window(work: Work, step: Step, counted: fx.Graph | None) -> _Window | None:
     count = float(run_graph(counted, leaves)[0])
     args, kwargs = tree_map(lambda leaf: leaf[at] if isinstance(leaf, torch.Tensor) else leaf, given)
     return _Window(replace(work, args=args, kwargs=kwargs), count) if count else None
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Within, the model is called with other sizes: what it notes of them is not what was captured."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, was in before:
+            now.clear()
+            now.update(was)
 
 
 def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -128,7 +143,7 @@ def _losses(work: Work, more: Kwargs) -> torch.Tensor | None:
         torch.manual_seed(verify.SEED)
         try:
             return probing.eager_loss().detach()
-        except (TypeError, ValueError, RuntimeError):
+        except Exception:  # a model's own checks of keywords and lengths raise what they like
             return None
 
 
