@@ -148,7 +148,7 @@ class Inner(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.held(self.up(x)) * self.scaling["default"] + self.offset
         y = torch.relu(y) if self.options.kind == "relu" else torch.tanh(y)
-        return y * self.widths[0] * self.widths[1]
+        return y * self.widths[0] * self.widths[1] * len(self.widths) / 2
 
 
 class Model(nn.Module):
@@ -204,6 +204,11 @@ def attribute(path: str, value: Any) -> Mutation:
         return lambda: delattr(owner, name) if before is _MISSING else setattr(owner, name, before)
 
     return mutate
+
+
+def grown(model: Model) -> Undo:
+    model.inner.widths.append(1.0)
+    return lambda: model.inner.widths.pop()
 
 
 def item(container: Callable[[Model], Any], key: Any, value: Any) -> Mutation:
@@ -342,6 +347,7 @@ REVERSIBLE: dict[str, Mutation] = {
     "a dict's item": item(lambda m: m.inner.scaling, "default", 2.0),
     "another dict": attribute("inner.scaling", lambda: {"default": 2.0}),
     "a list's item": item(lambda m: m.inner.widths, 1, 2.0),
+    "a list that grows": grown,
     "an object's attribute": attribute("inner.options.kind", "tanh"),
     "another tensor that is no buffer": attribute("inner.offset", lambda: torch.ones(16)),
     "a class attribute": class_attribute(Model, "power", 2.0),

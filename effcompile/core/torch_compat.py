@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,14 @@ def in_function_transform() -> bool:
 def in_trace() -> bool:
     """Whether torch.export or torch.jit.trace records what is called, weights perhaps as fakes."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
+def dict_versions(tables: Sequence[dict[Any, Any]]) -> list[int] | None:
+    """Numbers that are other ones once a dict was written to (PEP 509; Dynamo's watchers, where Python has no
+    such number any more); None where torch tells none.
+    """
+    version = getattr(torch._C._dynamo.guards, "dict_version", None)
+    return None if version is None else list(map(version, tables))
 
 
 def is_packed(weight: torch.Tensor) -> bool:
