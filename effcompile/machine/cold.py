@@ -18,7 +18,7 @@ FEW_ROWS = 16
 #: Weights below which a whole model may stay in a cache.
 _LEAST = 1 << 18
 #: Bytes that are read in a row, and copies of one linear at the most.
-_ENOUGH, _MOST_COPIES = 12 << 20, 12
+_ENOUGH, _MOST_COPIES = 12 << 20, 24
 #: Bytes that are more than the last-level caches that we saw.
 _BYTES = 1 << 27
 
