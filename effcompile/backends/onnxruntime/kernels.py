@@ -36,7 +36,7 @@ from effcompile.ir.formats import (
     W8,
     WeightFormat,
 )
-from effcompile.machine.cold import FEW_ROWS, cold_copies, evict, reads_weights
+from effcompile.machine.cold import FEW_ROWS, MANY_ROWS, cold_copies, evict, reads_weights
 from effcompile.machine.memory import give_back
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.sparse.pattern import BlockPattern
@@ -129,7 +129,9 @@ def _linear(family: str) -> Callable[[Dims], _Built]:
         m, k, n = dims[:3]
         held = LINEAR_FORMATS[family].grouped_by(dims[-1])
         size = held.stored_bytes(n, k)
-        copies = cold_copies(size) if m <= FEW_ROWS else max(1, min(_MOST_COPIES, _CACHE_BYTES // size))
+        copies = 1
+        if m < MANY_ROWS:
+            copies = cold_copies(size) if m <= FEW_ROWS else max(1, min(_MOST_COPIES, _CACHE_BYTES // size))
         x = _noise(m, k)
         one = _model(
             [

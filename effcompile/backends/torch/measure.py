@@ -21,7 +21,7 @@ from effcompile.core.torch_compat_inductor import compiling
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
-from effcompile.machine.cold import FEW_ROWS, cold_copies, evict, reads_weights
+from effcompile.machine.cold import FEW_ROWS, MANY_ROWS, cold_copies, evict, reads_weights
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import bf16_attention, few_rows, group_codes, row_program, rows_native
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
@@ -128,7 +128,8 @@ def copies(call: KernelCall) -> int:
     if call.kernel in SPARSE:
         kept, block = call.dims[3:]
         return max(1, min(_MOST_COPIES, _CACHE_BYTES // (4 * kept * block**2)))
-    return max(1, min(_MOST_COPIES, _CACHE_BYTES // _stored(call)))
+    many = call.dims[0] >= MANY_ROWS
+    return 1 if many else max(1, min(_MOST_COPIES, _CACHE_BYTES // _stored(call)))
 
 
 def _stored(call: KernelCall) -> int:
