@@ -151,6 +151,13 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
     def _behind(self) -> HFModel:
         return self.original
 
+    def __getattr__(self, name: str) -> Any:
+        """What the model has beside; of its private methods those that generate() has."""
+        original = self.__dict__.get("_modules", {}).get("original")
+        if name.startswith("_") and original is not None and shell.of_an_assistant(name):
+            return getattr(original, name)
+        return super().__getattr__(name)
+
     def unplanned(self) -> nn.Module:
         """The model itself."""
         return self.original
@@ -219,6 +226,12 @@ class OpenedGeneration(_Configured):
     @property
     def _behind(self) -> HFModel:
         return self._shell
+
+    def __getattr__(self, name: str) -> Any:
+        """What a larger model asks of the one that writes its drafts."""
+        if "_shell" in self.__dict__ and shell.of_an_assistant(name):
+            return getattr(self._shell, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return _again, (

@@ -161,6 +161,10 @@ REFUSED: dict[str, tuple[Callable[[Planned], object], str]] = {
         lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="offloaded"),
         "offloading",
     ),
+    "first layers": (
+        lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, assistant_early_exit=1),
+        "runs all of them",
+    ),
     "mask": (
         lambda p: p[1](ids(1, 3), attention_mask=torch.ones(1, 5, dtype=torch.int64)),
         "attention_mask is",
@@ -187,6 +191,39 @@ def test_huggingfaces_pipeline_takes_it_for_the_model(llama: Planned) -> None:
         for each in (model, executable)
     )
     assert found == wanted
+
+
+@pytest.mark.parametrize("as_opened", [False, True])
+def test_a_planned_model_writes_the_drafts_of_another(
+    planned: Planned, as_opened: bool, tmp_path: Path
+) -> None:
+    """Of one that is planned, and of one that is not: the text is that of the larger model."""
+    model, executable = planned
+    drafting: Any = executable
+    if as_opened:
+        executable.save(tmp_path / "drafting")
+        drafting = effcompile.load(tmp_path / "drafting")
+    called: list[int] = []
+    asked, how = drafting.generate, {"max_new_tokens": 24, "do_sample": False}
+    drafting.generate = lambda *args, **kwargs: called.append(1) or asked(*args, **kwargs)
+    try:
+        wanted = model.generate(ids(1, 9), **how)
+        for larger in (model, executable) if as_opened else (model,):
+            assert torch.equal(larger.generate(ids(1, 9), **how, assistant_model=drafting), wanted)
+    finally:
+        del drafting.generate
+    assert called
+
+
+def test_a_refused_call_leaves_the_model_as_it_was(llama: Planned) -> None:
+    """generate() marks it as having fewer layers while those draft."""
+    model, executable = llama
+    before = model.config.to_dict()
+    for how in ({"assistant_early_exit": 1}, {"output_attentions": True, "return_dict_in_generate": True}):
+        with pytest.raises(effcompile.EffcompileError):
+            executable.generate(ids(1, 9), max_new_tokens=4, **how)
+    assert model.config.to_dict() == before
+    same(llama, ids(1, 9), max_new_tokens=4, do_sample=False)
 
 
 def test_a_changed_model_is_refused() -> None:
