@@ -57,6 +57,11 @@ class LoweredEncoder(nn.Module):
         flat = [given[name] for name in self._names]
         return modeling_outputs.BaseModelOutput(last_hidden_state=carried_out(self._step.encoder, flat)[0])
 
+    def within(self, given: Mapping[str, Any]) -> Outputs | None:
+        """The output in a call of the whole model; None where that brings nothing to read."""
+        mine = {name: given[name] for name in self._names if given.get(name) is not None}
+        return self(**mine) if self._names[0] in mine else None
+
 
 class _Configured:
     """What generate() is told by `config` and `generation_config`: those of the model that stands behind, as
@@ -104,12 +109,13 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
         self.training = False
         self.original, self.lowered = model, lowered
         self.parts, self._step = parts, step
-        self.stepper = Stepper(lowered, type(model).forward, model.config)
         encoder = (
             None
             if step.encoder is None
             else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
         )
+        whole = None if encoder is None else encoder.within
+        self.stepper = Stepper(lowered, type(model).forward, model.config, whole)
         self._shell = shell.kind_around(model, self.stepper, encoder)
         assert step.program.state is not None
         self._state = step.program.state
@@ -219,8 +225,9 @@ class OpenedGeneration(_Configured):
         encoder: tuple[str, ...],
     ) -> None:
         self.folder, self.plan, self.lowered = folder, plan, lowered
-        self.stepper = Stepper(lowered, kind.forward, configs[0])
         source = LoweredEncoder(lowered, encoder) if encoder else None
+        whole = None if source is None else source.within
+        self.stepper = Stepper(lowered, kind.forward, configs[0], whole)
         self._shell: HFModel = shell.empty(kind, *configs, self.stepper, source, _device_of(lowered))
 
     @property

@@ -258,3 +258,43 @@ def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:
     opened = effcompile.load(tmp_path / "out")
     how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     assert torch.equal(opened.generate(ids(2, 9), **how), model.generate(ids(2, 9), **how))
+
+
+def test_a_forward_with_what_the_encoder_reads() -> None:
+    """As Whisper's generate() calls it to find the language; behind a cache, too."""
+    model, executable = bare(captured("t5"))
+    given = {"input_ids": ids(2, 7), "attention_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2])}
+    wanted = model(**given, decoder_input_ids=ids(2, 3))
+    found = executable(**given, decoder_input_ids=ids(2, 3))
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2], wanted.encoder_last_hidden_state, rtol=1e-5, atol=1e-5)
+    more = [
+        one(**given, decoder_input_ids=ids(2, 1, seed=4), past_key_values=each.past_key_values).logits
+        for one, each in ((model, wanted), (executable, found))
+    ]
+    torch.testing.assert_close(*more, rtol=1e-5, atol=1e-5)
+    with pytest.raises(effcompile.EffcompileError, match="needs encoder_outputs"):
+        executable(decoder_input_ids=ids(2, 3))
+
+
+def test_whisper_finds_the_language_by_itself() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "vocab_size": 80, "max_source_positions": 1500, "pad_token_id": 0}
+    parts = {
+        f"{part}_{name}": value
+        for part in ("encoder", "decoder")
+        for name, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 48))
+    }
+    special = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = transformers.WhisperConfig(**sizes, **parts, **special)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    told = model.generation_config
+    told.update(
+        is_multilingual=True, no_timestamps_token_id=70, suppress_tokens=None, begin_suppress_tokens=None
+    )
+    told.lang_to_id = {"<|en|>": 60, "<|de|>": 61}
+    told.task_to_id = {"transcribe": 65, "translate": 66}
+    planned = model, bare((model, capture_step(model)), context=64)[1]
+    sound = torch.randn(2, 80, 3000)
+    for how in ({}, {"language": "de", "task": "translate"}):
+        same(planned, sound, max_new_tokens=12, do_sample=False, **how)
