@@ -12,7 +12,7 @@ from effcompile.machine.calibration import BackendPoints, Calibration, Measure, 
 from effcompile.machine.cold import reads_weights
 from effcompile.machine.hardware import DeviceRates
 from effcompile.machine.load import busy
-from effcompile.machine.target import KernelCall, Target, outlying
+from effcompile.machine.target import KernelCall, Target
 
 
 def this_machine(
@@ -119,6 +119,23 @@ def part_of(call: KernelCall) -> tuple[KernelCall, float]:
 def _times(seconds: float | None, times: float, overhead: float) -> float | None:
     """Of so many times the work; the launch is one."""
     return None if seconds is None else seconds * times - overhead * (times - 1)
+
+
+#: Times as long, or as short, as what its neighbour's time allows, that a time is not taken for true at once.
+_OUTLYING = 2.0
+
+
+def outlying(call: KernelCall, seconds: float, near: KernelCall, near_seconds: float) -> int:
+    """Whether a time contradicts that of a neighbour: 1 where it is too long, -1 too short, 0 where the two
+    agree. Time grows as the bytes, as the FLOPs, or between them.
+    """
+    ratios = [
+        1.0,
+        call.bytes / max(near.bytes, 1.0),
+        (call.flops or call.bytes) / max(near.flops or near.bytes, 1.0),
+    ]
+    least, most = near_seconds * min(ratios) / _OUTLYING, near_seconds * max(ratios) * _OUTLYING
+    return (seconds > most) - (seconds < least)
 
 
 #: The backend whose time of a kernel is that of this backend.

@@ -252,9 +252,7 @@ class Law:
         return self.overhead + max(seconds - self.overhead, 0.0) * _work(call) / max(_work(near), 1.0)
 
     def reaches(self, call: KernelCall) -> bool:
-        """Whether a measured shape is near enough to scale from: what a few elements take is the launch
-        alone, and says nothing of a million.
-        """
+        """Whether a measured shape is near enough to scale from: a few elements take the launch alone."""
         if not self.points:
             return False
         near = max(_work(KernelCall(call.kernel, self.nearest(call)[0])), 1.0)
@@ -263,23 +261,6 @@ class Law:
     def nearest(self, call: KernelCall) -> tuple[Dims, float]:
         """The measured shape that is nearest, and its seconds."""
         return min(self.points, key=lambda point: _log_distance(point[0], call.dims))
-
-
-#: Times as long, or as short, as what its neighbour's time allows, that a time is not taken for true at once.
-_OUTLYING = 2.0
-
-
-def outlying(call: KernelCall, seconds: float, near: KernelCall, near_seconds: float) -> int:
-    """Whether a time contradicts that of a neighbour: 1 where it is too long, -1 too short, 0 where the two
-    agree. Time grows as the bytes, as the FLOPs, or between them.
-    """
-    ratios = [
-        1.0,
-        call.bytes / max(near.bytes, 1.0),
-        (call.flops or call.bytes) / max(near.flops or near.bytes, 1.0),
-    ]
-    least, most = near_seconds * min(ratios) / _OUTLYING, near_seconds * max(ratios) * _OUTLYING
-    return (seconds > most) - (seconds < least)
 
 
 #: Times as much work, or as little, as a shape was measured at, that its time is still scaled to.

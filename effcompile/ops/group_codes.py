@@ -104,12 +104,12 @@ def _coder(weight: Tensor) -> Coder | None:
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.device.type == "cpu"
     if not plain or weight.dtype is not torch.float32 or not weight.is_contiguous():
         return None
-    found = coder()
+    found = kernels()
     return None if isinstance(found, str) else found
 
 
 @functools.cache
-def coder() -> Coder | str:
+def kernels() -> Coder | str:
     """The best kernel that this machine runs, or why there is none."""
     return best_of(Coder, integer_isas())
 

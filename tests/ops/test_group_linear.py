@@ -176,7 +176,7 @@ def coder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Codes of weights by the kernel of every instruction set, and by torch."""
     if request.param != "here":
         made = "asked for" if request.param == "by torch" else group_codes.Coder(request.param)
-        monkeypatch.setattr(group_codes, "coder", lambda: made)
+        monkeypatch.setattr(group_codes, "kernels", lambda: made)
     return str(request.param)
 
 

@@ -58,8 +58,7 @@ PASSES = ("rows", "quantize")
 CHUNK = 512
 #: Solves until the measured error and peak are within the limits.
 _ROUNDS = 4
-#: Half of it for gradients, which rows share: errors of whole plans were predicted within 7 % by one pass.
-_SENSITIVITY_SECONDS = 10.0
+_SENSITIVITY_SECONDS = 10.0  # half of it for gradients: by one pass a plan's error was predicted within 7 %
 #: Times the best predicted objective that is still built and timed: of two backends' predictions one was up
 #: to 1.2 times as far from what was measured as the other.
 SHORTLIST = 1.25

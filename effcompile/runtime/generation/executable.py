@@ -15,7 +15,7 @@ from transformers import modeling_outputs
 from effcompile.backends.base import Lowered
 from effcompile.capture.generation import GenerationStep
 from effcompile.core.errors import InputsError, UsageError
-from effcompile.core.types import HFClass, HFConfig, HFModel, Outputs
+from effcompile.core.types import HFClass, HFConfig, HFModel, Kwargs, Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.passes.speculate import drafts_in
@@ -57,7 +57,7 @@ class LoweredEncoder(nn.Module):
         flat = [given[name] for name in self._names]
         return modeling_outputs.BaseModelOutput(last_hidden_state=carried_out(self._step.encoder, flat)[0])
 
-    def within(self, given: Mapping[str, Any]) -> Outputs | None:
+    def within(self, given: Kwargs) -> Outputs | None:
         """The output in a call of the whole model; None where that brings nothing to read."""
         mine = {name: given[name] for name in self._names if given.get(name) is not None}
         return self(**mine) if self._names[0] in mine else None
@@ -234,7 +234,7 @@ class OpenedGeneration(_Configured):
     def _behind(self) -> HFModel:
         return self._shell
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         """What a larger model asks of the one that writes its drafts."""
         if "_shell" in self.__dict__ and shell.of_an_assistant(name):
             return getattr(self._shell, name)
