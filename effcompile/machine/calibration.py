@@ -44,7 +44,7 @@ Measure = Callable[[KernelCall], float | None]
 Progress = Callable[[str, int, int], None]
 
 #: Backend → raised whenever it runs a kernel in another way: what was measured before is of the old one.
-_LOWERING = {"torch-eager": "5", "torch-inductor": "4", "onnxruntime": "1"}
+_LOWERING = {"torch-eager": "6", "torch-inductor": "4", "onnxruntime": "2"}
 #: Backend → packages whose version its points depend on; every other backend runs on torch.
 _DEPENDS = {"onnxruntime": ("onnxruntime",), "openvino": ("openvino",)}
 
@@ -88,6 +88,17 @@ class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.absent.setdefault(call.kernel, []).append(call.dims)
         else:
             self.points.setdefault(call.kernel, []).append((call.dims, seconds))
+
+    def amend(self, call: KernelCall, seconds: float) -> None:
+        """Put another time in the place of one that was measured."""
+        timed = self.points[call.kernel]
+        timed[[dims for dims, _ in timed].index(call.dims)] = (call.dims, seconds)
+
+    def neighbour(self, call: KernelCall) -> tuple[KernelCall, float] | None:
+        """The nearest of the same kernel that was measured, at another shape, and its seconds."""
+        others = [point for point in self.points.get(call.kernel, ()) if point[0] != call.dims]
+        found = Law(points=tuple(others)).nearest(call) if others else None
+        return None if found is None else (KernelCall(call.kernel, found[0]), found[1])
 
     def law(self, kernel: str) -> Law | None:
         points = self.points.get(kernel)

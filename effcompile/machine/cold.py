@@ -15,10 +15,13 @@ from effcompile.machine.target import KernelCall
 
 #: Rows up to which the weight is most of what is read.
 FEW_ROWS = 16
+#: Rows from which on a product takes some 50 times as long as reading its weight from memory does: there is
+#: no need of copies that no cache holds.
+MANY_ROWS = 256
 #: Weights below which a whole model may stay in a cache.
 _LEAST = 1 << 18
 #: Bytes that are read in a row, and copies of one linear at the most.
-_ENOUGH, _MOST_COPIES = 12 << 20, 12
+_ENOUGH, _MOST_COPIES = 12 << 20, 24
 #: Bytes that are more than the last-level caches that we saw.
 _BYTES = 1 << 27
 

@@ -121,6 +121,23 @@ def _times(seconds: float | None, times: float, overhead: float) -> float | None
     return None if seconds is None else seconds * times - overhead * (times - 1)
 
 
+#: Times as long, or as short, as what its neighbour's time allows, that a time is not taken for true at once.
+_OUTLYING = 2.0
+
+
+def outlying(call: KernelCall, seconds: float, near: KernelCall, near_seconds: float) -> int:
+    """Whether a time contradicts that of a neighbour: 1 where it is too long, -1 too short, 0 where the two
+    agree. Time grows as the bytes, as the FLOPs, or between them.
+    """
+    ratios = [
+        1.0,
+        call.bytes / max(near.bytes, 1.0),
+        (call.flops or call.bytes) / max(near.flops or near.bytes, 1.0),
+    ]
+    least, most = near_seconds * min(ratios) / _OUTLYING, near_seconds * max(ratios) * _OUTLYING
+    return (seconds > most) - (seconds < least)
+
+
 #: The backend whose time of a kernel is that of this backend.
 PricedAs = Callable[[str, KernelCall], str]
 
@@ -139,6 +156,8 @@ class _Prober:
         self.priced_as, self.looked = priced_as, -_LOOK_AGAIN
         # each its own: the first would leave the others to their laws, and be compared with those
         self.left = dict.fromkeys(measures, budget_seconds)
+        # those that were taken twice
+        self.confirmed = set[KernelCall]()
 
     def _busy(self) -> str:
         """Whether others use the machine now, looked at every few seconds."""
@@ -167,11 +186,30 @@ class _Prober:
             points = self.calibration.backends[backend] = BackendPoints(versions=versions_of(backend))
         points.busy = points.busy or self._busy()
         start = perf_counter()
-        part, times = part_of(call) if self.calibration.device is None else (call, 1.0)
-        seconds = measured(points, lambda _: _times(measure(part), times, points.overhead), call)
+        seconds = self._agreed(points, measure, call)
         self.left[backend] -= perf_counter() - start
         points.record(call, seconds)
         self.calibration.dirty = True
+        return seconds
+
+    def _timed(self, points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
+        part, times = part_of(call) if self.calibration.device is None else (call, 1.0)
+        return measured(points, lambda _: _times(measure(part), times, points.overhead), call)
+
+    def _agreed(self, points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
+        """Seconds of a call, which are kept for good: where they contradict those of the nearest one, the
+        longer of the two are taken once more, and the shorter kept, as noise only adds.
+        """
+        seconds, near = self._timed(points, measure, call), points.neighbour(call)
+        if seconds is None or near is None:
+            return seconds
+        side = outlying(call, seconds, *near)
+        if side > 0:
+            return min(seconds, self._timed(points, measure, call) or seconds)
+        if side < 0 and near[0] not in self.confirmed:
+            self.confirmed.add(near[0])
+            if (again := self._timed(points, measure, near[0])) is not None and again < near[1]:
+                points.amend(near[0], again)
         return seconds
 
     def failure(self, backend: str, call: KernelCall) -> str | None:

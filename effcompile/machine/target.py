@@ -247,20 +247,19 @@ class Law:
         for dims, seconds in self.points:
             if dims == call.dims:
                 return seconds
-        dims, seconds = self._nearest(call)
+        dims, seconds = self.nearest(call)
         near = KernelCall(call.kernel, dims)
         return self.overhead + max(seconds - self.overhead, 0.0) * _work(call) / max(_work(near), 1.0)
 
     def reaches(self, call: KernelCall) -> bool:
-        """Whether a measured shape is near enough to scale from: what a few elements take is the launch
-        alone, and says nothing of a million.
-        """
+        """Whether a measured shape is near enough to scale from: a few elements take the launch alone."""
         if not self.points:
             return False
-        near = max(_work(KernelCall(call.kernel, self._nearest(call)[0])), 1.0)
+        near = max(_work(KernelCall(call.kernel, self.nearest(call)[0])), 1.0)
         return 1 / _REACH <= max(_work(call), 1.0) / near <= _REACH
 
-    def _nearest(self, call: KernelCall) -> tuple[Dims, float]:
+    def nearest(self, call: KernelCall) -> tuple[Dims, float]:
+        """The measured shape that is nearest, and its seconds."""
         return min(self.points, key=lambda point: _log_distance(point[0], call.dims))
 
 

@@ -34,10 +34,10 @@ def libraries(*, exact: bool) -> list[Library]:
         names = ["int8_linear.cpp", *["int8_mlp.cpp"] * int8_mlp.has_kernel(isa)]
         found = [*((SOURCES / name, int8_native.macros(isa), isa) for name in names), *found]
     found += [(SOURCES / "attention_tiles.cpp", {}, isa) for isa in bf16_isas()[:1]]
-    return [
-        *found,
-        *((SOURCES / "group_linear.cpp", group_native.macros(isa), isa) for isa in integer_isas()[:1]),
-    ]
+    for isa in integer_isas()[:1]:
+        found.append((SOURCES / "group_linear.cpp", group_native.macros(isa), isa))
+        found.append((SOURCES / "group_codes.cpp", {"WIDTH": WORDS[isa]}, isa))
+    return found
 
 
 @functools.cache

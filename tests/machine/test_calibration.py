@@ -421,3 +421,64 @@ def test_calibration_round_trips_through_json(calibrated):
 
     found, _ = calibrated
     assert msgspec.json.decode(msgspec.json.encode(found), type=Calibration) == found
+
+
+class Noisy(Fake):
+    """The same, where a machine was busy: `late` times as long at the first time a call is asked for."""
+
+    def __init__(self, late):
+        super().__init__()
+        self.late = dict(late)
+
+    def __call__(self, call):
+        return super().__call__(call) * self.late.pop(call, 1.0)
+
+
+def _asked_in_turn(late, calls):
+    """What is kept of calls that were timed one after the other, with nothing known before."""
+    noisy, found = Noisy(late), calibrate({}, quick=True)
+    target = this_machine(found, {"torch": noisy})
+    told = [target.price("torch", call)[0] for call in calls]
+    return noisy, told, dict(found.backends["torch"].points["linear/fp32"])
+
+
+SMALL, LARGE = KernelCall("linear/fp32", (64, 512, 512)), KernelCall("linear/fp32", (64, 512, 2048))
+
+
+def test_a_time_that_contradicts_its_neighbour_is_taken_again():
+    noisy, told, kept = _asked_in_turn({LARGE: 9.0}, [SMALL, LARGE])
+    assert noisy.asked == [SMALL, LARGE, LARGE]
+    assert told == [roofline(SMALL), roofline(LARGE)] and kept[LARGE.dims] == roofline(LARGE)
+
+
+def test_a_neighbour_that_is_contradicted_is_taken_again_once():
+    calls = [LARGE, SMALL, KernelCall("linear/fp32", (64, 512, 1024))]
+    noisy, told, kept = _asked_in_turn({LARGE: 99.0}, calls)
+    assert noisy.asked == [LARGE, SMALL, LARGE, calls[2]]
+    assert told[1:] == [roofline(call) for call in calls[1:]] and kept[LARGE.dims] == roofline(LARGE)
+
+
+def test_what_stays_long_is_believed():
+    """A kernel that has none of the neighbour's tricks at this shape."""
+    noisy, found = Fake(factor=9.0), calibrate({}, quick=True)
+    target = this_machine(found, {"torch": Fake()})
+    target.price("torch", SMALL)
+    slow = this_machine(found, {"torch": noisy})
+    assert slow.price("torch", LARGE)[0] == 9.0 * roofline(LARGE)
+    assert noisy.asked == [LARGE, LARGE]
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(1, 4096)] * 3), min_size=2, max_size=6, unique=True),
+    st.sampled_from(["linear/fp32", "linear/int8_token", "matmul/fp32"]),
+)
+def test_times_that_agree_are_taken_once(shapes, kernel):
+    """Of whatever grows with bytes or with FLOPs."""
+    fake, more = Fake(), (7,) if kernel.startswith("matmul") else ()
+    found = Calibration(
+        machine=module.this_hardware(), date="", memory_bandwidth=BANDWIDTH, peak_flops={"fp32": RATE}
+    )
+    target = this_machine(found, {"torch": fake})
+    for shape in shapes:
+        target.price("torch", KernelCall(kernel, (*more, *shape)))
+    assert len(fake.asked) == len(shapes)

@@ -97,6 +97,12 @@ def _few_rows(a: Sequence[int]) -> Pointers:
     return {0: _rows(m, a[1], k), 4: (_IN, 4 * n * k), 5: (_IN, 4 * n), 7: (_OUT, 4 * m * n)}
 
 
+def _group_codes(a: Sequence[int]) -> Pointers:
+    n, k = a[1], a[2]
+    scales = (_OUT, 2 * n * _up(k, 32))
+    return {0: (_IN, 4 * n * k), 4: (_OUT, n * k), 5: scales, 6: (_OUT, 4 * n * k)}
+
+
 def _read(address: int, count: int) -> list[int]:
     return list((ctypes.c_int64 * count).from_address(address))
 
@@ -192,6 +198,7 @@ POINTERS: dict[str, Of] = {
     "int8_linear": _int8_linear,
     "int8_linear_narrow": lambda a: _int8_linear(a, 2),
     "group_linear": _group_linear,
+    "group_codes": _group_codes,
     "int8_sparse": _int8_sparse,
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,

@@ -11,9 +11,18 @@ import pytest
 
 from effcompile.core.errors import LoweringError
 from effcompile.machine import native
-from effcompile.ops import ahead, bf16_attention, few_rows, group_native, int8_mlp, int8_native, rows_native
+from effcompile.ops import (
+    ahead,
+    bf16_attention,
+    few_rows,
+    group_codes,
+    group_native,
+    int8_mlp,
+    int8_native,
+    rows_native,
+)
 
-KERNELS = (rows_native, few_rows, int8_native, int8_mlp, group_native, bf16_attention)
+KERNELS = (rows_native, few_rows, int8_native, int8_mlp, group_native, group_codes, bf16_attention)
 
 
 def test_it_is_what_the_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,11 @@ INTEGERS = ("neon", "neon_dotprod", "neon_i8mm")
 #: Which are of AMX alone.
 OF_X86 = {"attention_backward_tiles", "attention_tiles", "group_tiles", "int8_mlp"}
 #: Compiled for each set of integers.
-CHOSEN = {"int8_linear", "group_linear", "int8_sparse", "rows", "few_rows", "cached_attention"}
+CHOSEN = {"int8_linear", "group_linear", "group_codes", "int8_sparse", "rows", "few_rows", "cached_attention"}
 MODULES = (
     int8_native,
     group_native,
+    group_codes,
     int8_sparse,
     rows_native,
     cached_attention,
@@ -87,9 +88,7 @@ def of_integers(name: str, isa: str) -> dict[str, int]:
 
 @needs_compiler
 @pytest.mark.parametrize("isa", INTEGERS)
-@pytest.mark.parametrize(
-    "name", ["int8_linear", "group_linear", "int8_sparse", "rows", "few_rows", "cached_attention"]
-)
+@pytest.mark.parametrize("name", sorted(CHOSEN))
 def test_what_is_chosen_by_its_integers_compiles(compiler: None, name: str, isa: str) -> None:
     assert native.compiled(native.SOURCES / f"{name}.cpp", of_integers(name, isa), isa).exists()
 
@@ -205,6 +204,10 @@ class TestIntegers:
                 x[0, 0], x[1, -1] = torch.nan, -torch.inf
             right = group_codes.linear_by_torch(x, packed, n, None, "none")
             same(kernels.linear(x, packed, n, None, "none"), right)
+
+    def test_codes_of_weights(self, isa: str, arm: None) -> None:
+        """Against torch's, rests of groups, zeros and what is no number, too."""
+        assert group_codes.Coder(isa).objection() is None
 
     def test_sparse(self, isa: str, arm: None) -> None:
         kernels = int8_sparse.SparseByteKernels(isa)

@@ -171,8 +171,42 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, bits: int) -> None:
     torch.testing.assert_close(found[rest], by_numpy(x[rest], codes, scales) + bias, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(params=["here", *instructions.integer_isas(), "by torch"])
+def coder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Codes of weights by the kernel of every instruction set, and by torch."""
+    if request.param != "here":
+        made = "asked for" if request.param == "by torch" else group_codes.Coder(request.param)
+        monkeypatch.setattr(group_codes, "kernels", lambda: made)
+    return str(request.param)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 40), k=st.integers(1, 130), bits=st.sampled_from(BITS), seed=st.integers(0, 99))
+def test_compiled_codes_leave_as_little_as_torchs(n: int, k: int, bits: int, seed: int) -> None:
+    """Where two scales leave as good as the same, either is right."""
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+    whole = torch.nn.functional.pad(weight, (0, -k % 32)).double().view(n, -1, 32)
+    left = []
+    for codes, scales in (group_codes.quantize(weight, bits), group_codes.quantize_by_torch(weight, bits)):
+        assert codes.shape == (n, k) and scales.dtype is torch.bfloat16 and bool((scales != 0).all())
+        stood = (
+            torch.nn.functional.pad(codes, (0, -k % 32)).double().view(n, -1, 32) * scales.double()[..., None]
+        )
+        left.append((stood - whole).square().sum(2))
+    torch.testing.assert_close(*left, rtol=1e-5, atol=0)
+
+
+def test_what_the_coder_does_not_take_is_torchs() -> None:
+    wide = torch.randn(12, 96)
+    for weight in (wide.t(), wide[:, ::2], wide.bfloat16(), wide.double()):
+        codes, scales = group_codes.quantize(weight, 8)
+        right = group_codes.quantize_by_torch(weight, 8)
+        assert torch.equal(codes, right[0]) and torch.equal(scales, right[1])
+        assert group_codes.rounded(weight, 8).dtype is weight.dtype
+
+
 @pytest.mark.parametrize("bits", BITS)
-def test_a_weight_is_rounded_to_its_codes(bits: int) -> None:
+def test_a_weight_is_rounded_to_its_codes(bits: int, coder: str) -> None:
     """Against a loop over groups; zeros and what is not finite, too."""
     weight = torch.randn(7, 70) * torch.logspace(-5, 5, 70)
     weight[2, 32:64], weight[3, 5], weight[4, 69] = 0.0, torch.nan, torch.inf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.packing import packs
+from effcompile.backends.torch.regions import FEW
 from effcompile.core.errors import LoweringError
 from effcompile.core.types import Forward
 from effcompile.ir.formats import (
@@ -26,11 +27,12 @@ from effcompile.ir.formats import (
 from effcompile.machine import huge_pages
 from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import Dims
-from effcompile.ops import few_rows, group_codes, int8_sparse
+from effcompile.ops import few_rows, group_codes, int8_sparse, row_program
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
+from effcompile.ops.row_program import BYTES, GROUPS, WIDE, RowProgram, RowStep
 from effcompile.ops.sparse_codes import SparseCodes
 from effcompile.sparse.pattern import BlockPattern
 
@@ -66,6 +68,8 @@ def linears(held: WeightFormat, dims: Dims, engine: str, count: int) -> list[Bod
     if numerics.why_not(held, m, k, n) is not None or (engine == "stock" and held != FP32):
         return []
     drawn = _Drawn(m, k, n)
+    if held == FP32 and engine == "eager" and m <= few_rows.ROWS and not drawn.x.is_cuda:
+        return _few_float(drawn, count)
     first = _linear(held, drawn, engine)
     copied = (
         first.copy() if isinstance(first, _OnWeights) else _linear(held, drawn, engine)
@@ -74,6 +78,33 @@ def linears(held: WeightFormat, dims: Dims, engine: str, count: int) -> list[Bod
     made = [first, *copied]
     huge_pages.move(weight for body in made if isinstance(body, _OnWeights) for weight in body.weights)
     return made
+
+
+def _few_float(drawn: _Drawn, count: int) -> list[Body | None]:
+    """As a step of a generation has them: side by side, in large pages (runtime/generation/steps.py). In
+    small ones, each in its own, they took 1.4 to 1.7 times as long (512 columns).
+    """
+    weights = drawn.weight.expand(count, -1, -1).contiguous()
+    huge_pages.collapse([weights])
+    return [_OnWeights(functools.partial(few_rows.linear, drawn.x), (own, drawn.bias)) for own in weights]
+
+
+def in_region(held: WeightFormat, dims: Dims, made: Sequence[Body]) -> Body | None:
+    """Linears of few rows as a region does them, all in one call (regions.py); None where it does not: a call
+    of each took 12 to 20 us from Python, which is as long as reading a weight of 512 x 512 in bytes.
+    """
+    m, k, n = dims
+    kind = GROUPS if held.activation == "int8 groups" else {FP32: WIDE, INT8_TOKEN: BYTES}.get(held)
+    on_weights = [body for body in made if isinstance(body, _OnWeights)]
+    if kind is None or m > FEW or len(on_weights) < len(made) or not row_program.available():
+        return None
+    steps = [
+        # the weight, its scales or None, the bias
+        RowStep(kind=kind, a=0, out=at, k=k, n=n, constants=(weight, *(scales or (None,)), bias))
+        for at, (weight, *scales, bias) in enumerate((body.weights for body in on_weights), start=1)
+    ]
+    program = RowProgram(steps, 1, [k, *[n] * len(steps)], range(1, len(steps) + 1))
+    return functools.partial(program, torch.randn(1, m, k))
 
 
 def _linear(held: WeightFormat, drawn: _Drawn, engine: str) -> Body | None:

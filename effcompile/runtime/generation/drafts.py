@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
+from effcompile.core.errors import GuardError
 from effcompile.core.types import HFConfig, Kwargs
 
 #: Arguments of generate() that say how to speculate, that only what runs without drafts takes, or that are
@@ -30,8 +31,19 @@ def with_drafts(drafts: int, config: HFConfig, args: Sequence[object], kwargs: M
     row and with a growing cache, and says nothing of it itself.
 
     `config`: what generate() goes by where the call says nothing.
+
+    Raises:
+        GuardError: drafts by the model's first layers, as which generate() marks the model for a while.
     """
     given = dict(kwargs)
+    said = given.get("generation_config") or config
+    if given.get("assistant_early_exit") or getattr(said, "assistant_early_exit", None):
+        raise GuardError(
+            "assistant_early_exit drafts by the model's first layers alone, and a planned step runs all of "
+            "them. Leave it out; assistant_model, prompt_lookup_num_tokens or a plan with `--pass speculate` "
+            "draft here.",
+            place="inputs['assistant_early_exit']",
+        )
     row = next(
         (value for value in (*args[:1], given.get("input_ids"), given.get("inputs")) if value is not None),
         None,

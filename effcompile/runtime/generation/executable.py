@@ -15,7 +15,7 @@ from transformers import modeling_outputs
 from effcompile.backends.base import Lowered
 from effcompile.capture.generation import GenerationStep
 from effcompile.core.errors import InputsError, UsageError
-from effcompile.core.types import HFClass, HFConfig, HFModel, Outputs
+from effcompile.core.types import HFClass, HFConfig, HFModel, Kwargs, Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.passes.speculate import drafts_in
@@ -56,6 +56,11 @@ class LoweredEncoder(nn.Module):
         self._step.check_indices(given)
         flat = [given[name] for name in self._names]
         return modeling_outputs.BaseModelOutput(last_hidden_state=carried_out(self._step.encoder, flat)[0])
+
+    def within(self, given: Kwargs) -> Outputs | None:
+        """The output in a call of the whole model; None where that brings nothing to read."""
+        mine = {name: given[name] for name in self._names if given.get(name) is not None}
+        return self(**mine) if self._names[0] in mine else None
 
 
 class _Configured:
@@ -104,12 +109,13 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
         self.training = False
         self.original, self.lowered = model, lowered
         self.parts, self._step = parts, step
-        self.stepper = Stepper(lowered, type(model).forward, model.config)
         encoder = (
             None
             if step.encoder is None
             else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
         )
+        whole = None if encoder is None else encoder.within
+        self.stepper = Stepper(lowered, type(model).forward, model.config, whole)
         self._shell = shell.kind_around(model, self.stepper, encoder)
         assert step.program.state is not None
         self._state = step.program.state
@@ -150,6 +156,13 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
     @property
     def _behind(self) -> HFModel:
         return self.original
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has beside; of its private methods those that generate() has."""
+        original = self.__dict__.get("_modules", {}).get("original")
+        if name.startswith("_") and original is not None and shell.of_an_assistant(name):
+            return getattr(original, name)
+        return super().__getattr__(name)
 
     def unplanned(self) -> nn.Module:
         """The model itself."""
@@ -212,13 +225,20 @@ class OpenedGeneration(_Configured):
         encoder: tuple[str, ...],
     ) -> None:
         self.folder, self.plan, self.lowered = folder, plan, lowered
-        self.stepper = Stepper(lowered, kind.forward, configs[0])
         source = LoweredEncoder(lowered, encoder) if encoder else None
+        whole = None if source is None else source.within
+        self.stepper = Stepper(lowered, kind.forward, configs[0], whole)
         self._shell: HFModel = shell.empty(kind, *configs, self.stepper, source, _device_of(lowered))
 
     @property
     def _behind(self) -> HFModel:
         return self._shell
+
+    def __getattr__(self, name: str) -> object:
+        """What a larger model asks of the one that writes its drafts."""
+        if "_shell" in self.__dict__ and shell.of_an_assistant(name):
+            return getattr(self._shell, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return _again, (

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.generation.utils import GenerationMixin
 
 from effcompile.core.types import HFClass, HFModel, Outputs
 
@@ -32,6 +33,11 @@ def around(model: HFModel, kind: HFClass) -> HFModel:
     made.__dict__ = {**model.__dict__, **_without_hooks()}
     made.__dict__.pop("forward", None)
     return made
+
+
+def of_an_assistant(name: str) -> bool:
+    """Whether a larger model's generate() asks for it that lets this one write its drafts."""
+    return name in ("device", "dtype") or (not name.startswith("__") and hasattr(GenerationMixin, name))
 
 
 def _without_hooks() -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +23,19 @@ _WHOLE = (torch.int64, torch.int32)
 
 
 class Stepper:
-    """Calls of a Hugging Face forward, answered by a lowered step."""
+    """Calls of a Hugging Face forward, answered by a lowered step.
 
-    def __init__(self, step: LoweredStep, forward: Forward, config: Any) -> None:
-        self.step, self.config = step, config
+    `encoder`: gives the encoder's output of a call that brings what it reads in the place of it.
+    """
+
+    def __init__(
+        self,
+        step: LoweredStep,
+        forward: Forward,
+        config: Any,
+        encoder: Callable[[Kwargs], Outputs | None] | None = None,
+    ) -> None:
+        self.step, self.config, self._encoder = step, config, encoder
         self._parameters = list(inspect.signature(forward).parameters)[1:]
         taken = {step.boundary.tokens, step.boundary.mask, step.boundary.positions}
         self._known = (
@@ -42,6 +52,8 @@ class Stepper:
         cache = new_cache_of(self.config) if cache is None else cache
         check_cache(cache, self.step.layout)
         encoded = given.get("encoder_outputs")
+        if encoded is None and self._encoder is not None:
+            encoded = self._encoder(given)
         hidden = None if encoded is None else encoded[0]
         rows, order = _rows(given.get("logits_to_keep"), tokens)
         logits = self.step(self._inputs(given, tokens, cache, hidden, rows), cache, hidden)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from effcompile.backends.onnxruntime import OnnxRuntime, kernels
+from effcompile.backends.torch import measure
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 
@@ -54,3 +55,21 @@ def test_large_weights_are_mapped_from_a_file_and_not_held_by_the_model(monkeypa
     model, weights = seen
     assert model < 400 << 10
     assert weights >= 3 * 4 * 1024 * 4096  # copies that together exceed the caches
+
+
+@pytest.mark.parametrize(
+    ("kernel", "more"), [("fp32", ()), ("int8_channel", ()), ("w8", (32,)), ("w4", (32,))]
+)
+def test_no_two_weights_are_equal(kernel, more):
+    """ONNX Runtime holds equal ones once: their time was that of reading a cache."""
+    model, _, copies = kernels._BUILDERS[f"linear/{kernel}"]((1, 512, 512, *more))
+    large = [tensor.raw_data for tensor in model.graph.initializer if len(tensor.raw_data) >= 1 << 16]
+    assert copies > 1 and len(large) == len(set(large)) >= copies
+
+
+@pytest.mark.parametrize(("rows", "several"), [(255, True), (256, False)])
+def test_products_of_many_rows_need_no_copies(rows, several):
+    """They take far longer than reading a weight."""
+    _, _, copies = kernels._BUILDERS["linear/fp32"]((rows, 128, 128))
+    call = KernelCall("linear/fp32", (rows, 128, 128))
+    assert (copies > 1) is several and (measure.copies(call) > 1) is several

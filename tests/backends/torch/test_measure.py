@@ -18,6 +18,7 @@ from effcompile.ir.formats import TABLE_INT8_GROUPS
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 from effcompile.ops import bf16_attention, row_program, rows_native
+from effcompile.ops.group_linear import group_linear
 from effcompile.ops.torch_attention import runs_in
 
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}
@@ -110,6 +111,33 @@ def test_copies_have_weights_of_their_own_and_the_same_product(name: str) -> Non
         assert torch.equal(other(), wanted)
         pointers = [{w.data_ptr() for w in each.weights} for each in (first, other)]
         assert not pointers[0] & pointers[1]
+
+
+@pytest.mark.skipif(not row_program.available(), reason="no kernels are compiled here")
+@pytest.mark.parametrize("name", ["fp32", "int8_token", "int8_groups", "int4_groups"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_are_timed_as_one_call_that_makes_all_products(name: str, rows: int) -> None:
+    """Each on the weight of its own: x is drawn anew, so the products are those of the call's x."""
+    held, dims = form(name).weights, (rows, 96, 64)
+    made = measure_linears.linears(held, dims, "eager", 3)
+    for at, body in enumerate(made):  # so that no two are alike
+        if name == "fp32":
+            body.weights[0].mul_(at + 1)
+    call = measure_linears.in_region(held, dims, made)
+    products = call()
+    (x,) = call.args
+    assert len(products) == 3 and all(each.shape == (1, rows, 64) for each in products)
+    for product, body in zip(products, made, strict=True):
+        alone = body.product.func(x, *body.weights) if name in ("fp32", "int8_token") else None
+        wanted = group_linear(x, body.weights[0], 64, body.weights[1]) if alone is None else alone
+        torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_no_region_does_is_called_one_by_one() -> None:
+    for name, rows in (("int8_token", 9), ("bf16", 1)):
+        held = form(name).weights
+        made = measure_linears.linears(held, (rows, 64, 64), "eager", 2)
+        assert measure_linears.in_region(held, (rows, 64, 64), made) is None
 
 
 def test_a_table_in_groups_has_any_width() -> None:

@@ -161,6 +161,10 @@ REFUSED: dict[str, tuple[Callable[[Planned], object], str]] = {
         lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="offloaded"),
         "offloading",
     ),
+    "first layers": (
+        lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, assistant_early_exit=1),
+        "runs all of them",
+    ),
     "mask": (
         lambda p: p[1](ids(1, 3), attention_mask=torch.ones(1, 5, dtype=torch.int64)),
         "attention_mask is",
@@ -187,6 +191,39 @@ def test_huggingfaces_pipeline_takes_it_for_the_model(llama: Planned) -> None:
         for each in (model, executable)
     )
     assert found == wanted
+
+
+@pytest.mark.parametrize("as_opened", [False, True])
+def test_a_planned_model_writes_the_drafts_of_another(
+    planned: Planned, as_opened: bool, tmp_path: Path
+) -> None:
+    """Of one that is planned, and of one that is not: the text is that of the larger model."""
+    model, executable = planned
+    drafting: Any = executable
+    if as_opened:
+        executable.save(tmp_path / "drafting")
+        drafting = effcompile.load(tmp_path / "drafting")
+    called: list[int] = []
+    asked, how = drafting.generate, {"max_new_tokens": 24, "do_sample": False}
+    drafting.generate = lambda *args, **kwargs: called.append(1) or asked(*args, **kwargs)
+    try:
+        wanted = model.generate(ids(1, 9), **how)
+        for larger in (model, executable) if as_opened else (model,):
+            assert torch.equal(larger.generate(ids(1, 9), **how, assistant_model=drafting), wanted)
+    finally:
+        del drafting.generate
+    assert called
+
+
+def test_a_refused_call_leaves_the_model_as_it_was(llama: Planned) -> None:
+    """generate() marks it as having fewer layers while those draft."""
+    model, executable = llama
+    before = model.config.to_dict()
+    for how in ({"assistant_early_exit": 1}, {"output_attentions": True, "return_dict_in_generate": True}):
+        with pytest.raises(effcompile.EffcompileError):
+            executable.generate(ids(1, 9), max_new_tokens=4, **how)
+    assert model.config.to_dict() == before
+    same(llama, ids(1, 9), max_new_tokens=4, do_sample=False)
 
 
 def test_a_changed_model_is_refused() -> None:
@@ -221,3 +258,43 @@ def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:
     opened = effcompile.load(tmp_path / "out")
     how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     assert torch.equal(opened.generate(ids(2, 9), **how), model.generate(ids(2, 9), **how))
+
+
+def test_a_forward_with_what_the_encoder_reads() -> None:
+    """As Whisper's generate() calls it to find the language; behind a cache, too."""
+    model, executable = bare(captured("t5"))
+    given = {"input_ids": ids(2, 7), "attention_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2])}
+    wanted = model(**given, decoder_input_ids=ids(2, 3))
+    found = executable(**given, decoder_input_ids=ids(2, 3))
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2], wanted.encoder_last_hidden_state, rtol=1e-5, atol=1e-5)
+    more = [
+        one(**given, decoder_input_ids=ids(2, 1, seed=4), past_key_values=each.past_key_values).logits
+        for one, each in ((model, wanted), (executable, found))
+    ]
+    torch.testing.assert_close(*more, rtol=1e-5, atol=1e-5)
+    with pytest.raises(effcompile.EffcompileError, match="needs encoder_outputs"):
+        executable(decoder_input_ids=ids(2, 3))
+
+
+def test_whisper_finds_the_language_by_itself() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "vocab_size": 80, "max_source_positions": 1500, "pad_token_id": 0}
+    parts = {
+        f"{part}_{name}": value
+        for part in ("encoder", "decoder")
+        for name, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 48))
+    }
+    special = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = transformers.WhisperConfig(**sizes, **parts, **special)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    told = model.generation_config
+    told.update(
+        is_multilingual=True, no_timestamps_token_id=70, suppress_tokens=None, begin_suppress_tokens=None
+    )
+    told.lang_to_id = {"<|en|>": 60, "<|de|>": 61}
+    told.task_to_id = {"transcribe": 65, "translate": 66}
+    planned = model, bare((model, capture_step(model)), context=64)[1]
+    sound = torch.randn(2, 80, 3000)
+    for how in ({}, {"language": "de", "task": "translate"}):
+        same(planned, sound, max_new_tokens=12, do_sample=False, **how)
