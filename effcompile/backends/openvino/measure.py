@@ -6,7 +6,7 @@ then shared among them as in a real model, and constants do not stay in the cach
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from effcompile.machine.target import Dims, KernelCall
 #: A table for timing lookups: larger than a vocabulary's cached part, small enough to allocate at once.
 _TABLE_ROWS = 30_000
 
+#: The shape of a linear that something is fused into.
+_COLUMNS, _NARROW = 1024, 64
 _MOST_COPIES = 8
 _COPIES_BYTES = 64 * 2**20  # of inputs, constants and outputs together
 
@@ -181,6 +183,15 @@ def _unary(name: str, *args: object) -> Callable[[Dims], Made]:
     return make
 
 
+def _behind_a_linear(dims: Dims, *, name: str, args: Sequence[object] = ()) -> Made:
+    """A function of what a narrow linear gives, fused into it; the linear alone without a name."""
+    from openvino import opset13 as ops
+
+    columns = min(_COLUMNS, dims[0])
+    output, parameters, values = _linear((max(1, dims[0] // columns), _NARROW, columns))
+    return (getattr(ops, name)(output, *args) if name else output), parameters, values
+
+
 def _pointwise(dims: Dims) -> Made:
     from openvino import opset13 as ops
 
@@ -223,15 +234,18 @@ KERNELS: dict[str, Callable[[Dims], Made]] = {
     "attention/sdpa_int8": partial(_made_by_linears, attended=True),
     "norm/layer": _layer_norm,
     "add_norm/split": _add_norm,
-    "gelu/erf": _unary("gelu", "erf"),
-    "gelu/tanh": _unary("gelu", "tanh"),
+    "gelu/erf": partial(_behind_a_linear, name="gelu", args=("erf",)),
+    "gelu/tanh": partial(_behind_a_linear, name="gelu", args=("tanh",)),
     "embedding/fp32": _embedding,
     "embedding/int8_rows": _embedding_int8,
     "pointwise/fp32": _pointwise,
     "softmax/fp32": _unary("softmax", -1),
 }
 #: What is timed beside a kernel, and taken from it: linears in int8 write q and k in 8 bits as cheaply as in
-#: 32, while a kernel alone would first round them.
+#: 32, while a kernel alone would first round them; GELU is a part of the linear before it, while alone it
+#: reads and writes memory.
 WITHOUT: dict[str, Callable[[Dims], Made]] = {
-    "attention/sdpa_int8": partial(_made_by_linears, attended=False)
+    "attention/sdpa_int8": partial(_made_by_linears, attended=False),
+    "gelu/erf": partial(_behind_a_linear, name=""),
+    "gelu/tanh": partial(_behind_a_linear, name=""),
 }
