@@ -87,7 +87,7 @@ class Checklist:
         try:
             seen = self._stamp()
             if seen is None or seen != self._seen:
-                if not self._tables_hold():
+                if not self._all_hold():
                     return False
                 self._seen = seen
             elif not self._others_hold():
@@ -116,7 +116,7 @@ class Checklist:
             and list(map(len, self._other_sized)) == self._other_sizes
         )
 
-    def _tables_hold(self) -> bool:
+    def _all_hold(self) -> bool:
         return (
             all(map(is_, chain.from_iterable(map(call, self._getters, self._sources)), self._values))
             and list(map(len, self.sized)) == self._sizes

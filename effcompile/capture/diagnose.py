@@ -106,14 +106,9 @@ def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
     head = f"{type(error).__name__}: {error}"
     place = place_of(error, model)
     takes = _takes_gradient(model) if re.search(_GRADIENT.pattern, head) else None
-    known: _Known | None
-    if takes is not None:
-        known, place = _GRADIENT, takes
-    else:
-        known = next(
-            (k for k in _KNOWN if re.search(k.pattern, f"{head}\n{place.partition(' (')[2]}", re.IGNORECASE)),
-            None,
-        )
+    told = f"{head}\n{place.partition(' (')[2]}"
+    matching = (each for each in _KNOWN if re.search(each.pattern, told, re.IGNORECASE))
+    known, place = (_GRADIENT, takes) if takes else (next(matching, None), place)
     construct = known.construct if known else "a construct that torch.export does not take"
     fix = known.fix if known else "run torch.export.draft_export on the model for torch's own full report"
     return CaptureError(

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -240,9 +241,9 @@ def rehearsed(
             )
             learned = constraints.with_errors_scaled(scale, note)
         else:
-            rounded = emulated(shop.program, rehearsal, _rounding(plan), shop.cases, shop.goal)
+            rounds = partial(emulated, shop.program, rehearsal, _rounding(plan), shop.cases, shop.goal)
             constraints = replace(constraints, round=turn)
-            learned = corrected(constraints, plan, error, shop.goal, emulated=True, rounding=rounded)
+            learned = corrected(constraints, plan, error, shop.goal, emulated=True, rounding=rounds)
         try:
             better = replan(replace(learned, round=turn + 1))
         except InfeasibleError:  # the artifact has the last word

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from effcompile.core.findings import Corrected
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
@@ -21,7 +23,7 @@ def corrected(
     goal: Goal,
     *,
     emulated: bool = False,
-    rounding: float | None = None,
+    rounding: Callable[[], float | None] = lambda: None,
 ) -> Constraints:
     """The constraints after a round whose measured error was over the limit: predictions are scaled so that
     it would not be again.
@@ -38,17 +40,20 @@ def corrected(
         measured: its error.
         goal: has the limit.
         emulated: whether it is that of emulated arithmetic.
-        rounding: the emulated error of what the plan rounds, alone.
+        rounding: emulates what the plan rounds, alone; asked where there is more than that.
     """
     predicted = plan.predicted.error or 0.0
     factor = (
         max((measured / predicted) ** 2, (measured / goal.tolerance) ** 2, 1.0) * MARGIN**constraints.round**2
     )
-    by_rounding = sum(d.cost.error_squared for d in plan.decisions if d.form is not None and d.form.rounds)
-    codes = predicted**2 - by_rounding
+    squares = [(d.cost.error_squared, d.form is not None and d.form.rounds) for d in plan.decisions]
+    by_rounding, codes = (
+        sum(square for square, rounds in squares if rounds is kind) for kind in (True, False)
+    )
     of_rounding = factor
     if by_rounding > 0 and codes > 0:
-        of_rounding = 1.0 if rounding is None else MARGIN * rounding**2 / by_rounding
+        found = rounding()
+        of_rounding = 1.0 if found is None else MARGIN * found**2 / by_rounding
         of_codes = (factor * predicted**2 - of_rounding * by_rounding) / codes
         factor, of_rounding = (max(1.0, of_codes), of_rounding) if of_codes <= _MOST else (factor, factor)
     note = Corrected(

@@ -244,7 +244,7 @@ def test_a_model_that_a_few_positions_tell_nothing_of_is_asked_with_its_batch() 
 def test_what_a_model_notes_of_a_few_positions_is_forgotten() -> None:
     model = nn.Linear(2, 2)
     model.length = 32  # type: ignore[assignment]
-    with asking._as_it_was(model):
+    with asking.as_it_was(model):
         model.length = 16  # type: ignore[assignment]
         model.more = 1  # type: ignore[assignment]
     assert model.length == 32 and not hasattr(model, "more")

@@ -127,6 +127,8 @@ def test_an_operator_timed_on_a_busy_machine_is_timed_again_once_it_is_idle(
     idle = kept("", 600.0)
     assert idle.seconds < 600 and not idle.busy
     assert kept("", 600.0).seconds == 600, "timed once where nobody interferes"
+    known = {name: Measured(seconds=600.0, workspace=0, busy=True)}
+    assert OperatorCosts(target=load_target("cpu-generic"), here=True, known=known).doubted == {name}
 
 
 def test_what_running_took_beside_is_part_of_the_budget_that_is_named_then(

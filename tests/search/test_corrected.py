@@ -66,7 +66,9 @@ def test_where_one_kind_is_all_or_codes_cannot_be_so_far_off_all_is_scaled_alike
 
 def test_what_emulation_shows_of_16_bits_is_taken_for_them() -> None:
     squares = {BF16: 0.5e-4, INT8_TOKEN: 0.5e-4}
-    learned = corrected(Constraints(), plan(squares), 1.4e-2, GOAL, emulated=True, rounding=(0.8e-4) ** 0.5)
+    learned = corrected(
+        Constraints(), plan(squares), 1.4e-2, GOAL, emulated=True, rounding=lambda: (0.8e-4) ** 0.5
+    )
     assert learned.rounding_scale == pytest.approx(1.6 * MARGIN)
     assert again(squares, learned) == pytest.approx(1.96e-4 * MARGIN)
 

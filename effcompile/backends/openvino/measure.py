@@ -20,6 +20,8 @@ from effcompile.machine.target import Dims, KernelCall
 #: A table for timing lookups: larger than a vocabulary's cached part, small enough to allocate at once.
 _TABLE_ROWS = 30_000
 
+#: Seconds of what is measured as a difference, at the least: none at all would be a kernel that is not there.
+_LEAST = 1e-7
 #: The shape of a linear that something is fused into.
 _COLUMNS, _NARROW = 1024, 64
 _MOST_COPIES = 8
@@ -43,7 +45,7 @@ def measure(call: KernelCall) -> float | None:
         return None
     without = WITHOUT.get(call.kernel)
     seconds = _seconds(make, call, precision)
-    return seconds if without is None else max(0.0, seconds - _seconds(without, call, precision))
+    return seconds if without is None else max(_LEAST, seconds - _seconds(without, call, precision))
 
 
 def _seconds(make: Callable[[Dims], Made], call: KernelCall, precision: str) -> float:

@@ -5,9 +5,7 @@ Read off the graph, and checked by running the model.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from effcompile.backends.torch.boxed import run_graph
 from effcompile.backends.torch.items import ITEMS, Items
+from effcompile.capture.memory import as_it_was
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Kwargs
@@ -52,7 +51,7 @@ def items_of(
         return None, ()
     counted = labels_counted(step)
     if (part := _window(work, step, counted)) is not None:
-        with _as_it_was(work.model):
+        with as_it_was(work.model):  # what it notes of other sizes is not what was captured
             plain, probed = (_losses(part.work, more) for more in ({}, {ITEMS: torch.tensor(_PROBE)}))
         if plain is not None and probed is not None and float(plain):
             if _near(probed, plain.double()):
@@ -103,18 +102,6 @@ def _window(work: Work, step: Step, counted: fx.Graph | None) -> _Window | None:
     count = float(run_graph(counted, leaves)[0])
     args, kwargs = tree_map(lambda leaf: leaf[at] if isinstance(leaf, torch.Tensor) else leaf, given)
     return _Window(replace(work, args=args, kwargs=kwargs), count) if count else None
-
-
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Within, the model is called with other sizes: what it notes of them is not what was captured."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for now, was in before:
-            now.clear()
-            now.update(was)
 
 
 def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:

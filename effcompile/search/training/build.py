@@ -252,7 +252,7 @@ def _dropped(step: Step) -> list[Reason]:
 
 
 def _times(figures: OperatorCosts) -> list[Reason]:
-    if figures.here and any(found.busy for found in figures.known.values()):
+    if figures.here and not figures.modelled and any(found.busy for found in figures.known.values()):
         return [
             Because(
                 "operator times were measured on this machine, {} different ones, each alone, but some while "

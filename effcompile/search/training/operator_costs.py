@@ -54,6 +54,10 @@ class OperatorCosts:
     progress: Progress = QUIET
     traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.here:
+            self.doubt_busy()
+
     def context(self, goal: Goal, forbidden: Mapping[tuple[str, str], Reason] = _NOTHING) -> StepContext:
         """What passes propose for, with these figures.
 
@@ -73,8 +77,8 @@ class OperatorCosts:
         if not self.here:
             return
         asked = {operators.key(node): node for node in nodes if node.op == "call_function"}
-        had = set(self.known)
         before = {key: self.known.pop(key) for key in self.doubted & asked.keys() & self.known.keys()}
+        todo = [key for key in asked if key not in self.known]
         operators.measure(
             asked.values(),
             self.known,
@@ -82,7 +86,7 @@ class OperatorCosts:
         )
         self.known.update({key: self.known.get(key, was).with_bytes_of(was) for key, was in before.items()})
         self.doubted -= before.keys()
-        timed = [key for key in asked if (key not in had or key in before) and key in self.known]
+        timed = [key for key in todo if key in self.known]
         if timed and self.target.device == "cpu" and busy():
             self.known.update({key: replace(self.known[key], busy=True) for key in timed})
 

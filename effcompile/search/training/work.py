@@ -217,15 +217,7 @@ def make_work(task: Task) -> Work:
             )
             for name in refused
         ]
-    figures = OperatorCosts(
-        target=machine.target,
-        here=machine.here,
-        known=known_figures(machine.calibration) if machine.calibration is not None else {},
-        store=machine.calibration,
-        progress=asked.progress,
-    )
-    if figures.here:
-        figures.doubt_busy()
+    known = known_figures(machine.calibration) if machine.calibration is not None else {}
     return Work(
         model=model,
         args=args,
@@ -237,7 +229,13 @@ def make_work(task: Task) -> Work:
         parameters=tuple(model.named_parameters()),
         progress=asked.progress,
         notes=notes,
-        figures=figures,
+        figures=OperatorCosts(
+            target=machine.target,
+            here=machine.here,
+            known=known,
+            store=machine.calibration,
+            progress=asked.progress,
+        ),
     )
 
 

@@ -12,11 +12,12 @@ from form_names import form, forms
 from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
-from effcompile.backends.openvino import OpenVino, load
+from effcompile.backends.openvino import OpenVino, load, measure
 from effcompile.capture import capture
 from effcompile.core.errors import FormatError, InputsError, LoweringError
 from effcompile.core.goal import Goal
 from effcompile.ir.program import Program
+from effcompile.machine.calibration import BackendPoints, measured
 from effcompile.machine.target import KernelCall
 from effcompile.sites.parts import attentions, embeddings, linears
 
@@ -139,6 +140,17 @@ def test_measures_what_it_has() -> None:
     assert (OpenVino().measure(KernelCall("linear/int8_static", (8, 32, 32))) or 0) > 0
     assert (OpenVino().measure(KernelCall("attention/sdpa_int8", (1, 2, 8, 8, 16))) or 0) > 0
     assert OpenVino().measure(KernelCall("linear/w4", (8, 32, 32, 32))) is None
+
+
+@pytest.mark.parametrize("kernel", sorted(measure.WITHOUT))
+def test_what_costs_nothing_beside_a_linear_is_a_kernel_all_the_same(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise may make the linear alone the slower one; a price of nothing would be taken for no kernel."""
+    seconds = iter((1e-4, 2e-4))
+    monkeypatch.setattr(measure, "_seconds", lambda *_: next(seconds))
+    points = BackendPoints()
+    assert (measured(points, measure.measure, KernelCall(kernel, (1, 2, 8, 8, 16))) or 0) > 0
 
 
 def test_few_rows_are_no_range_to_smooth_by() -> None:
