@@ -106,11 +106,15 @@ def in_trace() -> bool:
 
 
 def dict_versions(tables: Sequence[dict[Any, Any]]) -> list[int] | None:
-    """Numbers that are other ones once a dict was written to (PEP 509; Dynamo's watchers, where Python has no
-    such number any more); None where torch tells none.
+    """Numbers that are other ones once a dict was written to (PEP 509); None where Python or torch has none.
+
+    From Python 3.12 on torch counts what a dict's watchers are told, and an object's attribute that is
+    set (`module.training = True`) is written past them (3.13).
     """
     version = getattr(torch._C._dynamo.guards, "dict_version", None)
-    return None if version is None else list(map(version, tables))
+    if version is None or sys.version_info >= (3, 12):
+        return None
+    return list(map(version, tables))
 
 
 def is_packed(weight: torch.Tensor) -> bool:
