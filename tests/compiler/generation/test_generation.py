@@ -175,6 +175,8 @@ REFUSED: dict[str, tuple[Callable[[Planned], object], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_was_not_planned_is_refused_in_words(llama: Planned, case: str) -> None:
     call, said = REFUSED[case]
+    if case == "offloaded" and torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("transformers opens a stream of CUDA for it, as torch was built for one")
     with pytest.raises(effcompile.EffcompileError, match=said):
         call(llama)
 
