@@ -22,6 +22,7 @@ from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 #: Any of transformers' caches, which have no types of their own.
 HFCache = Any
 _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
+_STATE = tuple(filter(None, [getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)]))
 
 
 @dataclass(slots=True)
@@ -95,9 +96,7 @@ def layout_of(cache: HFCache) -> CacheLayout:
 
 def _leaves(part: str, at: int, layer: Any) -> list[CacheLeaf]:
     """Of one layer; none of one that holds nothing."""
-    if not isinstance(layer, cache_utils.DynamicLayer) or isinstance(
-        layer, cache_utils.LinearAttentionCacheLayerMixin
-    ):
+    if not isinstance(layer, cache_utils.DynamicLayer) or isinstance(layer, _STATE):
         raise UsageError(
             f"Layer {at} of the model keeps a {type(layer).__name__}, which a captured step does not carry "
             "yet: layers that keep keys and values, all or of a window, and those of cross-attention can be "
@@ -158,7 +157,7 @@ def _in_order(layers: dict[int, Any]) -> list[Any]:
 def _resumed_layer(leaf: CacheLeaf, past: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
     if leaf.growth is Growth.SOURCE:
         layer = cache_utils.DynamicLayer()
-        layer.lazy_initialization(keys, values)
+        layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
         layer.keys, layer.values = keys, values
         return layer
     return _Resumed(past, keys, values, window=leaf.window)
@@ -189,14 +188,17 @@ class _Resumed(cache_utils.CacheLayerMixin):
         self.values = torch.cat([self.values, value_states], dim=-2)
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._rows + query_length, self._length - self._rows if self.is_sliding else 0
+    def get_mask_sizes(self, query: int | torch.Tensor) -> tuple[int, int]:
+        new = query if isinstance(query, int | torch.SymInt) else query.shape[0]  # positions, before 5.6
+        return self._rows + new, self._length - self._rows if self.is_sliding else 0
 
     def get_seq_length(self) -> int:
         return self._length
 
     def get_max_length(self) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.15
 
 
 def check_cache(cache: HFCache, layout: CacheLayout) -> None:
