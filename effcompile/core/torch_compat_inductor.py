@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
+from threading import get_ident
 from types import CodeType
 from typing import Any
 
@@ -116,6 +117,33 @@ def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
             return None
 
     return _Reader()
+
+
+@contextlib.contextmanager
+def built_later() -> Iterator[list[Callable[[], None]]]:
+    """Within, what this thread has Inductor generate is built by its pool of compilers while the next is
+    generated.
+
+    Yields:
+        A list that what waits for each is added to: its kernels cannot be called before, and it raises what
+        building them raised.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    waits: list[Callable[[], None]] = []
+    wait, ours = AsyncCompile.wait, get_ident()
+
+    def later(self: AsyncCompile, scope: dict[str, object]) -> None:
+        if get_ident() == ours:
+            waits.append(partial(wait, self, scope))
+        else:
+            wait(self, scope)
+
+    AsyncCompile.wait = later  # type: ignore[method-assign]
+    try:
+        yield waits
+    finally:
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

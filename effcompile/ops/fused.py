@@ -19,6 +19,7 @@ from torch import fx
 
 from effcompile.core import torch_compat
 from effcompile.core.torch_compat_aot import elementwise_kernel
+from effcompile.core.torch_compat_inductor import built_later
 from effcompile.core.types import Outputs
 
 #: Operators that the name shows; the rest is counted.
@@ -130,9 +131,7 @@ class Fused:
                     )
                 except Exception as error:
                     # no C++ compiler, an operator that Inductor does not know: the aten graph is there
-                    _compiled[key] = (
-                        f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
-                    )
+                    _compiled[key] = _no_kernel(error)
         return self.fallback_reason
 
     def _run(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -161,6 +160,31 @@ class Fused:
         if not all(layout.fits(result) for layout, result in zip(self.outputs, results, strict=True)):
             return "Inductor chose other strides than the operators have"
         return None
+
+
+def compile_together(kernels: Sequence[Fused]) -> None:
+    """`compile` of each: while one is built in C++, the next is generated and built beside it."""
+    threads = torch.get_num_threads()
+    pending: dict[tuple[str, int], tuple[Kernel | str, list[Callable[[], None]]]] = {}
+    with _compiling:
+        with built_later() as waits:
+            for kernel in kernels:
+                key = (kernel.digest, threads)
+                if key not in _compiled and key not in pending:
+                    kernel.compile()
+                    pending[key] = _compiled.pop(key), waits[:]  # nobody may call it before it is built
+                    waits.clear()
+        for key, (found, builds) in pending.items():
+            try:
+                for wait in builds:
+                    wait()
+                _compiled[key] = found
+            except Exception as error:
+                _compiled[key] = _no_kernel(error)
+
+
+def _no_kernel(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
 
 
 def _text(graph: fx.Graph) -> str:

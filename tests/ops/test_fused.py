@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import fx
 
-from effcompile.core import torch_compat, torch_compat_memory
+from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
 from effcompile.ops import fused as module
-from effcompile.ops.fused import Fused, TileLayout
+from effcompile.ops.fused import Fused, TileLayout, compile_together
 
 aten = torch.ops.aten
 
@@ -86,3 +89,51 @@ def test_a_kernel_that_returns_its_input_is_not_used(monkeypatch: pytest.MonkeyP
     kernel, x = gelu(width=896), torch.randn(128, 896)
     torch.testing.assert_close(kernel(x)[0], expected(x)[0])
     assert kernel.fallback_reason == "Inductor returned an input, or one tensor twice"
+
+
+@pytest.mark.parametrize("compilers", [1, 2])
+def test_kernels_that_are_built_together_are_each_their_own(compilers: int) -> None:
+    from torch._inductor import config
+
+    kernels = [gelu(width=width + 8 * compilers) for width in (136, 168, 200)]
+    with config.patch(compile_threads=compilers):
+        compile_together([*kernels, kernels[0]])
+    for kernel in kernels:
+        assert kernel.fallback_reason is None
+        x = torch.randn(128, kernel.inputs[0].shape[1])
+        for a, b in zip(kernel(x), expected(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_one_that_does_not_build_runs_operator_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import CppBuilder
+
+    builds, built = CppBuilder.build, list[str]()
+
+    def second_fails(self: CppBuilder) -> None:
+        path = self.get_target_file_path()
+        built.extend([path] * path.endswith("main.so"))  # no header
+        if len(built) == 2:
+            raise RuntimeError("the compiler ended\nmore")
+        builds(self)
+
+    monkeypatch.setattr(CppBuilder, "build", second_fails)
+    factor = random.uniform(1, 2)  # which no cache on disk has
+    kernels = [gelu(width=width, factor=factor) for width in (184, 200, 216)]
+    with config.patch(compile_threads=2):
+        compile_together(kernels)
+    assert len(built) == 3
+    reasons = sorted(str(kernel.fallback_reason) for kernel in kernels)
+    assert reasons == ["None", "None", "RuntimeError: the compiler ended"]
+    for kernel in kernels:
+        x = torch.randn(128, kernel.inputs[0].shape[1])
+        torch.testing.assert_close(kernel(x)[0], torch.tanh(x * factor) * x, rtol=1e-6, atol=1e-6)
+
+
+def test_what_another_thread_compiles_meanwhile_is_waited_for_there() -> None:
+    kernel, x = gelu(width=232), torch.randn(128, 232)
+    with ThreadPoolExecutor(1) as other, torch_compat_inductor.built_later() as waits:
+        got = other.submit(kernel, x).result()
+        assert not waits and kernel.fallback_reason is None
+    torch.testing.assert_close(got[0], expected(x)[0], rtol=1e-6, atol=1e-6)

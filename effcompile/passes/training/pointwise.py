@@ -20,7 +20,7 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.core.torch_compat_aot import is_random
 from effcompile.ir.plan import Decision, Setting
 from effcompile.ir.step import Step
-from effcompile.ops.fused import Fused
+from effcompile.ops.fused import Fused, compile_together
 from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption, StepOutcome
 from effcompile.passes.training.pointwise_build import replace_group, size_of
 from effcompile.passes.training.pointwise_cut import absorbed
@@ -184,8 +184,7 @@ def fuse(step: Step, refused: Collection[frozenset[str]] = ()) -> tuple[Step, tu
 
 def _slow(fusions: Sequence[Fusion], price: Price) -> list[Fusion]:
     """Kernels that take as long as their operators."""
-    for fusion in fusions:
-        fusion.node.target.compile()  # type: ignore[union-attr]
+    compile_together([fusion.node.target for fusion in fusions])  # type: ignore[misc]
     together = price([fusion.node for fusion in fusions])
     alone = [sum(price(fusion.members)) for fusion in fusions]
     return [fusion for fusion, one, all_ in zip(fusions, together, alone, strict=True) if one >= all_]
