@@ -22,6 +22,7 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.machines import load_target
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.planner.remat import BlockFront
+from effcompile.proof.training import confirm, verify
 from effcompile.schedules.blocks import Block
 from effcompile.search.training import operator_costs
 from effcompile.search.training.operator_costs import OperatorCosts
@@ -79,6 +80,28 @@ def test_prices_taken_anew_do_not_take_the_named_budget_back(
     assert Checkpoint.front is early, "prices were not taken anew"
     assert plan.over_memory is None
     assert (plan.measured.peak_bytes or 0) <= named
+
+
+def test_the_models_own_step_is_run_once_for_all_plans_of_a_request(
+    quick_training: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    run, own = verify.run, confirm._Original.run
+
+    def original(self: Any, *args: Any) -> Any:
+        ran.append("the original")
+        return own(self, *args)
+
+    def each(*args: Any) -> Any:
+        ran.append("a step")
+        return run(*args)
+
+    monkeypatch.setattr(confirm._Original, "run", original)
+    monkeypatch.setattr(verify, "run", each)
+    monkeypatch.setattr(Plan, "misjudged", property(lambda self: 0.1))
+    made = planned(Deep(), 1 << 20)
+    assert ran == ["a step", "the original", "a step", "a step"], "of two plans, beside one original"
+    assert made.plan.checks and all(check.passed for check in made.plan.checks)
 
 
 def test_an_operator_that_is_timed_again_keeps_its_bytes() -> None:

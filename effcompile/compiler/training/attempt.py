@@ -12,6 +12,7 @@ from effcompile.machine.room import Room, device_of
 from effcompile.passes.training.base import Case
 from effcompile.proof.training.confirm import Verified, verified
 from effcompile.proof.training.in_parts import runner_of
+from effcompile.proof.training.verify import Result
 from effcompile.search.refine import Constraints
 from effcompile.search.training import segments
 from effcompile.search.training.branches import Branches
@@ -50,6 +51,7 @@ class Attempt:
     be others.
 
     Attributes:
+        originals: the model's own step, run once (`verified`).
         held: what was run within the budget before prices were taken anew. With others a block's search may
             end, when its time is up, without what is lean enough.
     """
@@ -59,6 +61,7 @@ class Attempt:
     branches: Branches = field(init=False)
     refuted: RefutedError | None = None
     held: _Held | None = None
+    originals: dict[bool, Result] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.branches = Branches(work=self.work, case=self.case)
@@ -145,7 +148,7 @@ class Attempt:
         try:
             runner = runner_of(work.model, joint.case, joint.schedule.emitted)
             foreseen = segments.foreseen(joint, work.figures.target)
-            made = verified(work, joint.schedule.prepared, runner, plan, foreseen)
+            made = verified(work, joint.schedule.prepared, runner, plan, foreseen, self.originals)
         except RefutedError as error:
             if constraints.round == ROUNDS:
                 raise

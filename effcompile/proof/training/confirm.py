@@ -67,11 +67,17 @@ class Verified(NamedTuple):
 
 
 def verified(
-    work: Work, prepared: Prepared, runner: StepRunner, plan: Plan, reserved: int | None = None
+    work: Work,
+    prepared: Prepared,
+    runner: StepRunner,
+    plan: Plan,
+    reserved: int | None = None,
+    originals: dict[bool, verify.Result] | None = None,
 ) -> Verified:
     """Run what was planned, and compare it with the model's own step.
 
     reserved: bytes that torch's allocator is foreseen to take of a GPU, where that is simulated.
+    originals: whether it was run leanly → the model's own step, for all plans of one request: it is run once.
 
     Raises:
         VerificationError: loss, gradients or updates differ from the model's own by more than rounding.
@@ -98,7 +104,7 @@ def verified(
     )
     wanted, checks, notes = None, list[Check](), list[Reason]()
     try:
-        wanted = original.run(work.eager_loss)
+        wanted = original.once({} if originals is None else originals)
         checks = _checked(original, plan, runner, found, wanted)
         if refusal is not None and products_in_fp32(work.model):
             notes.append(Because(_IN_FP32))
@@ -170,6 +176,17 @@ class _Original:
             lean(self.work.model, self.work.leaves, gradients, self.room),
         ):
             return replace(verify.run(step, self.work.model, self.work.leaves, gradients), peak_bytes=None)
+
+    def once(self, originals: dict[bool, verify.Result]) -> verify.Result:
+        """The step as the model takes it, as it was run before for another plan: no plan changes it.
+
+        Raises:
+            NoRoomError: as in `run`.
+        """
+        leanly = self.refusal is not None
+        if leanly not in originals:
+            originals[leanly] = self.run(self.work.eager_loss)
+        return originals[leanly]
 
     def truth(self, wanted: verify.Result, peak_bytes: int) -> verify.Result | None:
         """What tells rounding from an error: the step in float64, or where that does not fit, in 16 bits
