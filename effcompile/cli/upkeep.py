@@ -111,6 +111,7 @@ def _clean(folder: Path) -> None:
         "native",
         "rates-",
         "races",
+        "steps",
         "rehearsed",
         "sessions",
     )

@@ -33,6 +33,7 @@ from effcompile.proof.training import on_device, updates, verify
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64, rounded_otherwise
 from effcompile.proof.training.in_parts import eager_in_parts, inseparable, without_dropout
+from effcompile.proof.training.kept import keep_times, known_times
 from effcompile.proof.training.lean import lean, products_in_fp32
 from effcompile.proof.training.timed import timed
 from effcompile.runtime.training import TrainingExecutable, planned
@@ -126,8 +127,11 @@ def verified(
     room.tidy()
     with work.progress.step("time the steps"):
         together = wanted if refusal is None else None
-        foretold = (None, None) if ours else (plan.predicted.seconds, plan.baseline.seconds)
-        seconds, eager_seconds = timed(work, runner, step, found, ours, together=together, predicted=foretold)
+        known = known_times(plan)
+        expected = (known.planned, plan.predicted.seconds), (known.original, plan.baseline.seconds)
+        foretold = ((), ()) if ours else expected
+        seconds, eager_seconds = timed(work, runner, step, found, ours, together=together, foretold=foretold)
+        keep_times(plan, seconds, eager_seconds or None)
     there = (
         states.resident_bytes
         if states is not None and work.optimizer is not None and work.optimizer.state

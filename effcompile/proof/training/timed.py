@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import perf_counter
 
 import torch
@@ -15,7 +15,7 @@ from effcompile.search.training.work import Work
 #: Seconds that timing a step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
 #: Seconds of a long step, the share that its figure may move, and by which one that was foretold may be off.
-_LONG, _SETTLED_IF_LONG, _AS_FORETOLD = 2.0, 0.1, 0.15
+LONG, _SETTLED_IF_LONG, _AS_FORETOLD = 2.0, 0.1, 0.15
 
 
 def _repeated(samples: list[float]) -> bool:
@@ -25,13 +25,15 @@ def _repeated(samples: list[float]) -> bool:
     fastest = sorted(samples)[:2]
     if len(fastest) < 2:
         return False
-    return fastest[1] <= fastest[0] * (1 + (_SETTLED_IF_LONG if fastest[0] > _LONG else SETTLED))
+    return fastest[1] <= fastest[0] * (1 + (_SETTLED_IF_LONG if fastest[0] > LONG else SETTLED))
 
 
-def _foretold(samples: list[float], predicted: float | None) -> bool:
-    """Whether the fastest is long, and as predicted: each of its operators was timed, too."""
+def _foretold(samples: list[float], said: Collection[float | None]) -> bool:
+    """Whether the fastest is long, and one of what was said: each of its operators was timed, or the same
+    step before.
+    """
     fastest = min(samples)
-    return fastest > _LONG and abs(fastest - (predicted or 0.0)) <= _AS_FORETOLD * fastest
+    return fastest > LONG and any(abs(fastest - (each or 0.0)) <= _AS_FORETOLD * fastest for each in said)
 
 
 def timed(
@@ -42,20 +44,20 @@ def timed(
     ours: updates.Steps | None,
     *,
     together: verify.Result | None,
-    predicted: tuple[float | None, float | None] = (None, None),
+    foretold: tuple[Collection[float | None], Collection[float | None]] = ((), ()),
 ) -> tuple[float, float]:
     """Seconds of the planned and (`together`, as it was run before) of the original step, run in turn: the
     fastest of each, until it has come twice.
 
     A step that is long is not run once more where its time is known from whole steps; that of seconds was
     timed once while it was watched, which adds milliseconds, and is not run again where that is what was
-    `predicted` (of both).
+    `foretold` (of both).
     """
     samples: dict[str, list[float]] = {"ours": [], "eager": []}
     rounds = 1 if found.seconds > _TIMING_SECONDS else 10
     if ours is not None and found.seconds > _TIMING_SECONDS > 0:
         samples["ours"].append(ours.step_seconds)
-    elif found.seconds > _LONG:
+    elif found.seconds > LONG:
         samples["ours"].append(found.seconds)
         samples["eager"] += [together.seconds] if together is not None else []
     runs = {"ours": step, "eager": work.eager_loss} if together is not None else {"ours": step}
@@ -66,7 +68,7 @@ def timed(
         and len(samples["ours"]) < rounds
         and not all(
             _repeated(samples[name]) or _foretold(samples[name], said)
-            for name, said in zip(runs, predicted, strict=False)
+            for name, said in zip(runs, foretold, strict=False)
         )
     ):
         for name, run in runs.items():
