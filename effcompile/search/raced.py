@@ -1,5 +1,5 @@
 """What building the backends' plans and timing them in turn showed is kept: where the same plans come again,
-those that were clearly slower are not built once more.
+those that were slower are not built once more. Of a tie the one that was ahead is as good as the other.
 
 A race is known by the hash of all that it follows from: the graph, the goal, the machine with its threads,
 the versions of the packages and of our kernels, each backend's plan, and the errors that were measured, which
@@ -21,7 +21,6 @@ from effcompile.backends.base import Backend
 from effcompile.core.files import cache_folder
 from effcompile.core.kept_json import recalled, remember
 from effcompile.core.reasons import Because
-from effcompile.core.timing import SETTLED
 from effcompile.ir.figures import Candidate
 from effcompile.ir.plan import Plan
 from effcompile.machine import native
@@ -29,9 +28,9 @@ from effcompile.machine.hardware import this_hardware
 from effcompile.machine.load import busy
 from effcompile.search.search import Search
 
-#: A backend whose result took this many times as long as the best is not built again: more than timing
-#: settles, or where others used the machine meanwhile, as much as predictions are trusted to tell.
-CLEARLY, WHILE_BUSY = 1 + SETTLED, 1.08
+#: Where others used the machine meanwhile, a backend is built again unless its result took this many times as
+#: long as the best: as much as predictions are trusted to tell.
+WHILE_BUSY = 1.08
 #: Files that are kept, and bytes of one.
 _MOST_FILES, _MOST_BYTES = 256, 64 << 10
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
@@ -45,8 +44,8 @@ class KeptRace(msgspec.Struct, kw_only=True, frozen=True):
     busy: bool
 
     def lost(self) -> dict[str, float]:
-        """Those that were clearly slower than the best."""
-        most = (WHILE_BUSY if self.busy else CLEARLY) * min(self.seconds.values(), default=0.0)
+        """Those that were slower than the best, on a busy machine clearly."""
+        most = (WHILE_BUSY if self.busy else 1.0) * min(self.seconds.values(), default=0.0)
         return {name: took for name, took in self.seconds.items() if took > most}
 
 
@@ -62,7 +61,7 @@ class Race:
     def of(
         cls, search: Search, plans: Sequence[tuple[Backend, Plan]], candidates: Sequence[Candidate]
     ) -> Race:
-        """The race of these plans: those that lost it clearly before are candidates that are not built."""
+        """The race of these plans: those that lost it before are candidates that are not built."""
         path = cache_folder() / "races" / f"{_key(search, plans)}.json"
         known = search.machine.here and search.goal.minimize == "time"
         kept = recalled(path, KeptRace, _MOST_BYTES, "a kept race") if known else None

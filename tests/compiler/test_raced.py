@@ -14,7 +14,7 @@ import effcompile
 from effcompile.core.findings import NotBuilt
 from effcompile.core.reasons import Because
 from effcompile.ir.figures import Candidate
-from effcompile.search.raced import CLEARLY, WHILE_BUSY, Race
+from effcompile.search.raced import WHILE_BUSY, Race
 
 pytest.importorskip("onnxruntime")
 
@@ -89,14 +89,16 @@ def test_what_lost_clearly_is_not_built_again_and_it_is_said(raced: Any) -> None
     assert again.candidates[0].note is None
 
 
-@pytest.mark.parametrize(("others", "most"), [("", CLEARLY), ("others", WHILE_BUSY)])
-def test_a_near_race_stays_open_and_that_of_a_busy_minute_longer(
+@pytest.mark.parametrize(("others", "most"), [("", 1.0), ("others", WHILE_BUSY)])
+def test_a_tie_is_settled_but_that_of_a_busy_minute_stays_open(
     raced: Any, others: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     race, ran = raced
     monkeypatch.setattr("effcompile.search.raced.busy", lambda: others)
-    race().keep(ran(1.0, most - 0.005))
+    race().keep(ran(most - 0.005, most - 0.005))
     assert open_ones(race()) == list(NAMES)
+    race().keep(ran(1.0, most - 0.005))
+    assert open_ones(race()) == (list(NAMES) if others else list(NAMES[1:]))
     race().keep(ran(1.0, most + 0.005))
     assert open_ones(race()) == list(NAMES[:1])
 
