@@ -32,8 +32,22 @@ def compiling(**settings: bool) -> Iterator[None]:
     """Within, Inductor compiles by these settings, and for the instruction set that is picked here."""
     import torch._inductor.config
 
+    _leave_triton_unread()
     with torch._inductor.config.patch({**settings, **for_this_capability()}), _one_instruction_set():
         yield
+
+
+@cache
+def _leave_triton_unread() -> None:
+    """Inductor's graph cache hashes the files of triton, 500 MB, to name the system, and on a machine without
+    a GPU does nothing with it.
+    """
+    from torch._inductor import codecache
+
+    put = getattr(getattr(codecache, "triton_key", None), "set", None)
+    if put is not None and not torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):  # somebody asked for it already
+            put(None)
 
 
 @contextlib.contextmanager
