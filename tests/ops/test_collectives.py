@@ -182,7 +182,7 @@ def one_leaves(rank: int, how: str, operator: Callable[..., object]) -> str:
     if rank == 1 and how == "killed":
         os.kill(os.getpid(), 9)
     if rank == 1:
-        time.sleep(6.0)
+        time.sleep(4.0)
     try:
         with over({"dp": dist.group.WORLD}):
             operator([torch.ones(2)], *([[4]] if operator is gather else []), "dp", 2)
