@@ -5,7 +5,7 @@ constant.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +82,13 @@ def _key(key: object) -> str:
     return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
 
-def candidates(leaves: Sequence[InputLeaf]) -> list[dict[int, bool]]:
+def candidates(leaves: Sequence[InputLeaf], still: Collection[str] = ()) -> list[dict[int, bool]]:
     """Axis → whether the user expects it to be dynamic, per leaf.
 
     Batch: axis 0, unless it is 1 where the batch is not (a broadcast input). Sequence: axis 1 of 2-D integers
     and masks and of 3-D floats; axis 2 of the keys and values of a cache (`past...`, 4-D). Axis 1 of 2-D
-    floats (raw audio, or plain features) and square masks are tried and not missed.
+    floats (raw audio, or plain features) and square masks are tried and not missed. Of those that are `still`
+    the batch alone.
     """
     batch = next((leaf.tensor.shape[0] for leaf in leaves if leaf.tensor.ndim), 1)
     wanted: list[dict[int, bool]] = []
@@ -95,6 +96,9 @@ def candidates(leaves: Sequence[InputLeaf]) -> list[dict[int, bool]]:
         shape, axes = leaf.tensor.shape, {}
         if len(shape) and (shape[0] == batch or shape[0] > 1):
             axes[0] = True
+        if leaf.name in still:
+            wanted.append(axes)
+            continue
         integer, mask = leaf.tensor.dtype in _INTEGERS, "mask" in leaf.name
         if (len(shape) == 2 and (integer or mask)) or (len(shape) == 3 and not integer):
             axes[1] = True

@@ -1,15 +1,15 @@
-"""Hugging Face's caches taken apart into flat tensors, and put together again inside a captured step.
+"""Hugging Face's caches taken apart into flat tensors.
 
 Layers are told apart by class: those that keep every token, those that keep a window, those of
-cross-attention, and those that keep a state of one size. The only file that knows how transformers holds a
-cache.
+cross-attention, and those that keep a state of one size. With resumed.py, the only file that knows how
+transformers holds a cache.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,19 @@ from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 #: Any of transformers' caches, which have no types of their own.
 HFCache = Any
 _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
-_STATE = tuple(filter(None, [getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)]))
-
-
-@dataclass(slots=True)
-class Seen:
-    """What a step finds: how many tokens are past (a size of the graph), and the leaves in the layout's
-    order.
-    """
-
-    past: int
-    leaves: list[torch.Tensor]
+_ROWS, _STATES = (cache_utils.CacheLayerMixin,), (cache_utils.LinearAttentionCacheLayerMixin,)
+#: Layers whose tensors are known; a DummyLayer has none.
+_HOLDING = (cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)
+#: What a layer calls its states.
+_KINDS = ("conv_states", "recurrent_states")
+#: What the leaves of a layer are → its class; the first that fits.
+_CLASSES = (
+    ({Growth.STATE, Growth.WINDOW}, cache_utils.LinearAttentionAndSlidingWindowAttentionLayer),
+    ({Growth.STATE, Growth.FULL}, cache_utils.LinearAttentionAndFullAttentionLayer),
+    ({Growth.STATE}, cache_utils.LinearAttentionLayer),
+    ({Growth.WINDOW}, cache_utils.DynamicSlidingWindowLayer),
+    (set[Growth](), cache_utils.DynamicLayer),
+)
 
 
 def new_cache(model: HFModel) -> HFCache:
@@ -81,6 +83,16 @@ def caches_of(cache: HFCache) -> list[tuple[str, HFCache]]:
     return [("layers", cache)] if isinstance(cache, cache_utils.Cache) else []
 
 
+def cache_name(model: HFModel) -> str:
+    """What the model's forward calls its cache."""
+    return named_in(inspect.signature(model.forward).parameters)
+
+
+def named_in(parameters: Collection[str]) -> str:
+    """The same of a forward's parameters."""
+    return "cache_params" if "cache_params" in parameters else "past_key_values"
+
+
 def layout_of(cache: HFCache) -> CacheLayout:
     """The leaves of a filled cache.
 
@@ -96,107 +108,73 @@ def layout_of(cache: HFCache) -> CacheLayout:
 
 def _leaves(part: str, at: int, layer: Any) -> list[CacheLeaf]:
     """Of one layer; none of one that holds nothing."""
-    if not isinstance(layer, cache_utils.DynamicLayer) or isinstance(layer, _STATE):
+    if not isinstance(layer, _HOLDING):
         raise UsageError(
             f"Layer {at} of the model keeps a {type(layer).__name__}, which a captured step does not carry "
-            "yet: layers that keep keys and values, all or of a window, and those of cross-attention can be "
-            "planned. Let this model generate as it is."
+            "yet: layers that keep keys and values, all or of a window, states, and those of cross-attention "
+            "can be planned. Let this model generate as it is."
         )
-    if not layer.is_initialized:
-        return []
     window = layer.sliding_window - 1 if isinstance(layer, _WINDOW) else 0
     growth = Growth.SOURCE if part == "cross" else Growth.WINDOW if window else Growth.FULL
-    held: dict[str, Any] = {"keys": layer.keys, "values": layer.values}
-    return [
-        CacheLeaf(
-            name=f"{part}.{at}.{name}",
-            layer=at,
-            growth=growth,
-            shape=(tensor.shape[1], tensor.shape[3]),
-            window=window,
-            item_bytes=tensor.element_size(),
-        )
-        for name, tensor in held.items()
-    ]
+    found = []
+    for name in _names(layer):
+        tensor, state = _tensor(layer, name), "." in name
+        if tensor is not None:
+            found.append(
+                CacheLeaf(
+                    name=f"{part}.{at}.{name}",
+                    layer=at,
+                    growth=Growth.STATE if state else growth,
+                    shape=tuple(tensor.shape[1:]) if state else (tensor.shape[1], tensor.shape[3]),
+                    window=0 if state else window,
+                    item_bytes=tensor.element_size(),
+                )
+            )
+    return found
+
+
+def _names(layer: Any) -> list[str]:
+    """Of what a layer may hold: `keys`, `values`, `conv_states.0`, `recurrent_states.0`."""
+    states = [] if not isinstance(layer, _STATES) else [*layer.conv_states]
+    rows = ["keys", "values"] if isinstance(layer, cache_utils.CacheLayerMixin) else []
+    return [*rows, *(f"{kind}.{at}" for at in states for kind in _KINDS)]
+
+
+def _tensor(layer: Any, name: str) -> torch.Tensor | None:
+    """What a layer holds under this name; None where that is nothing yet."""
+    kind, _, at = name.partition(".")
+    if not at:
+        return getattr(layer, kind) if layer.is_initialized else None
+    begun: bool = getattr(layer, f"is_{kind}_initialized")[int(at)] and layer.has_previous_state[int(at)]
+    return getattr(layer, kind)[int(at)] if begun else None
+
+
+def put(layer: Any, name: str, tensor: torch.Tensor) -> None:
+    """Let a layer hold it."""
+    kind, _, at = name.partition(".")
+    layer.dtype, layer.device = layer.dtype or tensor.dtype, layer.device or tensor.device
+    if not at:
+        layer.is_initialized = True
+        setattr(layer, kind, tensor)
+        return
+    getattr(layer, kind)[int(at)] = tensor
+    getattr(layer, f"is_{kind}_initialized")[int(at)] = layer.has_previous_state[int(at)] = True
+    if kind == _KINDS[0]:
+        layer.conv_kernel_size[int(at)] = tensor.shape[-1]
 
 
 @functools.cache
-def _place(name: str) -> tuple[str, int, str]:
+def place_of(name: str) -> tuple[str, int, str]:
     """Where a leaf is: the part of the cache, the layer, and its tensor there."""
-    part, at, held = name.split(".")
+    part, at, held = name.split(".", 2)
     return part, int(at), held
 
 
 def leaves_of(cache: HFCache, layout: CacheLayout) -> list[torch.Tensor]:
     """The tensors of a cache in the layout's order."""
-    parts = dict(caches_of(cache))
-    found = []
-    for leaf in layout:
-        part, at, name = _place(leaf.name)
-        found.append(getattr(parts[part].layers[at], name))
-    return found
-
-
-def resumed(layout: CacheLayout, seen: Seen, *, encoded: bool) -> HFCache:
-    """A cache as it was after the past tokens, for one call inside a captured step."""
-    parts: dict[str, dict[int, Any]] = {"layers": {}, "cross": {}}
-    pairs = zip(layout, seen.leaves, strict=True)
-    for (keys, first), (_, second) in zip(pairs, pairs, strict=True):
-        part = _place(keys.name)[0]
-        parts[part][keys.layer] = _resumed_layer(keys, seen.past, first, second)
-    own = cache_utils.Cache(layers=_in_order(parts["layers"]))
-    if not encoded:
-        return own
-    return cache_utils.EncoderDecoderCache(own, cache_utils.Cache(layers=_in_order(parts["cross"])))
-
-
-def _in_order(layers: dict[int, Any]) -> list[Any]:
-    return [layers.get(at) or cache_utils.DynamicLayer() for at in range(max(layers, default=-1) + 1)]
-
-
-def _resumed_layer(leaf: CacheLeaf, past: int, keys: torch.Tensor, values: torch.Tensor) -> Any:
-    if leaf.growth is Growth.SOURCE:
-        layer = cache_utils.DynamicLayer()
-        layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
-        layer.keys, layer.values = keys, values
-        return layer
-    return _Resumed(past, keys, values, window=leaf.window)
-
-
-class _Resumed(cache_utils.CacheLayerMixin):
-    """A layer's rows after the past tokens.
-
-    What it is given is appended, and nothing is cut: the caller keeps what it wants of it.
-    """
-
-    def __init__(self, past: int, keys: torch.Tensor, values: torch.Tensor, *, window: int) -> None:
-        super().__init__()
-        self.keys: torch.Tensor = keys
-        self.values: torch.Tensor = values
-        self.is_initialized = True
-        self.is_sliding = bool(window)
-        self._length, self._rows = past, keys.shape[2]
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: it is filled from the start."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._length = self._length + key_states.shape[-2]
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query: int | torch.Tensor) -> tuple[int, int]:
-        new = query if isinstance(query, int | torch.SymInt) else query.shape[0]  # positions, before 5.6
-        return self._rows + new, self._length - self._rows if self.is_sliding else 0
-
-    def get_seq_length(self) -> int:
-        return self._length
-
-    def get_max_length(self) -> int:
-        return -1
+    found = held(cache, layout)
+    assert not any(tensor is None for tensor in found)
+    return [tensor for tensor in found if tensor is not None]
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.15
 
@@ -215,15 +193,9 @@ def check_cache(cache: HFCache, layout: CacheLayout) -> None:
             "past_key_values and cache_implementation, or plan less context.",
             place="inputs['past_key_values']",
         )
-    for leaf in layout:
-        part, at, _ = _place(leaf.name)
+    for (part, at), wanted in _kinds(layout).items():
         layers = parts[part].layers if part in parts else None
         found = None if layers is None else layers[at] if at < len(layers) else cache_utils.DynamicLayer()
-        wanted = (
-            cache_utils.DynamicSlidingWindowLayer
-            if leaf.growth is Growth.WINDOW
-            else cache_utils.DynamicLayer
-        )
         if type(found) is not wanted:
             raise GuardError(
                 f"past_key_values is a {type(cache).__name__} whose layer {at} is a {type(found).__name__}; "
@@ -232,6 +204,24 @@ def check_cache(cache: HFCache, layout: CacheLayout) -> None:
                 "from the start as it is.",
                 place="inputs['past_key_values']",
             )
+        if isinstance(found, _STATES) and found.record_past:
+            raise GuardError(
+                f"Layer {at} of past_key_values records its past, to take tokens back (assisted generation); "
+                "a planned step leaves the state behind its last token alone. Generate without an assistant.",
+                place="inputs['past_key_values']",
+            )
+
+
+@functools.cache
+def _kinds(layout: CacheLayout) -> dict[tuple[str, int], type[Any]]:
+    """(part, layer) → its class in a cache that generate() makes."""
+    grown = dict[tuple[str, int], set[Growth]]()
+    for leaf in layout:
+        grown.setdefault(place_of(leaf.name)[:2], set()).add(leaf.growth)
+    return {
+        place: next(kind for needed, kind in _CLASSES if needed <= growths)
+        for place, growths in grown.items()
+    }
 
 
 def records(cache: HFCache) -> bool:
@@ -240,7 +230,10 @@ def records(cache: HFCache) -> bool:
 
 
 def seen_by(cache: HFCache) -> int:
-    """Tokens that a cache has seen."""
+    """Tokens that a cache has seen; 0 of one that holds states alone, which count none."""
+    own = dict(caches_of(cache)).get("layers")
+    if own is not None and own.layers and not any(isinstance(each, _ROWS) for each in own.layers):
+        return 0
     return int(cache.get_seq_length())
 
 
@@ -248,10 +241,9 @@ def held(cache: HFCache, layout: CacheLayout) -> list[torch.Tensor | None]:
     """The tensors of a cache in the layout's order; None where nothing is held yet."""
     parts, found = dict(caches_of(cache)), []
     for leaf in layout:
-        part, at, name = _place(leaf.name)
+        part, at, name = place_of(leaf.name)
         layers = parts[part].layers
-        layer = layers[at] if at < len(layers) else None
-        found.append(getattr(layer, name) if layer is not None and layer.is_initialized else None)
+        found.append(_tensor(layers[at], name) if at < len(layers) else None)
     return found
 
 
@@ -267,14 +259,12 @@ def fill(
     """
     parts = dict(caches_of(cache))
     for place, tensor in zip(layout.written if places is None else places, tensors, strict=True):
-        part, at, name = _place(layout.leaves[place].name)
+        part, at, name = place_of(layout.leaves[place].name)
         layers = parts[part].layers
         while len(layers) <= at:
             layers.append(cache_utils.DynamicLayer())
         layer = layers[at]
-        if not layer.is_initialized:
-            layer.dtype, layer.device, layer.is_initialized = tensor.dtype, tensor.device, True
-        setattr(layer, name, tensor)
+        put(layer, name, tensor)
         if isinstance(layer, _WINDOW) and name == "values":
             layer.cumulative_length += new
         if part == "cross":

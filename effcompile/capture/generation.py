@@ -8,6 +8,7 @@ take one for a constant.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from effcompile.capture.caches import Seen, caches_of, layout_of, leaves_of, new_cache, resumed
+from effcompile.capture.caches import cache_name, caches_of, layout_of, leaves_of, new_cache
+from effcompile.capture.resumed import Seen, resumed
 from effcompile.capture.inference import capture
 from effcompile.capture.mends import evaluating
+from effcompile.capture.recurrences import carrying
 from effcompile.core.errors import CaptureError, UsageError
 from effcompile.core.types import HFModel
 from effcompile.ir.cache import CacheLayout, Growth
@@ -38,6 +41,8 @@ class Boundary:
         positions: name of the position ids; "" where the forward takes none.
         rows: it takes the rows of which logits are wanted.
         source_mask: it takes a mask over the encoder's positions.
+        cache: name of the cache.
+        local: the mask is over new tokens alone: nothing of the cache has rows of past ones.
         counted: positions that are not given are counted in the mask, and do not go from the past on.
     """
 
@@ -47,6 +52,8 @@ class Boundary:
     rows: bool = False
     source_mask: bool = False
     counted: bool = False
+    cache: str = "past_key_values"
+    local: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,7 +96,7 @@ class StepModule(nn.Module):
         given = {
             self.boundary.tokens: tokens,
             self.boundary.mask: mask,
-            "past_key_values": cache,
+            self.boundary.cache: cache,
             "use_cache": True,
         }
         if self.boundary.positions:
@@ -98,8 +105,9 @@ class StepModule(nn.Module):
             given["logits_to_keep"] = more["rows"]
         if self.model.config.is_encoder_decoder:
             given |= self._encoded(seen, more)
-        outputs = self.model(**given, return_dict=True)
-        after = leaves_of(outputs.past_key_values, self.layout)
+        with carrying(self.model, cache) if self.layout.states else contextlib.nullcontext():
+            outputs = self.model(**given, return_dict=True)
+        after = leaves_of(outputs[self.boundary.cache], self.layout)
         return {"logits": outputs.logits, "next": [after[at] for at in self.layout.written]}
 
     def _tie(self, seen: Seen) -> None:
@@ -107,6 +115,8 @@ class StepModule(nn.Module):
         the past tokens.
         """
         rows: dict[tuple[Growth, int], int] = {}
+        if self.boundary.local and seen.past:
+            raise ValueError(f"a mask over {seen.past} more tokens than are new")
         for leaf, tensor in zip(self.layout, seen.leaves, strict=True):
             if leaf.growth is not Growth.STATE:
                 known = (
@@ -171,7 +181,11 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
     with evaluating(model), torch.no_grad():
         example = _Example.of(model)
         kind = type(type(model).__name__, (StepModule,), {})  # errors name the user's class
-        step = capture(kind(model, example.boundary, example.layout), (), example.inputs, dynamic=dynamic)
+        module = kind(model, example.boundary, example.layout)
+        if example.layout.states:
+            module(**example.inputs)  # what it cannot carry, it says
+        still = [f"past_{at}" for at, leaf in enumerate(example.layout) if leaf.growth is Growth.STATE]
+        step = capture(module, (), example.inputs, dynamic=dynamic, still=still)
         carried = {f"past_{at}": f"next_{i}" for i, at in enumerate(example.layout.written)}
         program = replace(step, carried=carried)
         made = GenerationStep(program=program, boundary=example.boundary, layout=example.layout)
@@ -223,20 +237,21 @@ class _Example:
             model.device
         )
         given, hidden = _source(model, generator)
-        cache = new_cache(model)
+        cache, name = new_cache(model), cache_name(model)
         decoding = {"decoder_input_ids" if model.config.is_encoder_decoder else "input_ids": tokens[:, :PAST]}
-        outputs = model(**decoding, **given, past_key_values=cache, use_cache=True, return_dict=True)
-        made = getattr(outputs, "past_key_values", None)
+        outputs = model(**decoding, **given, **{name: cache}, use_cache=True, return_dict=True)
+        made = getattr(outputs, name, None)
         if made is None or not caches_of(made):
             raise UsageError(
                 f"{type(model).__name__} returns no cache of keys and values, so that it cannot be decoded "
                 "token by token. Plan its forward with mode = 'inference'."
             )
         layout = layout_of(made)
-        boundary = _boundary(model, tokens)
+        boundary = replace(_boundary(model, tokens), cache=name, local=not layout.grows)
+        seen = 0 if boundary.local else PAST
         inputs: dict[str, Any] = {
             "tokens": tokens[:, PAST:].contiguous(),
-            "mask": torch.ones((BATCH, PAST + NEW), dtype=torch.int64, device=tokens.device),
+            "mask": torch.ones((BATCH, seen + NEW), dtype=torch.int64, device=tokens.device),
         }
         if boundary.positions:
             inputs["positions"] = (

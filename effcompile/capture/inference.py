@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,10 +54,16 @@ class _Subject:
     leaves: Sequence[dynamic_axes.InputLeaf]
     output_names: Sequence[str]
     mends: tuple[Reason, ...]
+    still: Collection[str]
 
 
 def capture(
-    model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, dynamic: Dynamic = None
+    model: nn.Module,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+    *,
+    dynamic: Dynamic = None,
+    still: Collection[str] = (),
 ) -> Program:
     """Capture a model for inference. The model is left as it was: training flags, config, attributes.
 
@@ -68,6 +74,7 @@ def capture(
         dynamic: None or True: batch and sequence axes are dynamic wherever the model's code allows it
             (`Program.fixed` says where not, and why); False: all shapes are the example's; a mapping:
             torch.export's `dynamic_shapes`.
+        still: names of inputs of which no axis but the batch's is another size in another call.
 
     Raises:
         InputsError: the model itself raises, or returns NaN or nothing but empty tensors, with these inputs.
@@ -89,6 +96,7 @@ def capture(
             leaves=dynamic_axes.tensor_leaves(model, args, kwargs),
             output_names=dynamic_axes.output_names(outputs),
             mends=tuple(mend for mend in mends if mend != CACHE_MEND or cached),
+            still=still,
         )
         with as_it_was(model):
             program = _first_success(subject, dynamic)
@@ -196,7 +204,7 @@ def _attempts(subject: _Subject, dynamic: Dynamic) -> Iterator[_Attempt]:
         named = [_given_axes(dynamic, leaf) for leaf in subject.leaves]
         yield _Attempt(axes=named, wanted=[dict.fromkeys(axes, True) for axes in named], given=dynamic)
     elif dynamic is not False:
-        wanted = dynamic_axes.candidates(subject.leaves)
+        wanted = dynamic_axes.candidates(subject.leaves, subject.still)
         batch = [{axis: expected for axis, expected in axes.items() if axis == 0} for axes in wanted]
         for choice in (wanted, batch) if wanted != batch else (batch,):
             if any(choice):

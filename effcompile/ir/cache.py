@@ -102,6 +102,16 @@ class CacheLayout:
         return len(self.leaves)
 
     @property
+    def states(self) -> bool:
+        """Whether some of it is of one size, however many tokens were seen."""
+        return any(leaf.growth is Growth.STATE for leaf in self.leaves)
+
+    @property
+    def grows(self) -> bool:
+        """Whether some of it has a row for each token."""
+        return any(leaf.growth in (Growth.FULL, Growth.WINDOW) for leaf in self.leaves)
+
+    @property
     def written(self) -> tuple[int, ...]:
         """Places of the leaves that a step returns; the others stay as they are."""
         return tuple(at for at, leaf in enumerate(self.leaves) if leaf.growth is not Growth.SOURCE)

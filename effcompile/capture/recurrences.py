@@ -1,0 +1,144 @@
+"""Recurrences of state-space and linear-attention layers as operators, while a step of generation is traced.
+
+Hugging Face's forms of several tokens loop in Python over tokens or chunks, which no graph of any length holds,
+and Mamba's begins with an empty state. What they compute is one function of a module, which all models of
+that kind have by the same name; here it is the operator of ops/recurrence.py, behind the state that the
+layer read from its cache. One token and many then are one graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from effcompile.capture.resumed import ResumedCache
+from effcompile.core.errors import UsageError
+from effcompile.core.types import HFModel
+from effcompile.ops.recurrence import delta_rule, state_space
+
+#: The cache of the step that this thread traces.
+_TRACED: ContextVar[ResumedCache | None] = ContextVar("traced", default=None)
+#: Modules are everybody's: one step at a time.
+_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def carrying(model: HFModel, cache: ResumedCache) -> Iterator[None]:
+    """Layers of the model run as operators behind the states of this cache.
+
+    Raises:
+        UsageError: a layer's state was not carried so: it is computed by another recurrence.
+    """
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    with _LOCK, contextlib.ExitStack() as stack:
+        for module in modules:
+            for name, form in _FORMS.items():
+                if (own := vars(module).get(name)) is not None:
+                    stack.callback(setattr, module, name, own)
+                    setattr(module, name, _either(own, form))
+        token = _TRACED.set(cache)
+        stack.callback(_TRACED.reset, token)
+        yield
+    left = cache.left()
+    if left:
+        raise UsageError(
+            f"Layer {left[0]} of the model ({_kind(model, left[0])}) keeps a recurrent state, which it computes "
+            "by a recurrence that a captured step does not carry yet: those of Mamba, Mamba-2 and gated delta "
+            "nets can be planned. Let this model generate as it is."
+        )
+
+
+def _kind(model: HFModel, layer: int) -> str:
+    """The class of the layer's module that has the recurrence."""
+    own = [each for each in model.modules() if getattr(each, "layer_idx", None) == layer]
+    return type(own[-1]).__name__ if own else type(model).__name__
+
+
+def _either(own: Callable[..., Any], form: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours in the thread that traces, the model's own in others."""
+
+    def called(*args: object, **kwargs: object) -> object:
+        cache = _TRACED.get()
+        state = None if cache is None else cache.taken(form is _mamba)
+        return own(*args, **kwargs) if state is None else form(state, *args, **kwargs)
+
+    return called
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """How far each token goes."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
+
+
+def _mamba(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **rest: object,
+) -> tuple[Tensor, Tensor]:
+    """`mamba_selective_scan`, which Zamba calls for each of its heads: channels are heads of one row."""
+    dt = _steps(dt.transpose(1, 2), delta_bias, delta_softplus)
+    b, c = (each.transpose(1, 2)[:, :, None] for each in (B, C))
+    x = hidden_states.transpose(1, 2)[..., None]
+    made, after = state_space(x, dt, A, b, c, D, state[:, :, None])
+    made = made[..., 0].transpose(1, 2)
+    return (made if z is None else made * F.silu(z)), after[:, :, 0]
+
+
+def _mamba2(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **rest: object,
+) -> tuple[Tensor, Tensor]:
+    """`mamba2_chunk_scan`."""
+    dt = torch.clamp(_steps(dt, dt_bias, dt_softplus), *dt_limit)
+    made: tuple[Tensor, Tensor] = state_space(hidden_states, dt, A[:, None], B, C, D, state)
+    return made
+
+
+def _gated_delta(
+    state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **rest: object,
+) -> tuple[Tensor, Tensor]:
+    """`torch_chunk_gated_delta_rule`."""
+    made, after = delta_rule(query, key, value, g, beta, state, use_qk_l2norm_in_kernel)
+    return made.to(query.dtype), after
+
+
+#: A recurrence's name in the modules of transformers → ours.
+_FORMS: dict[str, Callable[..., Any]] = {
+    "mamba_selective_scan": _mamba,
+    "mamba2_chunk_scan": _mamba2,
+    "torch_chunk_gated_delta_rule": _gated_delta,
+}
