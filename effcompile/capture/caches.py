@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
 _ROWS, _STATES = (cache_utils.CacheLayerMixin,), (cache_utils.LinearAttentionCacheLayerMixin,)
 #: Layers whose tensors are known; a DummyLayer has none.
 _HOLDING = (cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)
+#: Under which a cache of states alone keeps how many tokens it has seen.
+_COUNT = "_effcompile_seen"
 #: What a layer calls its states.
 _KINDS = ("conv_states", "recurrent_states")
 #: What the leaves of a layer are → its class; the first that fits.
@@ -85,12 +87,8 @@ def caches_of(cache: HFCache) -> list[tuple[str, HFCache]]:
 
 def cache_name(model: HFModel) -> str:
     """What the model's forward calls its cache."""
-    return named_in(inspect.signature(model.forward).parameters)
-
-
-def named_in(parameters: Collection[str]) -> str:
-    """The same of a forward's parameters."""
-    return "cache_params" if "cache_params" in parameters else "past_key_values"
+    named = "cache_params" in inspect.signature(model.forward).parameters
+    return "cache_params" if named else "past_key_values"
 
 
 def layout_of(cache: HFCache) -> CacheLayout:
@@ -152,7 +150,8 @@ def _tensor(layer: Any, name: str) -> torch.Tensor | None:
 def put(layer: Any, name: str, tensor: torch.Tensor) -> None:
     """Let a layer hold it."""
     kind, _, at = name.partition(".")
-    layer.dtype, layer.device = layer.dtype or tensor.dtype, layer.device or tensor.device
+    if getattr(layer, "device", None) is None:
+        layer.dtype, layer.device = tensor.dtype, tensor.device
     if not at:
         layer.is_initialized = True
         setattr(layer, kind, tensor)
@@ -230,10 +229,11 @@ def records(cache: HFCache) -> bool:
 
 
 def seen_by(cache: HFCache) -> int:
-    """Tokens that a cache has seen; 0 of one that holds states alone, which count none."""
+    """Tokens that a cache has seen; of one that holds states alone, which count none, those of our steps."""
     own = dict(caches_of(cache)).get("layers")
     if own is not None and own.layers and not any(isinstance(each, _ROWS) for each in own.layers):
-        return 0
+        begun = any(isinstance(each, _STATES) and any(each.has_previous_state.values()) for each in own.layers)
+        return int(vars(cache).get(_COUNT, 0)) if begun else 0
     return int(cache.get_seq_length())
 
 
@@ -258,6 +258,8 @@ def fill(
     tokens.
     """
     parts = dict(caches_of(cache))
+    if not layout.grows and new and layout.written[0] in (layout.written if places is None else places):
+        vars(cache)[_COUNT] = seen_by(cache) + new
     for place, tensor in zip(layout.written if places is None else places, tensors, strict=True):
         part, at, name = place_of(layout.leaves[place].name)
         layers = parts[part].layers

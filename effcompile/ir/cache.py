@@ -116,6 +116,11 @@ class CacheLayout:
         """Places of the leaves that a step returns; the others stay as they are."""
         return tuple(at for at, leaf in enumerate(self.leaves) if leaf.growth is not Growth.SOURCE)
 
+    @property
+    def appended(self) -> tuple[int, ...]:
+        """Of these the leaves that grow by rows; states are replaced."""
+        return tuple(at for at in self.written if self.leaves[at].growth is not Growth.STATE)
+
     def narrowed(self, dtype: str) -> CacheLayout:
         """With its rows in "bfloat16" or "int8"; "" leaves them as the graph has them."""
         return CacheLayout(leaves=tuple(leaf.narrowed(dtype) for leaf in self.leaves)) if dtype else self

@@ -112,8 +112,9 @@ def forced(stepper: Stepper, model: HFModel, told: Told, sizes: Sequence[int]) -
     """Logits of a text that is given in calls of these sizes."""
     cache, at, parts = new_cache(model), 0, []
     for new in sizes:
-        given = {stepper.step.boundary.tokens: told.text[:, at : at + new]}
-        parts.append(stepper(**given, **told.extra, past_key_values=cache).logits)
+        given: Kwargs = {stepper.step.boundary.tokens: told.text[:, at : at + new]}
+        given |= {stepper.step.boundary.cache: cache}
+        parts.append(stepper(**given, **told.extra).logits)
         at += new
     return torch.cat(parts, dim=1)
 

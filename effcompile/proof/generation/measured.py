@@ -16,7 +16,7 @@ from torch import fx
 
 from effcompile.backends.base import Lowered
 from effcompile.backends.torch import TorchLowered
-from effcompile.capture.caches import HFCache, new_cache
+from effcompile.capture.caches import HFCache, cache_name, new_cache
 from effcompile.capture.generation import encoder_inputs, encoder_output
 from effcompile.capture.mends import evaluating
 from effcompile.core import torch_compat_memory
@@ -86,7 +86,10 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> In
             called = interleaved(prefills, 2, repeats=1)
         first = {name: min(times) for name, times in called.items()}
         decodes: dict[str, Callable[[], object]] = {
-            name: partial(_decode, runs[name], {key: ids[:, :1], **extra}, ready[name]) for name in runs
+            name: partial(
+                _decode, runs[name], {key: ids[:, :1], **extra, cache_name(model): ready[name]}, ready[name]
+            )
+            for name in runs
         }
         buffer = torch.ones(_STREAM // 4 if model.device.type == "cpu" else 0)
         decodes[_READ] = buffer.sum
@@ -119,7 +122,7 @@ def _prefill(model: HFModel, run: Forward, given: Kwargs, ready: dict[str, HFCac
     """`ready`: the cache that it leaves, by name, for the tokens behind it."""
     cache = new_cache(model)
     keep = {"logits_to_keep": 1} if _keeps(model) else {}
-    run(**given, **keep, past_key_values=cache)
+    run(**given, **keep, **{cache_name(model): cache})
     _awaited(model.device)
     ready[name] = cache
 
@@ -141,7 +144,7 @@ def _keeps(model: HFModel) -> bool:
 
 def _decode(run: Forward, given: Kwargs, cache: HFCache) -> None:
     """One token; the cache is as long as before afterwards, where it can be cut."""
-    run(**given, past_key_values=cache)
+    run(**given)
     _awaited(next(iter(given.values())).device)
     if cache.is_croppable and not any(cache.is_sliding):
         cache.crop(-1)
@@ -173,7 +176,7 @@ def peak_bytes(
     """
     weights = sum(part.weight_bytes for name, part in parts.items() if name != "encoder")
     context = goal.tokens[0]
-    key = stepper.step.boundary.tokens
+    key, name = stepper.step.boundary.tokens, stepper.step.boundary.cache
     extra = _extra(model, goal.batch)
     ids = _ids(model, goal, context)
     keep = {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
@@ -181,8 +184,8 @@ def peak_bytes(
     def whole() -> None:
         cache = new_cache(model)
         if context > 1:
-            stepper(**{key: ids[:, :-1]}, **extra, **keep, past_key_values=cache)
-        stepper(**{key: ids[:, -1:]}, **extra, **keep, past_key_values=cache)
+            stepper(**{key: ids[:, :-1], name: cache}, **extra, **keep)
+        stepper(**{key: ids[:, -1:], name: cache}, **extra, **keep)
 
     if isinstance(parts["step"], TorchLowered):  # it has run: what a first call makes and keeps is there
         with torch_compat_memory.watched_memory(model.device.type) as peak:
@@ -196,8 +199,9 @@ def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, 
     context, cache = goal.tokens[0], new_cache(model)
     chunk = min(stepper.step.room.chunk, context)
     key, keep = stepper.step.boundary.tokens, {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
+    name = stepper.step.boundary.cache
     if context > chunk:
-        stepper(**{key: _ids(model, goal, context - chunk)}, **extra, **keep, past_key_values=cache)
+        stepper(**{key: _ids(model, goal, context - chunk), name: cache}, **extra, **keep)
     flat = stepper.flat(_ids(model, goal, chunk), cache, extra)
     found = lowered.peak_bytes(flat)
     return None if found is None else found + sum(tensor.nbytes for tensor in flat)

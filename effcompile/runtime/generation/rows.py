@@ -24,23 +24,13 @@ class SharedRows:
     """
 
     def __init__(self, stepper: Stepper) -> None:
-        """Raises UsageError for a model whose cache holds more than rows of tokens: another's output, or
-        states.
-        """
-        layout = stepper.step.layout
-        other = next((leaf for leaf in layout if leaf.growth not in (Growth.FULL, Growth.WINDOW)), None)
-        if stepper.config.is_encoder_decoder or other is not None:
-            what = (
-                "an encoder-decoder"
-                if stepper.config.is_encoder_decoder
-                else f"{other.name} is no row of tokens"
-                if other
-                else ""
-            )
+        """Raises UsageError for a model whose cache holds another's output, too."""
+        if stepper.config.is_encoder_decoder:
             raise UsageError(
-                f"Requests of one batch share a cache of rows of tokens, which this model has not: {what}."
+                "Requests of one batch share a cache of what each has seen itself; an encoder-decoder's holds "
+                "the output of its encoder, too."
             )
-        self._stepper, self._layout = stepper, layout
+        self._stepper, self._layout = stepper, stepper.step.layout
         self._cache: HFCache = self.opened()
         self.lengths: list[int] = []
 
@@ -63,7 +53,7 @@ class SharedRows:
 
     def begun(self, cache: HFCache, tokens: int) -> HFCache | None:
         """A cache of one row that begins with so many tokens of another's; None of a model that keeps
-        windows, which forget beginnings.
+        windows or states, which forget beginnings.
         """
         if any(leaf.growth is not Growth.FULL for leaf in self._layout):
             return None
@@ -101,6 +91,8 @@ class SharedRows:
     def _together(self, place: int, parts: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
         """A leaf of one row each as one of all, all rows at the end."""
         leaf, first = self._layout.leaves[place], parts[0]
+        if leaf.growth is Growth.STATE:
+            return torch.cat(list(parts))
         rows = leaf.rows(longest)
         made = first.new_zeros((len(parts), first.shape[1], rows, first.shape[3]))
         for at, part in enumerate(parts):
@@ -127,5 +119,5 @@ class SharedRows:
             boundary.mask: mask,
             **({boundary.positions: positions} if boundary.positions else {}),
         }
-        logits: torch.Tensor = self._stepper(**given, past_key_values=cache, logits_to_keep=1).logits
+        logits: torch.Tensor = self._stepper(**given, **{boundary.cache: cache}, logits_to_keep=1).logits
         return logits[:, -1]

@@ -16,7 +16,7 @@ from effcompile.runtime.generation.steps import LoweredStep
 
 #: Arguments of a forward that change nothing here, or that generate() gives always.
 _SILENT = frozenset(
-    {"use_cache", "return_dict", "cache_position", "encoder_outputs", "past_key_values", "logits_to_keep"}
+    {"use_cache", "return_dict", "cache_position", "encoder_outputs", "logits_to_keep"}
 )
 #: Dtypes of token ids.
 _WHOLE = (torch.int64, torch.int32)
@@ -37,7 +37,7 @@ class Stepper:
     ) -> None:
         self.step, self.config, self._encoder = step, config, encoder
         self._parameters = list(inspect.signature(forward).parameters)[1:]
-        taken = {step.boundary.tokens, step.boundary.mask, step.boundary.positions}
+        taken = {step.boundary.tokens, step.boundary.mask, step.boundary.positions, step.boundary.cache}
         self._known = (
             taken
             | _SILENT
@@ -48,7 +48,7 @@ class Stepper:
         given: dict[str, Any] = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         self._check(given)
         tokens = given[self.step.boundary.tokens]
-        cache = given.get("past_key_values")
+        cache = given.get(self.step.boundary.cache)
         cache = new_cache_of(self.config) if cache is None else cache
         check_cache(cache, self.step.layout)
         encoded = given.get("encoder_outputs")
@@ -114,8 +114,11 @@ class Stepper:
         rows: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
         """The step's inputs by name. `rows`: the new positions whose logits are wanted; None: all."""
-        boundary, past, new = self.step.boundary, seen_by(cache), tokens.shape[1]
+        boundary, new = self.step.boundary, tokens.shape[1]
+        past = 0 if boundary.local else seen_by(cache)
         mask = given.get(boundary.mask)
+        if boundary.local and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            mask = mask[:, -new:]  # of tokens that are past nothing is left to hide
         if mask is None:
             mask = tokens.new_ones((tokens.shape[0], past + new))
         if not isinstance(mask, torch.Tensor) or mask.shape != (tokens.shape[0], past + new):
@@ -161,6 +164,10 @@ class Stepper:
             return modeling_outputs.Seq2SeqLMOutput(
                 logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden
             )
+        if self.step.boundary.cache == "cache_params":
+            from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
+
+            return MambaCausalLMOutput(logits=logits, cache_params=cache)
         return modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 

@@ -78,7 +78,7 @@ class LoweredStep:
         self.check_indices(given)
         tokens = given["tokens"]
         past, new = seen_by(cache), tokens.shape[1]
-        if past + new > self.room.context:
+        if self.layout.grows and past + new > self.room.context:
             raise GuardError(
                 f"{past} past and {new} new tokens are {past + new}; the plan has room for context = "
                 f"{self.room.context}. Give a shorter prompt or fewer new tokens, or plan again with "
@@ -107,7 +107,7 @@ class LoweredStep:
         """The logits of some of the new tokens, of those rows of them that are wanted."""
         tokens = given["tokens"]
         if (start, end) != (0, tokens.shape[1]):
-            given = _part(given, start, end)
+            given = _part(given, start, end, self.boundary.local)
         flat, wanted = self.flat(given, cache, hidden), given.get("rows")
         logits, *after = carried_out(self.run, flat)
         del flat
@@ -155,6 +155,8 @@ class LoweredStep:
 
     def _empty(self, leaf: CacheLeaf, spec: TensorSpec, tokens: torch.Tensor) -> torch.Tensor:
         dtype = getattr(torch, leaf.held or spec.dtype)
+        if leaf.growth is Growth.STATE:
+            return tokens.new_zeros((tokens.shape[0], *leaf.shape), dtype=dtype)
         like = torch.empty((tokens.shape[0], leaf.shape[0], 0, leaf.width), dtype=dtype, device=tokens.device)
         return buffer(like, self.room.capacity(leaf))
 
@@ -200,12 +202,13 @@ def _given(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor.new_zeros(1) if spec.name == "rows" and not tensor.numel() else tensor
 
 
-def _part(given: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, torch.Tensor]:
-    """The inputs of the tokens from `start` to `end` alone."""
+def _part(given: Mapping[str, torch.Tensor], start: int, end: int, local: bool) -> dict[str, torch.Tensor]:
+    """The inputs of the tokens from `start` to `end` alone. `local`: the mask's, too."""
     total = given["tokens"].shape[1]
     made = dict(given)
     made["tokens"] = given["tokens"][:, start:end].contiguous()
-    made["mask"] = given["mask"][:, : given["mask"].shape[1] - (total - end)].contiguous()
+    first = start if local else 0
+    made["mask"] = given["mask"][:, first : given["mask"].shape[1] - (total - end)].contiguous()
     if "positions" in given:
         made["positions"] = given["positions"][:, start:end].contiguous()
     if "rows" in given:
@@ -231,7 +234,7 @@ def assembled(
         narrow = [holders[at] for at in layout.written if layout.leaves[at].held]
         huge_pages.collapse(graph.parameters())
         run = in_place(
-            graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.written}, narrow
+            graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.appended}, narrow
         )
     return LoweredStep(
         boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run,

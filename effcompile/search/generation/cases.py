@@ -44,7 +44,9 @@ def _example(step: GenerationStep, program: Program, *, batch: int, past: int, n
     )
     given: dict[str, Any] = {
         "tokens": tokens[:1, :1].expand(batch, new),
-        "mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(batch, past + new),
+        "mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(
+            batch, new if step.boundary.local else past + new
+        ),
         "positions": torch.arange(past, past + new, device=tokens.device).expand(batch, new),
         "rows": torch.arange(new - 1, new, device=tokens.device),
         "source_mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(batch, source),
@@ -57,6 +59,8 @@ def _example(step: GenerationStep, program: Program, *, batch: int, past: int, n
 
 
 def _leaf(like: torch.Tensor, what: CacheLeaf, batch: int, past: int, source: int) -> torch.Tensor:
+    if what.growth is Growth.STATE:
+        return like.new_zeros(()).expand(batch, *what.shape)
     return like.new_zeros(()).expand(batch, what.shape[0], what.rows(past, source), like.shape[3])
 
 
@@ -82,12 +86,12 @@ def filled(step: GenerationStep, program: Program, *, batch: int, context: int, 
     tokens = holders[names.index("tokens")]
     caches = [node for node, name in zip(holders, names, strict=True) if name.startswith("past")]
     rows: dict[fx.Node, fx.Node] = {}
-    for at in step.layout.written:
+    for at in step.layout.appended:
         rows |= _filled(edited.graph, caches[at], tokens)
     results = pytree.tree_map_only(
         fx.Node, lambda node: rows.get(node, node), edited.graph.output_node().args[0]
     )
-    for at in step.layout.written:
+    for at in step.layout.appended:
         for appended in [node for node in caches[at].users if node in rows]:
             appended.replace_all_uses_with(caches[at], delete_user_cb=lambda user: user.op != "output")
     edited.graph.output_node().args = (results,)
@@ -95,7 +99,7 @@ def filled(step: GenerationStep, program: Program, *, batch: int, context: int, 
     kwargs = dict(edited.kwargs)
     kwargs["past"] = [
         leaf
-        if what.growth is Growth.SOURCE
+        if what.growth in (Growth.SOURCE, Growth.STATE)
         else leaf.new_zeros(()).expand(*leaf.shape[:2], leaf.shape[2] + new, leaf.shape[3])
         for leaf, what in zip(kwargs["past"], step.layout, strict=True)
     ]

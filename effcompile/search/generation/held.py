@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from effcompile.backends.torch.in_place import in_place
-from effcompile.capture.caches import new_cache, rounding_cache
+from effcompile.capture.caches import cache_name, new_cache, rounding_cache
 from effcompile.capture.generation import GenerationStep
 from effcompile.capture.mends import evaluating
 from effcompile.capture.verify import relative_error
@@ -114,5 +114,6 @@ def _first(value: Value) -> Value:
 
 
 def _logits(model: HFModel, given: Kwargs, cache: Any) -> torch.Tensor:
-    logits: torch.Tensor = model(**given, past_key_values=cache, use_cache=True, return_dict=True).logits
+    given = {**given, cache_name(model): cache}
+    logits: torch.Tensor = model(**given, use_cache=True, return_dict=True).logits
     return logits

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from effcompile.capture.caches import cache_name
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, HFModel, Inputs, Kwargs
 from effcompile.ir.cache import CacheLayout, Growth
@@ -74,11 +75,11 @@ def _written(model: HFModel, tokens: int, vocabulary: int) -> torch.Tensor:
     with torch.random.fork_rng(devices=devices), torch.no_grad(), ByFewRows():
         torch.manual_seed(0)
         ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, 1), device=model.device)
-        cache = None
+        cache, name = None, cache_name(model)
         step = ids
         while ids.shape[1] < tokens:
-            outputs = model(input_ids=step, past_key_values=cache, use_cache=True, return_dict=True)
-            cache = outputs.past_key_values
+            outputs = model(input_ids=step, **{name: cache}, use_cache=True, return_dict=True)
+            cache = outputs[name]
             step = torch.multinomial(outputs.logits[:, -1].float().softmax(-1), 1)
             ids = torch.cat([ids, step], dim=1)
     return ids
@@ -97,6 +98,8 @@ def as_inputs(text: torch.Tensor, layout: CacheLayout, like: Kwargs) -> Inputs:
         "past": [
             leaf[:1].expand(rows, -1, -1, -1).contiguous()
             if what.growth is Growth.SOURCE
+            else leaf.new_zeros((rows, *leaf.shape[1:]))
+            if what.growth is Growth.STATE
             else leaf.new_empty((rows, leaf.shape[1], 0, leaf.shape[3]))
             for leaf, what in zip(like["past"], layout, strict=True)
         ],
