@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from effcompile.capture.caches import cache_name, caches_of, layout_of, leaves_of, new_cache
+from effcompile.capture.rows_first import rows_first
 from effcompile.capture.resumed import Seen, resumed
 from effcompile.capture.inference import capture
 from effcompile.capture.mends import evaluating
@@ -186,6 +187,8 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
             module(**example.inputs)  # what it cannot carry, it says
         still = [f"past_{at}" for at, leaf in enumerate(example.layout) if leaf.growth is Growth.STATE]
         step = capture(module, (), example.inputs, dynamic=dynamic, still=still)
+        if example.layout.states:
+            step = rows_first(step)
         carried = {f"past_{at}": f"next_{i}" for i, at in enumerate(example.layout.written)}
         program = replace(step, carried=carried)
         made = GenerationStep(program=program, boundary=example.boundary, layout=example.layout)

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from transformers.activations import ACT2FN
 
 from effcompile.capture.resumed import ResumedCache
 from effcompile.core.errors import UsageError
 from effcompile.core.types import HFModel
-from effcompile.ops.recurrence import delta_rule, state_space
+from effcompile.ops.recurrence import delta_rule, short_conv, state_space
 
 #: The cache of the step that this thread traces.
 _TRACED: ContextVar[ResumedCache | None] = ContextVar("traced", default=None)
@@ -67,10 +68,31 @@ def _either(own: Callable[..., Any], form: Callable[..., Any]) -> Callable[..., 
 
     def called(*args: object, **kwargs: object) -> object:
         cache = _TRACED.get()
+        if cache is not None and form is _convolution:
+            layer = cache.convolving(args[0] if args else None)
+            return own(*args, **kwargs) if layer is None else form(layer, *args, **kwargs)
         state = None if cache is None else cache.taken(form is _mamba)
         return own(*args, **kwargs) if state is None else form(state, *args, **kwargs)
 
     return called
+
+
+def _convolution(
+    layer: Any,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **rest: object,
+) -> Tensor:
+    """`causal_conv1d_fn`: of the new tokens alone."""
+    _, before, x, at = layer.convolved
+    silu = activation in ("silu", "swish")
+    made, layer.conv_states[at] = short_conv(x.transpose(1, 2), weight, bias, before, silu)
+    layer.convolved = None
+    if activation is not None and not silu:
+        made = ACT2FN[activation](made)
+    return made.transpose(1, 2)
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -94,11 +116,10 @@ def _mamba(
 ) -> tuple[Tensor, Tensor]:
     """`mamba_selective_scan`, which Zamba calls for each of its heads: channels are heads of one row."""
     dt = _steps(dt.transpose(1, 2), delta_bias, delta_softplus)
-    b, c = (each.transpose(1, 2)[:, :, None] for each in (B, C))
-    x = hidden_states.transpose(1, 2)[..., None]
-    made, after = state_space(x, dt, A, b, c, D, state[:, :, None])
-    made = made[..., 0].transpose(1, 2)
-    return (made if z is None else made * F.silu(z)), after[:, :, 0]
+    x, b, c = (each.transpose(1, 2) for each in (hidden_states, B, C))
+    made, after = state_space(x, dt, A, b, c, D, state)
+    made = made.transpose(1, 2)
+    return (made if z is None else made * F.silu(z)), after
 
 
 def _mamba2(
@@ -138,6 +159,7 @@ def _gated_delta(
 
 #: A recurrence's name in the modules of transformers → ours.
 _FORMS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
     "mamba_selective_scan": _mamba,
     "mamba2_chunk_scan": _mamba2,
     "torch_chunk_gated_delta_rule": _gated_delta,

@@ -90,6 +90,11 @@ class ResumedCache(cache_utils.Cache):
         self._heads = self._heads or list(state.unbind(1))
         return self._heads.pop(0)
 
+    def convolving(self, whole: object) -> _ResumedStates | None:
+        """The layer whose channels, behind those of its state, these are."""
+        each = (layer for layer in self.layers if isinstance(layer, _ResumedStates) and layer.convolved)
+        return next((layer for layer in each if layer.convolved[0] is whole), None)  # type: ignore[index]
+
     def left(self) -> list[int]:
         """Layers whose recurrent states nothing took up."""
         return [
@@ -104,15 +109,19 @@ class _ResumedStates(cache_utils.LinearAttentionLayer):
 
     def __init__(self, states: dict[str, torch.Tensor]) -> None:
         cache_utils.LinearAttentionLayer.__init__(self, len({name.partition(".")[2] for name in states}))
+        #: What a convolution reads, of which state and new channels it is, and the state's number.
+        self.convolved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None
         for name, tensor in states.items():
             put(self, name, tensor)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        whole = torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
+        before = self.conv_states[state_idx]
+        whole = torch.cat([before, conv_states], dim=-1)
         # a copy: the whole of a long prompt would be kept behind a view
         self.conv_states[state_idx] = whole[..., -self.conv_kernel_size[state_idx] :].clone()
+        self.convolved = (whole, before, conv_states, state_idx)
         return whole
 
     def update_recurrent_state(

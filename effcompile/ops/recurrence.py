@@ -1,4 +1,4 @@
-"""The recurrences of recurrence_steps.py as operators: one call for any number of tokens."""
+"""What recurrence_steps.py defines as operators: one call for any number of tokens, compiled where all is fp32."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.types import Shape
 from effcompile.ops.recurrence_native import kernels
-from effcompile.ops.recurrence_steps import delta_rule_by_torch, state_space_by_torch
+from effcompile.ops.recurrence_steps import delta_rule_by_torch, short_conv_by_torch, state_space_by_torch
 from effcompile.ops.sums import sum_dtype
 
-__all__ = ["delta_rule", "state_space"]
+__all__ = ["delta_rule", "short_conv", "state_space", "workspace_bytes"]
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _LIBRARY.define(
-    "state_space(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor state)"
+    "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor state, bool silu) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "state_space(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor state, bool logs=False)"
     " -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
@@ -24,38 +27,62 @@ _LIBRARY.define(
 )
 
 
-def state_space_on_cpu(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor
+def short_conv_on_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `state_space_by_torch`: compiled where these are fp32."""
+    """See `short_conv_by_torch`."""
+    found = kernels()
+    if isinstance(found, str) or not found.takes(x, weight, bias, state):
+        return short_conv_by_torch(x, weight, bias, state, silu)
+    return found.short_conv(x, weight, bias, state, silu)
+
+
+def state_space_on_cpu(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    state: Tensor,
+    logs: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `state_space_by_torch`."""
     found = kernels()
     if isinstance(found, str) or not found.takes(x, dt, a, b, c, d, state):
-        return state_space_by_torch(x, dt, a, b, c, d, state)
-    return found.state_space(x, dt, a, b, c, d, state)
+        return state_space_by_torch(x, dt, a, b, c, d, state, logs)
+    return found.state_space(x, dt, a, b, c, d, state, logs)
 
 
 def delta_rule_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, normed: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `delta_rule_by_torch`: compiled where these are fp32."""
+    """See `delta_rule_by_torch`."""
     found = kernels()
     if isinstance(found, str) or not found.takes(q, k, v, g, beta, state):
         return delta_rule_by_torch(q, k, v, g, beta, state, normed)
     return found.delta_rule(q, k, v, g, beta, state, normed)
 
 
-for _key, _space, _rule in (
-    ("CPU", state_space_on_cpu, delta_rule_on_cpu),
-    ("CUDA", state_space_by_torch, delta_rule_by_torch),
+for _key, _conv, _space, _rule in (
+    ("CPU", short_conv_on_cpu, state_space_on_cpu, delta_rule_on_cpu),
+    ("CUDA", short_conv_by_torch, state_space_by_torch, delta_rule_by_torch),
 ):
+    _LIBRARY.impl("short_conv", _conv, _key)
     _LIBRARY.impl("state_space", _space, _key)
     _LIBRARY.impl("delta_rule", _rule, _key)
+short_conv = torch.ops.effcompile.short_conv
 state_space = torch.ops.effcompile.state_space
 delta_rule = torch.ops.effcompile.delta_rule
 
 
+@torch.library.register_fake("effcompile::short_conv", lib=_LIBRARY)
+def _(x, weight, bias, state, silu):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), state.new_empty(state.shape)
+
+
 @torch.library.register_fake("effcompile::state_space", lib=_LIBRARY)
-def _(x, dt, a, b, c, d, state):  # type: ignore[no-untyped-def]
+def _(x, dt, a, b, c, d, state, logs=False):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=sum_dtype(x)), state.new_empty(state.shape)
 
 
@@ -64,17 +91,29 @@ def _(q, k, v, g, beta, state, normed):  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape, dtype=sum_dtype(v)), state.new_empty(state.shape)
 
 
-def _of_states(shape: Shape, width: int, each: int) -> int:
-    """Operations of so many for each element of each token's state."""
-    batch, tokens, heads, rows = shape
-    return int(each * batch * tokens * heads * rows * width)
+def _product(shape: Shape, *more: int) -> int:
+    made = 1
+    for size in (*shape, *more):
+        made *= int(size)
+    return made
+
+
+@register_flop_formula(torch.ops.effcompile.short_conv)
+def _(x_shape: Shape, weight_shape: Shape, *args: object, **kwargs: object) -> int:
+    return _product(x_shape, 2, int(weight_shape[1]))
 
 
 @register_flop_formula(torch.ops.effcompile.state_space)
 def _(x_shape: Shape, dt: Shape, a: Shape, b_shape: Shape, *args: object, **kwargs: object) -> int:
-    return _of_states(x_shape, int(b_shape[3]), 5)
+    return _product(x_shape, 5, int(b_shape[-1]))
 
 
 @register_flop_formula(torch.ops.effcompile.delta_rule)
 def _(q_shape: Shape, k: Shape, v_shape: Shape, *args: object, **kwargs: object) -> int:
-    return _of_states(v_shape, int(q_shape[3]), 7)
+    return _product(v_shape, 7, int(q_shape[3]))
+
+
+def workspace_bytes(name: str, args: object) -> int | None:
+    """Nothing beside operands and results, where kernels are compiled; None for other operators."""
+    ours = ("effcompile::short_conv", "effcompile::state_space", "effcompile::delta_rule")
+    return 0 if name in ours else None

@@ -24,6 +24,7 @@ from effcompile.ops import (
     int8_sparse,
     loss_head_workspace,
     mask_part,
+    recurrence,
     wide,
 )
 from effcompile.ops.products import Scratch, measured
@@ -45,6 +46,7 @@ _OTHERS = (
     frozen_codes,
     mask_part,
     ctc,
+    recurrence,
 )
 
 

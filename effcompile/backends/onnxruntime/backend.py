@@ -62,6 +62,8 @@ class OnnxRuntime:
             return Unsupported.of(
                 "{} is bfloat16, and ONNX Runtime is given NumPy's arrays, which have no such dtype", name
             )
+        if recurrences(program.graph):
+            return Unsupported("ONNX has no operator for the recurrence of a layer that keeps a state")
         if program.weight_bytes() > session.PROTOBUF_LIMIT and not goal.exact:
             return Unsupported("onnxruntime.quantization handles models below 2 GiB of fp32 weights")
         return None
