@@ -24,6 +24,27 @@ _TINY = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 512,
 }  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_DELTA = {
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("AutoModelForCausalLM", _TINY),
     "gemma3_text": (
@@ -67,6 +88,96 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba": ("AutoModelForCausalLM", {**_TINY, "state_size": 4}),
+    "falcon_mamba": ("AutoModelForCausalLM", {**_TINY, "state_size": 4}),
+    "mamba2": (
+        "AutoModelForCausalLM",
+        {**_TINY, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
+    ),
+    "jamba": (
+        "AutoModelForCausalLM",
+        {
+            **_TINY,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "qwen3_next": ("AutoModelForCausalLM", {**_TINY, **_DELTA, **_EXPERTS}),
+    "qwen3_5_text": ("AutoModelForCausalLM", {**_TINY, **_DELTA}),
+    "olmo_hybrid": (
+        "AutoModelForCausalLM",
+        {**_TINY, **_DELTA, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "lfm2": ("AutoModelForCausalLM", {**_TINY, "layer_types": ["conv", "full_attention"]}),
+    "falcon_h1": ("AutoModelForCausalLM", {**_TINY, **_MAMBA2, "mamba_d_ssm": 64, "head_dim": 8}),
+    "bamba": ("AutoModelForCausalLM", {**_TINY, **_MAMBA2, "attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "AutoModelForCausalLM",
+        {
+            **_TINY,
+            **_MAMBA2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "nemotron_h": (
+        "AutoModelForCausalLM",
+        {
+            **_TINY,
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "zamba": (
+        "AutoModelForCausalLM",
+        {
+            **_TINY,
+            "num_hidden_layers": 8,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 2,
+            "mamba_d_state": 4,
+            "n_mamba_heads": 2,
+            "mamba_dt_rank": 4,
+            "num_key_value_heads": 4,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+        },
+    ),
+    "zamba2": (
+        "AutoModelForCausalLM",
+        {
+            **_TINY,
+            "layers_block_type": ["mamba", "hybrid"],
+            "hybrid_layer_ids": [1],
+            "mamba_d_state": 8,
+            "mamba_headdim": 16,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 4,
+            "chunk_size": 16,
+            "num_mem_blocks": 1,
+            "num_key_value_heads": 4,
+            "adapter_rank": 4,
+        },
+    ),
+    # refused: they have caches of their own, or recurrences of their own
+    "rwkv": ("AutoModelForCausalLM", {**_TINY, "attention_hidden_size": 32}),
+    "xlstm": ("AutoModelForCausalLM", {**_TINY, "embedding_dim": 32, "num_blocks": 2, "num_heads": 2}),
+    "zaya": ("AutoModelForCausalLM", _TINY),
+    "deepseek_v4": ("AutoModelForCausalLM", _TINY),
 }
 
 

@@ -23,8 +23,6 @@ from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 HFCache = Any
 _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
 _ROWS, _STATES = (cache_utils.CacheLayerMixin,), (cache_utils.LinearAttentionCacheLayerMixin,)
-#: Layers whose tensors are known; a DummyLayer has none.
-_HOLDING = (cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer)
 #: Under which a cache of states alone keeps how many tokens it has seen.
 _COUNT = "_effcompile_seen"
 #: What a layer calls its states.
@@ -37,6 +35,8 @@ _CLASSES = (
     ({Growth.WINDOW}, cache_utils.DynamicSlidingWindowLayer),
     (set[Growth](), cache_utils.DynamicLayer),
 )
+#: Layers whose tensors are known; a DummyLayer has none.
+_HOLDING = (*(kind for _, kind in _CLASSES), cache_utils.DummyLayer)
 
 
 def new_cache(model: HFModel) -> HFCache:
@@ -106,7 +106,7 @@ def layout_of(cache: HFCache) -> CacheLayout:
 
 def _leaves(part: str, at: int, layer: Any) -> list[CacheLeaf]:
     """Of one layer; none of one that holds nothing."""
-    if not isinstance(layer, _HOLDING):
+    if type(layer) not in _HOLDING:
         raise UsageError(
             f"Layer {at} of the model keeps a {type(layer).__name__}, which a captured step does not carry "
             "yet: layers that keep keys and values, all or of a window, states, and those of cross-attention "

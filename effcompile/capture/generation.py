@@ -24,6 +24,7 @@ from effcompile.capture.inference import capture
 from effcompile.capture.mends import evaluating
 from effcompile.capture.recurrences import carrying
 from effcompile.core.errors import CaptureError, UsageError
+from effcompile.core.stages import first_line
 from effcompile.core.types import HFModel
 from effcompile.ir.cache import CacheLayout, Growth
 from effcompile.ir.program import Program
@@ -242,12 +243,20 @@ class _Example:
         given, hidden = _source(model, generator)
         cache, name = new_cache(model), cache_name(model)
         decoding = {"decoder_input_ids" if model.config.is_encoder_decoder else "input_ids": tokens[:, :PAST]}
-        outputs = model(**decoding, **given, **{name: cache}, use_cache=True, return_dict=True)
+        try:
+            outputs = model(**decoding, **given, **{name: cache}, use_cache=True, return_dict=True)
+        except (AttributeError, TypeError, ValueError) as error:
+            said = first_line(error).rstrip(".")
+            raise UsageError(
+                f"{type(model).__name__} does not run with the {type(cache).__name__} that generate() makes for "
+                f"most models: {said}. A captured step carries no other. Let this model generate "
+                "as it is."
+            ) from error
         made = getattr(outputs, name, None)
         if made is None or not caches_of(made):
             raise UsageError(
-                f"{type(model).__name__} returns no cache of keys and values, so that it cannot be decoded "
-                "token by token. Plan its forward with mode = 'inference'."
+                f"{type(model).__name__} returns no cache that a step could carry on, so that it cannot be "
+                "decoded token by token. Plan its forward with mode = 'inference'."
             )
         layout = layout_of(made)
         boundary = replace(_boundary(model, tokens), cache=name, local=not layout.grows)

@@ -58,9 +58,9 @@ def carrying(model: HFModel, cache: ResumedCache) -> Iterator[None]:
 
 
 def _kind(model: HFModel, layer: int) -> str:
-    """The class of the layer's module that has the recurrence."""
+    """The classes of the layer's modules that know which layer they are."""
     own = [each for each in model.modules() if getattr(each, "layer_idx", None) == layer]
-    return type(own[-1]).__name__ if own else type(model).__name__
+    return ", ".join(dict.fromkeys(type(each).__name__ for each in own)) or type(model).__name__
 
 
 def _either(own: Callable[..., Any], form: Callable[..., Any]) -> Callable[..., Any]:

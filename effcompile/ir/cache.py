@@ -130,6 +130,10 @@ class CacheLayout:
         """The dtype that rows are held in where it is not the graph's; "" where it is."""
         return next((leaf.held for leaf in self.leaves if leaf.held), "")
 
+    def state_bytes(self, batch: int) -> int:
+        """Bytes of what is of one size."""
+        return sum(leaf.nbytes(1, batch) for leaf in self.leaves if leaf.growth is Growth.STATE)
+
     def nbytes(self, context: int, batch: int, source: int = 0) -> int:
         """Bytes of the buffers that hold the cache of so many tokens."""
         return sum(leaf.nbytes(leaf.capacity(context, source), batch) for leaf in self.leaves)

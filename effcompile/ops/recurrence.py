@@ -11,7 +11,7 @@ from effcompile.ops.recurrence_native import kernels
 from effcompile.ops.recurrence_steps import delta_rule_by_torch, short_conv_by_torch, state_space_by_torch
 from effcompile.ops.sums import sum_dtype
 
-__all__ = ["delta_rule", "short_conv", "state_space", "workspace_bytes"]
+__all__ = ["RECURRENCES", "delta_rule", "short_conv", "state_space", "workspace_bytes"]
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -74,6 +74,8 @@ for _key, _conv, _space, _rule in (
 short_conv = torch.ops.effcompile.short_conv
 state_space = torch.ops.effcompile.state_space
 delta_rule = torch.ops.effcompile.delta_rule
+#: What a graph has of these.
+RECURRENCES = frozenset((short_conv.default, state_space.default, delta_rule.default))
 
 
 @torch.library.register_fake("effcompile::short_conv", lib=_LIBRARY)
@@ -115,5 +117,4 @@ def _(q_shape: Shape, k: Shape, v_shape: Shape, *args: object, **kwargs: object)
 
 def workspace_bytes(name: str, args: object) -> int | None:
     """Nothing beside operands and results, where kernels are compiled; None for other operators."""
-    ours = ("effcompile::short_conv", "effcompile::state_space", "effcompile::delta_rule")
-    return 0 if name in ours else None
+    return 0 if name in {each.name().removesuffix(".default") for each in RECURRENCES} else None

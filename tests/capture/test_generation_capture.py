@@ -2,6 +2,8 @@
 the roles of state.
 """
 
+import sys
+
 import generation_models
 import pytest
 import torch
@@ -14,7 +16,7 @@ from effcompile.core.errors import UsageError
 from effcompile.ir.cache import Growth
 from effcompile.ir.roles import Entering, Leaving
 
-KINDS = ("llama", "gemma3_text", "t5")
+KINDS = ("llama", "gemma3_text", "t5", "mamba", "qwen3_next")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -45,7 +47,7 @@ def test_a_step_is_the_forward_without_a_cache(
     for new in sizes:
         given = {
             "tokens": text[:, past : past + new].contiguous(),
-            "mask": torch.ones(2, past + new, dtype=torch.int64),
+            "mask": torch.ones(2, new if step.boundary.local else past + new, dtype=torch.int64),
             "positions": torch.arange(past, past + new).expand(2, new),
             "rows": torch.arange(new),
             "source_mask": torch.ones(2, 7, dtype=torch.int64),
@@ -65,7 +67,12 @@ def test_a_step_is_the_forward_without_a_cache(
 
 
 def _empty(step: GenerationStep) -> list[torch.Tensor]:
-    return [torch.zeros(2, leaf.shape[0], 0, leaf.shape[1]) for leaf in step.layout]
+    return [
+        torch.zeros(2, *leaf.shape)
+        if leaf.growth is Growth.STATE
+        else torch.zeros(2, leaf.shape[0], 0, leaf.shape[1])
+        for leaf in step.layout
+    ]
 
 
 def test_past_and_new_tokens_are_sizes(captured: tuple[nn.Module, GenerationStep]) -> None:
@@ -73,7 +80,13 @@ def test_past_and_new_tokens_are_sizes(captured: tuple[nn.Module, GenerationStep
     assert step.program.fixed == ()
     shapes = {spec.name: spec.shape for spec in step.program.inputs}
     assert all(isinstance(size, str) for size in shapes["tokens"] + shapes["mask"])
-    assert all(isinstance(shapes[f"past_{at}"][2], str) for at in range(len(step.layout)))
+    for at, leaf in enumerate(step.layout):
+        sizes = shapes[f"past_{at}"]
+        assert isinstance(sizes[0], str)
+        if leaf.growth is Growth.STATE:
+            assert sizes[1:] == leaf.shape
+        else:
+            assert isinstance(sizes[2], str)
 
 
 def test_the_cache_is_state_that_enters_and_is_updated(captured: tuple[nn.Module, GenerationStep]) -> None:
@@ -91,6 +104,25 @@ def test_layers_are_told_apart() -> None:
     ] * 2
 
 
+def test_states_are_told_apart() -> None:
+    _, step = generation_models.captured("qwen3_next")
+    assert [(leaf.name, leaf.growth, leaf.shape) for leaf in step.layout] == [
+        ("layers.0.conv_states.0", Growth.STATE, (64, 4)),
+        ("layers.0.recurrent_states.0", Growth.STATE, (4, 8, 8)),
+        ("layers.1.keys", Growth.FULL, (2, 8)),
+        ("layers.1.values", Growth.FULL, (2, 8)),
+    ]
+
+
+def test_a_step_of_states_has_its_tokens_as_rows() -> None:
+    """Nothing is turned around, products with a weight are linears, and no table is computed at a call."""
+    _, step = generation_models.captured("mamba")
+    targets = [node.target for node in step.program.graph.nodes if node.op == "call_function"]
+    aten = torch.ops.aten
+    assert not {aten.transpose.int, aten.matmul.default, aten.exp.default, aten.conv1d.default} & set(targets)
+    assert targets.count(aten.linear.default) == 2 * 4 + 1
+
+
 def test_the_model_stays_as_it_was() -> None:
     model = tiny("gpt2").train()
     model.config.use_cache = False
@@ -99,10 +131,25 @@ def test_the_model_stays_as_it_was() -> None:
     assert model.config.use_cache is False
 
 
+def test_a_models_recurrences_stay_its_own() -> None:
+    """They are operators while its step is traced, and functions of its module before and after."""
+    model = tiny("mamba")
+    module = sys.modules[type(model).__module__]
+    before = {name: vars(module)[name] for name in ("mamba_selective_scan", "causal_conv1d_fn")}
+    capture_step(model)
+    assert {name: vars(module)[name] for name in before} == before
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
-    [(nn.Linear(2, 2), "no Hugging Face model"), ("mamba", "returns no cache of keys and values")],
+    [
+        (nn.Linear(2, 2), "no Hugging Face model"),
+        ("rwkv", "returns no cache that a step could carry on"),
+        ("xlstm", "does not run with the DynamicCache"),
+        ("zaya", r"Layer 0 of the model \(ZayaAttention.* Let this model generate as it is"),
+        ("deepseek_v4", "Layer 0 of the model keeps a DeepseekV4HCACache.* Let this model generate as it is"),
+    ],
 )
-def test_models_without_a_cache_of_keys_are_refused_in_words(model: nn.Module | str, said: str) -> None:
+def test_models_without_such_a_cache_are_refused_in_words(model: nn.Module | str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         capture_step(tiny(model) if isinstance(model, str) else model)

@@ -27,6 +27,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
 from effcompile.machine.target import KernelCall
+from effcompile.ops.recurrence import RECURRENCES
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -62,7 +63,7 @@ class OnnxRuntime:
             return Unsupported.of(
                 "{} is bfloat16, and ONNX Runtime is given NumPy's arrays, which have no such dtype", name
             )
-        if recurrences(program.graph):
+        if any(node.target in RECURRENCES for node in program.graph.nodes):
             return Unsupported("ONNX has no operator for the recurrence of a layer that keeps a state")
         if program.weight_bytes() > session.PROTOBUF_LIMIT and not goal.exact:
             return Unsupported("onnxruntime.quantization handles models below 2 GiB of fp32 weights")

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from effcompile.backends.torch.region_steps import SHAPES, STEPS, Builder, Told, constant
 from effcompile.ir.program import dtype_of, shape_of
-from effcompile.ops import few_rows, row_program, rows_native
+from effcompile.ops import few_rows, recurrence, row_program, rows_native
 from effcompile.ops.append import append, lengthened
 from effcompile.ops.cached_attention import FORMS, cached_attention, masks_so
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
@@ -166,6 +166,9 @@ _PLAIN: dict[object, Callable[..., object]] = {
     ours.rms_norm_alone.default: rows_native.rms_norm_alone,
     ours.swiglu.default: rows_native.swiglu,
     ours.rotary.default: rows_native.rotary,
+    ours.short_conv.default: recurrence.short_conv_on_cpu,
+    ours.state_space.default: recurrence.state_space_on_cpu,
+    ours.delta_rule.default: recurrence.delta_rule_on_cpu,
 }
 
 

@@ -115,7 +115,7 @@ class Shop:
             program=program, regimes=self.regimes, goal=goal, machine=self.machine, passes=passes,
             sensitivity=self.sensitivity, calibration_inputs=self.bench.said,
             notes=(*self.machine.notes, *stored_notes(program), *program.mends),
-            formats=formats(options), explained=lambda error: largest_context(error, step, goal),
+            formats=formats(options), explained=lambda error: largest_context(error, step, goal, CHUNK),
             beside=self.beside,
         )  # fmt: skip
 
@@ -354,7 +354,7 @@ def _settle(
             constraints = corrected(constraints, plan, worst(outcome.plan.checks), bench.goal)
         if over:
             if last or over >= (constraints.budget or 0):  # nothing would be left
-                raise largest_context(InfeasibleError(binding=("memory",)), bench.step, bench.goal)
+                raise largest_context(InfeasibleError(binding=("memory",)), bench.step, bench.goal, CHUNK)
             note = Because(
                 "round {}: the allocator held {bytes} more than allowed; solved again with so much less",
                 (constraints.round, over),

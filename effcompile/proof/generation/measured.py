@@ -254,6 +254,11 @@ def told(
         ),
         *(beside if found.stream else ()),
         Because("cache of {} tokens: {} bytes", (context, cache)),
+        *(
+            [Because("of the cache {} bytes are states, of one size whatever the context", (states,))]
+            if (states := lowered.layout.state_bytes(goal.batch))
+            else []
+        ),
         Because(
             "weights and cache at {} tokens of context {bytes}, at {} {bytes}, at {} {bytes}",
             tuple(figure for tokens in at for figure in (tokens, weights + held(tokens))),

@@ -114,6 +114,8 @@ def _cannot(executable: GenerationExecutable, goal: Goal) -> Reason | None:
         return Unsupported("drafts are for one row, and batch = {}", (goal.batch,))
     if executable.config.is_encoder_decoder:
         return Unsupported("there is no text of a decoder behind an encoder to measure them on")
+    if executable.lowered.layout.states:
+        return Unsupported("a state that has seen a draft cannot be taken back to the token before it")
     if goal.memory is not None and not isinstance(executable.parts["step"], TorchLowered):
         return Unsupported("what a step of several tokens holds is not measured in this runtime")
     return None

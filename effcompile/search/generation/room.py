@@ -36,14 +36,16 @@ def fitting(model: HFModel, context: int) -> None:
         )
 
 
-def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal) -> InfeasibleError:
+def largest_context(
+    error: InfeasibleError, step: GenerationStep, goal: Goal, chunk: int
+) -> InfeasibleError:
     """The error with the largest context that fits, where memory is what binds and the least that weights
-    need is known.
+    need is known. `chunk`: tokens of a prompt that are read at once.
     """
     if goal.memory is None or not error.needed:
         return error
     context = goal.tokens[0]
-    held = lambda tokens: step.layout.nbytes(tokens, goal.batch) + _workspace(step, goal.batch, tokens)  # noqa: E731
+    held = lambda tokens: step.layout.nbytes(tokens, goal.batch) + _workspace(step, goal.batch, tokens, chunk)  # noqa: E731
     weights = error.needed - held(context)
     low, high = 0, context
     while high - low > max(1, context // 64):
@@ -58,6 +60,10 @@ def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal) ->
     )
 
 
-def _workspace(step: GenerationStep, batch: int, tokens: int) -> int:
-    """Bytes of activations of one token behind so many."""
-    return timeline(filled(step, step.program, batch=batch, context=tokens, new=1)).activation_bytes
+def _workspace(step: GenerationStep, batch: int, tokens: int, chunk: int) -> int:
+    """Bytes of activations at the end of so many: of a chunk of a prompt, or of one token."""
+    ends = (
+        filled(step, step.program, batch=batch, context=tokens, new=new)
+        for new in (max(1, min(chunk, tokens - 1)), 1)
+    )
+    return max(timeline(end).activation_bytes for end in ends)

@@ -1,0 +1,178 @@
+"""Layers that keep a state of one size: state-space models, linear attention, and hybrids of them with attention."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from generation_models import CONTEXT, Planned, bare, captured, ids, tiny
+
+import effcompile
+from effcompile.backends import load_backend
+from effcompile.capture.generation import capture_step
+from effcompile.core.goal import Goal
+from effcompile.ir.cache import Growth
+from effcompile.proof.generation.speculation import speculated
+
+#: State alone, state beside attention, both in one layer, a convolution alone.
+KINDS = ("mamba", "jamba", "qwen3_next", "falcon_h1", "lfm2")
+#: Other models of the same layers.
+OTHERS = (
+    "falcon_mamba", "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "zamba",
+    "zamba2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def planned(request: pytest.FixtureRequest) -> Planned:
+    return bare(captured(request.param))
+
+
+def same(planned: Planned, *inputs: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Both generate the same tokens, drawn from the same random numbers."""
+    model, executable = planned
+    torch.manual_seed(5)
+    wanted: torch.Tensor = model.generate(*inputs, **how)
+    torch.manual_seed(5)
+    assert torch.equal(executable.generate(*inputs, **how), wanted)
+    return wanted
+
+
+def named(planned: Planned, cache: Any) -> dict[str, Any]:
+    """A cache under the name that the model's forward has for it."""
+    return {planned[1].stepper.step.boundary.cache: cache}
+
+
+def test_256_greedy_tokens_are_the_models(planned: Planned) -> None:
+    same(planned, ids(1, 9), max_new_tokens=256, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True, "top_k": 20, "temperature": 0.8},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 2},
+    ],
+    ids=["sampling", "beams", "several"],
+)
+def test_other_ways_to_generate(planned: Planned, how: dict[str, Any]) -> None:
+    same(planned, ids(2, 9), max_new_tokens=24, **how)
+
+
+def test_a_prompt_in_chunks(planned: Planned) -> None:
+    """Of 64 tokens each: Hugging Face reads it at once, and Mamba's own forward would forget the first."""
+    same(planned, ids(2, 150), max_new_tokens=8, do_sample=False)
+
+
+def test_a_left_padded_row_is_the_row_alone(planned: Planned) -> None:
+    """And the model's, whose masks hide padding from states; through chunks, too."""
+    for length, padding in ((9, 4), (100, 70)):
+        mask, text = torch.ones(2, length, dtype=torch.int64), ids(2, length)
+        mask[0, :padding], text[0, :padding] = 0, 0
+        found = same(planned, text, attention_mask=mask, max_new_tokens=16, do_sample=False)
+        alone = planned[1].generate(text[:1, padding:], max_new_tokens=16, do_sample=False)
+        assert torch.equal(found[:1, padding:], alone)
+
+
+@pytest.mark.parametrize("sizes", [(20, 10), (1, 1, 20, 8), (29, 1)])
+def test_a_cache_is_handed_back_and_taken_again(planned: Planned, sizes: tuple[int, ...]) -> None:
+    """The oracle is the model's forward over the whole text, which has no cache."""
+    model, executable = planned
+    text, cache, at, parts = ids(2, 30), transformers.DynamicCache(config=model.config), 0, []
+    with torch.no_grad():
+        wanted = model(text, use_cache=False).logits
+    for size in sizes:
+        made = executable(text[:, at : at + size], **named(planned, cache))
+        assert made[executable.stepper.step.boundary.cache] is cache
+        parts.append(made.logits)
+        at += size
+    torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_goes_from_the_model_to_the_plan_and_back(planned: Planned) -> None:
+    model, executable = planned
+    text, cache = ids(1, 12), transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        wanted = model(text, use_cache=False).logits[:, 9:]
+        model(text[:, :9], **named(planned, cache), use_cache=True)
+        found = [
+            run(text[:, at : at + 1], **named(planned, cache), use_cache=True).logits
+            for at, run in ((9, executable), (10, model), (11, executable))
+        ]
+    torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_takes_its_bytes_at_once_and_states_stay(planned: Planned) -> None:
+    """The oracle counts the storages that the cache holds."""
+    model, executable = planned
+    cache, layout = transformers.DynamicCache(config=model.config), executable.lowered.layout
+    for count in (30, 1, 1, 140):
+        executable(ids(1, count), **named(planned, cache))
+        tensors = [
+            tensor
+            for layer in cache.layers
+            for tensor in (
+                *(getattr(layer, name, None) for name in ("keys", "values")),
+                *getattr(layer, "conv_states", {}).values(),
+                *getattr(layer, "recurrent_states", {}).values(),
+            )
+            if tensor is not None
+        ]
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == layout.nbytes(CONTEXT, 1)
+    rows = sum(leaf.nbytes(1, 1) for leaf in layout if leaf.growth is Growth.FULL)
+    for context in (1, 64, 4096):
+        assert layout.nbytes(context, 1) == layout.state_bytes(1) + context * rows
+
+
+def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
+    _, executable = planned
+    executable.save(tmp_path / "out")
+    opened = effcompile.load(tmp_path / "out")
+    for how in ({}, {"num_beams": 2}):
+        wanted = executable.generate(ids(2, 9), max_new_tokens=24, do_sample=False, **how)
+        assert torch.equal(opened.generate(ids(2, 9), max_new_tokens=24, do_sample=False, **how), wanted)
+
+
+def test_nothing_is_drafted(planned: Planned) -> None:
+    """A state that has seen a rejected draft has no way back."""
+    _, executable = planned
+    found = speculated(executable, [ids(1, 40)], Goal.of(mode="generation", context=CONTEXT), (2,), keep=False)
+    assert found.decision is None
+    assert "cannot be taken back" in str(found.declined[0].reason)
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    with pytest.raises((ValueError, effcompile.GuardError), match="stateful|records its past"):
+        executable.generate(ids(1, 4).repeat(1, 4), **how)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_models_of_these_layers(kind: str) -> None:
+    model = tiny(kind)
+    planned = bare((model, capture_step(model)))
+    same(planned, ids(2, 70), max_new_tokens=16, do_sample=False)
+
+
+def test_onnxruntime_says_that_it_has_no_such_operator() -> None:
+    program = captured("mamba")[1].program
+    refused = load_backend("onnxruntime").refuses(program, Goal.of(mode="generation", context=64))
+    assert refused is not None and "recurrence" in str(refused)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "qwen3_next"])
+def test_a_plan_within_a_budget(kind: str) -> None:
+    """Fewer bits where memory says so; what is said of the cache is what it holds, whatever the context."""
+    model, how = tiny(kind, hidden_size=64), {"mode": "generation", "prompt": 24, "new": 8}
+    for context in (48, 96):
+        whole = effcompile.plan(model, context=context, backend="torch-eager", **how)
+        memory = int(0.9 * whole.predicted.peak_bytes)
+        made = effcompile.optimize(
+            model, context=context, memory=memory, max_error=0.2, backend="torch-eager",
+            passes=["quantize"], **how,
+        )  # fmt: skip
+        assert 0 < made.plan.measured.peak_bytes <= memory
+        assert {decision.option for decision in made.plan.decisions} - {"fp32"}
+        held = made.lowered.layout.state_bytes(1)
+        assert f"of the cache {held} bytes are states" in " ".join(map(str, made.plan.notes))
+        generated = made.generate(ids(1, 9), max_new_tokens=12, do_sample=False)
+        assert generated.shape == (1, 21)
