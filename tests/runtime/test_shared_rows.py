@@ -13,7 +13,7 @@ from effcompile.runtime.generation.rows import SharedRows
 CONTEXT = 64
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "mamba", "falcon_h1"])
 @pytest.mark.parametrize("cache", ["", "bfloat16", "int8"])
 def test_each_row_is_the_row_alone(kind: str, cache: str) -> None:
     """Rows of random lengths come and go over forty tokens, beyond a window of 15.

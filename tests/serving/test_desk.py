@@ -178,11 +178,25 @@ def test_a_prompt_that_begins_like_one_before_begins_with_its_cache(
     assert len(read) == 4
 
 
-def test_a_window_forgets_how_a_prompt_began() -> None:
-    rows = SharedRows(bare(captured("gemma3_text"), context=CONTEXT)[1].stepper)
+@pytest.mark.parametrize("kind", ["gemma3_text", "mamba", "jamba"])
+def test_windows_and_states_forget_how_a_prompt_began(kind: str) -> None:
+    rows = SharedRows(bare(captured(kind), context=CONTEXT)[1].stepper)
     cache = rows.opened()
     rows.read(cache, ids(30).tolist())
     assert rows.begun(cache, 20) is None
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba"])
+def test_states_of_each_request_are_its_own(kind: str) -> None:
+    """More requests than places, prompts of all lengths, with prompts to begin with kept; the oracle is
+    generate() of each alone.
+    """
+    model, executable = bare(captured(kind), context=CONTEXT)
+    desk = Desk(SharedRows(executable.stepper), 64, places=PLACES, queue=QUEUE, prompts=2)
+    asked = [ask(desk, text=text % 4, prompt=3 + 5 * text, most=4 + 3 * text) for text in range(7)]
+    for wish, client, _ in asked:
+        assert client.wait() == greedy(model, wish)
+    desk.close()
 
 
 def test_one_failure_ends_its_requests_and_no_later_ones(
