@@ -3,7 +3,7 @@ stream beside them.
 
     python benchmarks/generation.py --shape small --context 512 --new 64 [--memory 200MiB] [--max-error 0.05]
     [--backend torch-eager]
-    python benchmarks/generation.py --architectures   # tokens of 17 architectures beside the model's own
+    python benchmarks/generation.py --architectures   # tokens of 26 architectures beside the model's own
 
 Weights are random. A stream of as many bytes as the model has is read before and after: a machine whose
 bandwidth changed meanwhile is seen in its two figures.
@@ -53,6 +53,21 @@ TINY = {
     "intermediate_size": 128, "max_position_embeddings": 512,
 }  # fmt: skip
 GQA = {**TINY, "num_key_value_heads": 2}
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 32,
+}
+DELTA = {
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 ENCODED = {"vocab_size": 128, "d_model": 64}
 LAYERS = {
     "encoder_layers": 2,
@@ -95,6 +110,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
     },
+    "mamba": {**TINY, "state_size": 8},
+    "falcon_mamba": {**TINY, "state_size": 8},
+    "mamba2": {**TINY, "num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 16, "chunk_size": 32},
+    "jamba": {**GQA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8},
+    "bamba": {**GQA, **MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**GQA, **MAMBA2, "mamba_d_ssm": 128, "head_dim": 16},
+    "lfm2": {**GQA, "layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {**GQA, **DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_5_text": {**GQA, **DELTA},
     "t5": {
         **ENCODED,
         "decoder_start_token_id": 0,

@@ -1,6 +1,7 @@
 """What planned generations keep: encoder-decoders beside generate(), declared memories, the time of planning.
 
     python benchmarks/generation_bars.py seq2seq [--max-error 0.05] [--new 64,128]  # T5, BART, Whisper
+    python benchmarks/generation_bars.py states [--max-error 0.6]       # Mamba, Mamba-2, Jamba, Qwen3-Next
     python benchmarks/generation_bars.py budgets                       # ten memories, three models
     python benchmarks/generation_bars.py planning [--shape qwen2.5-0.5b]   # seconds, cold
 
@@ -25,6 +26,7 @@ from generation import AUTO, SHAPES, model_of
 import effcompile
 from effcompile.backends.torch.regions import Region
 from effcompile.core import torch_compat_memory
+from effcompile.core.findings import TokenRates
 
 #: T5-small, BART-base and Whisper-tiny as they are published.
 _SEQ2SEQ: dict[str, dict[str, Any]] = {
@@ -55,6 +57,40 @@ _SEQ2SEQ: dict[str, dict[str, Any]] = {
         "encoder_attention_heads": 6,
         "decoder_attention_heads": 6,
         "vocab_size": 51865,
+    },
+}
+#: Mamba and Mamba-2 of 130 M weights as they are published, and hybrids of some layers.
+_HYBRID = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "vocab_size": 16000}
+_STATES: dict[str, dict[str, Any]] = {
+    "mamba": {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50280},
+    "mamba2": {
+        "hidden_size": 768,
+        "num_hidden_layers": 24,
+        "vocab_size": 50288,
+        "num_heads": 24,
+        "head_dim": 64,
+        "n_groups": 1,
+    },
+    "jamba": {
+        **_HYBRID,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2048,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_next": {
+        **_HYBRID,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "max_position_embeddings": 4096,
     },
 }
 _SMALL = {"num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2000, "hidden_size": 256}
@@ -89,6 +125,17 @@ def seq2seq(options: argparse.Namespace) -> None:
         for new in lengths:
             how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
             race(kind, planned, model, given, how, options.rounds)
+
+
+def states(options: argparse.Namespace) -> None:
+    """Each planned once; behind a prompt of 128 tokens."""
+    for kind in options.models.split(","):
+        model, new = made(kind, _STATES[kind]), int(options.new)
+        goal = {"context": 128 + 2 * new, "prompt": 128, "new": new, "max_error": options.max_error}
+        planned = effcompile.optimize(model, mode="generation", backend="torch-eager", **goal)
+        how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        race(kind, planned, model, {"input_ids": torch.randint(3, 2000, (1, 128))}, how, options.rounds)
+        print(*(f"    {note}" for note in planned.plan.notes if isinstance(note, TokenRates)), sep="\n")
 
 
 def race(
@@ -189,10 +236,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("seq2seq", "budgets", "planning"))
+    parser.add_argument("what", choices=("seq2seq", "states", "budgets", "planning"))
     parser.add_argument("--max-error", type=float)
     parser.add_argument("--new", default="64", help="tokens, several with commas between")
-    parser.add_argument("--models", default="t5,bart,whisper")
+    parser.add_argument("--models")
     parser.add_argument("--backend", choices=("torch-eager", "onnxruntime"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -200,7 +247,9 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
-    {"seq2seq": seq2seq, "budgets": budgets, "planning": planning}[options.what](options)
+    all_of = {"seq2seq": _SEQ2SEQ, "states": _STATES}.get(options.what, {})
+    options.models = options.models or ",".join(all_of)
+    {"seq2seq": seq2seq, "states": states, "budgets": budgets, "planning": planning}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,9 @@ def in_float64(model: nn.Module, goal: Goal) -> nn.Module | None:
         # a copy, and what double() makes of it
         return None
     try:
-        return deepcopy(model).double()
+        copy = deepcopy(model).double()
+        if hasattr(copy, "set_experts_implementation"):
+            copy.set_experts_implementation("eager")  # no other product of theirs takes float64
+        return copy
     except Exception:  # state that cannot be copied: the plain limit holds
         return None

@@ -25,6 +25,10 @@ _DECODED = 12
 #: Exact results in fp32 that are given token by token differ by so much from those of one call, whatever the
 #: goal's tolerance.
 _ROUNDING = 1e-4
+#: The most that rounding may explain where states are carried on, which compound it token by token and layer
+#: by layer: at the size of Mamba-130m (random weights, 48 tokens) Hugging Face's fp32 is 3.2e-4 from the true
+#: value, and so is a step's.
+_OF_STATES = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ def _rounding(
 
 def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -> list[Check]:
     """Relative errors of logits in each regime, the largest over the texts; nats per token in the note."""
-    most = most_rounding(model)
+    most = max(most_rounding(model), _OF_STATES if stepper.step.layout.states else 0.0)
     limit = goal.tolerance if not goal.exact else _ROUNDING
     found: dict[str, tuple[float, float]] = {}
     for one in told:
