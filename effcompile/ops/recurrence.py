@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from effcompile.core.types import Shape
+from effcompile.core.types import AutogradContext, Shape
 from effcompile.ops.recurrence_native import kernels
 from effcompile.ops.recurrence_steps import delta_rule_by_torch, short_conv_by_torch, state_space_by_torch
 from effcompile.ops.sums import sum_dtype
@@ -91,6 +94,33 @@ def _(x, dt, a, b, c, d, state, logs=False):  # type: ignore[no-untyped-def]
 @torch.library.register_fake("effcompile::delta_rule", lib=_LIBRARY)
 def _(q, k, v, g, beta, state, normed):  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape, dtype=sum_dtype(v)), state.new_empty(state.shape)
+
+
+def _setup(ctx: AutogradContext, inputs: Sequence[object], output: object) -> None:
+    ctx.kinds = [isinstance(each, Tensor) for each in inputs]
+    ctx.others = [each for each in inputs if not isinstance(each, Tensor)]
+    ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)))
+
+
+def _backward(
+    by_torch: Callable[..., tuple[Tensor, Tensor]], ctx: AutogradContext, *grads: Tensor
+) -> tuple[Tensor | None, ...]:
+    """What errors of options are weighed with: a few tokens, computed again by torch."""
+    held, others = iter(ctx.saved_tensors), iter(ctx.others)
+    inputs = [next(held).detach().requires_grad_() if tensor else next(others) for tensor in ctx.kinds]
+    tensors = [each for each in inputs if isinstance(each, Tensor)]
+    with torch.enable_grad():
+        made = by_torch(*inputs)
+    found = iter(torch.autograd.grad(made, tensors, grads, allow_unused=True))
+    return tuple(next(found) if tensor else None for tensor in ctx.kinds)
+
+
+for _name, _by_torch in (
+    ("short_conv", short_conv_by_torch), ("state_space", state_space_by_torch), ("delta_rule", delta_rule_by_torch)
+):  # fmt: skip
+    torch.library.register_autograd(
+        f"effcompile::{_name}", partial(_backward, _by_torch), setup_context=_setup, lib=_LIBRARY
+    )
 
 
 def _product(shape: Shape, *more: int) -> int:

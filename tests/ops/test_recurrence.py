@@ -123,3 +123,28 @@ def test_shapes_are_known_without_computing() -> None:
         fake = state_space(*given)
     found = state_space(*real, state)
     assert [(f.shape, f.dtype, f.stride()) for f in fake] == [(f.shape, f.dtype, f.stride()) for f in found]
+
+
+def test_gradients_are_those_of_huggingfaces_form() -> None:
+    """Errors of options are weighed with them. In float64, as `gradcheck` of a recurrence wants it."""
+    x, dt = drawn(1, 4, 5).double(), torch.nn.functional.softplus(drawn(1, 4, 5, seed=1)).double()
+    logs, b, c, d = (drawn(*shape, seed=2).double() for shape in ((4, 3), (1, 3, 5), (1, 3, 5), (4,)))
+    given = [each.requires_grad_() for each in (x, dt, logs, b, c, d)]
+
+    def ours(x: Tensor, dt: Tensor, logs: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        rows = [each.transpose(1, 2) for each in (x, dt, b, c)]
+        made: Tensor = state_space(*rows[:2], logs, *rows[2:], d, x.new_zeros(1, 4, 3), True)[0]
+        return made.transpose(1, 2)
+
+    wanted = torch.autograd.grad(mamba_selective_scan(x, dt, -logs.exp(), b, c, D=d).square().sum(), given)
+    found = torch.autograd.grad(ours(*given).square().sum(), given)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)  # Hugging Face's is in fp32 in part
+    conv = [drawn(1, 5, 4).double(), drawn(4, 3).double(), drawn(4).double(), drawn(1, 4, 3).double()]
+    assert torch.autograd.gradcheck(
+        lambda *each: short_conv(*each, True), [each.requires_grad_() for each in conv]
+    )
+    rule = [drawn(1, 4, 2, 3), drawn(1, 4, 2, 3, seed=1), drawn(1, 4, 2, 3, seed=2), -drawn(1, 4, 2).abs()]
+    rule += [drawn(1, 4, 2, seed=3).sigmoid(), drawn(1, 2, 3, 3)]
+    assert torch.autograd.gradcheck(
+        lambda *each: delta_rule(*each, True), [each.double().requires_grad_() for each in rule]
+    )
