@@ -232,8 +232,10 @@ def seen_by(cache: HFCache) -> int:
     """Tokens that a cache has seen; of one that holds states alone, which count none, those of our steps."""
     own = dict(caches_of(cache)).get("layers")
     if own is not None and own.layers and not any(isinstance(each, _ROWS) for each in own.layers):
-        begun = any(isinstance(each, _STATES) and any(each.has_previous_state.values()) for each in own.layers)
-        return int(vars(cache).get(_COUNT, 0)) if begun else 0
+        begun = any(
+            isinstance(each, _STATES) and any(each.has_previous_state.values()) for each in own.layers
+        )
+        return int(getattr(cache, _COUNT, 0)) if begun else 0
     return int(cache.get_seq_length())
 
 
@@ -259,7 +261,7 @@ def fill(
     """
     parts = dict(caches_of(cache))
     if not layout.grows and new and layout.written[0] in (layout.written if places is None else places):
-        vars(cache)[_COUNT] = seen_by(cache) + new
+        setattr(cache, _COUNT, seen_by(cache) + new)
     for place, tensor in zip(layout.written if places is None else places, tensors, strict=True):
         part, at, name = place_of(layout.leaves[place].name)
         layers = parts[part].layers

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from effcompile.capture.caches import cache_name, caches_of, layout_of, leaves_of, new_cache
-from effcompile.capture.rows_first import rows_first
-from effcompile.capture.resumed import Seen, resumed
 from effcompile.capture.inference import capture
 from effcompile.capture.mends import evaluating
 from effcompile.capture.recurrences import carrying
+from effcompile.capture.resumed import Seen, resumed
+from effcompile.capture.rows_first import rows_first
 from effcompile.core.errors import CaptureError, UsageError
 from effcompile.core.stages import first_line
 from effcompile.core.types import HFModel
@@ -248,9 +248,8 @@ class _Example:
         except (AttributeError, TypeError, ValueError) as error:
             said = first_line(error).rstrip(".")
             raise UsageError(
-                f"{type(model).__name__} does not run with the {type(cache).__name__} that generate() makes for "
-                f"most models: {said}. A captured step carries no other. Let this model generate "
-                "as it is."
+                f"{type(model).__name__} does not run with the {type(cache).__name__} that generate() makes "
+                f"for most models: {said}. A captured step carries no other. Let it generate as it is."
             ) from error
         made = getattr(outputs, name, None)
         if made is None or not caches_of(made):

@@ -1,14 +1,15 @@
 """Recurrences of state-space and linear-attention layers as operators, while a step of generation is traced.
 
-Hugging Face's forms of several tokens loop in Python over tokens or chunks, which no graph of any length holds,
-and Mamba's begins with an empty state. What they compute is one function of a module, which all models of
-that kind have by the same name; here it is the operator of ops/recurrence.py, behind the state that the
+Hugging Face's forms of several tokens loop in Python over tokens or chunks, which no graph of any length
+holds, and Mamba's begins with an empty state. What they compute is one function of a module, which all models
+of that kind have by the same name; here it is the operator of ops/recurrence.py, behind the state that the
 layer read from its cache. One token and many then are one graph.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from transformers.activations import ACT2FN
 
 from effcompile.capture.resumed import ResumedCache
 from effcompile.core.errors import UsageError
-from effcompile.core.types import HFModel
+from effcompile.core.types import HFModel, Kwargs
 from effcompile.ops.recurrence import delta_rule, short_conv, state_space
 
 #: The cache of the step that this thread traces.
@@ -51,9 +52,9 @@ def carrying(model: HFModel, cache: ResumedCache) -> Iterator[None]:
     left = cache.left()
     if left:
         raise UsageError(
-            f"Layer {left[0]} of the model ({_kind(model, left[0])}) keeps a recurrent state, which it computes "
-            "by a recurrence that a captured step does not carry yet: those of Mamba, Mamba-2 and gated delta "
-            "nets can be planned. Let this model generate as it is."
+            f"Layer {left[0]} of the model ({_kind(model, left[0])}) keeps a recurrent state, which it "
+            "computes by a recurrence that a captured step does not carry yet: those of Mamba, Mamba-2 and "
+            "gated delta nets can be planned. Let this model generate as it is."
         )
 
 
@@ -65,30 +66,31 @@ def _kind(model: HFModel, layer: int) -> str:
 
 def _either(own: Callable[..., Any], form: Callable[..., Any]) -> Callable[..., Any]:
     """Ours in the thread that traces, the model's own in others."""
+    signature = inspect.signature(own)
 
     def called(*args: object, **kwargs: object) -> object:
         cache = _TRACED.get()
-        if cache is not None and form is _convolution:
-            layer = cache.convolving(args[0] if args else None)
-            return own(*args, **kwargs) if layer is None else form(layer, *args, **kwargs)
-        state = None if cache is None else cache.taken(form is _mamba)
-        return own(*args, **kwargs) if state is None else form(state, *args, **kwargs)
+        if cache is None:
+            return own(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        behind = (
+            cache.convolving(given["hidden_states"])
+            if form is _convolution
+            else cache.taken(by_heads=form is _mamba)
+        )
+        return own(*args, **kwargs) if behind is None else form(behind, given)
 
     return called
 
 
-def _convolution(
-    layer: Any,
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **rest: object,
-) -> Tensor:
+def _convolution(layer: Any, given: Kwargs) -> Tensor:
     """`causal_conv1d_fn`: of the new tokens alone."""
     _, before, x, at = layer.convolved
+    activation = given.get("activation")
     silu = activation in ("silu", "swish")
-    made, layer.conv_states[at] = short_conv(x.transpose(1, 2), weight, bias, before, silu)
+    made, layer.conv_states[at] = short_conv(
+        x.transpose(1, 2), given["weight"], given.get("bias"), before, silu
+    )
     layer.convolved = None
     if activation is not None and not silu:
         made = ACT2FN[activation](made)
@@ -101,60 +103,31 @@ def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     return F.softplus(dt) if softplus else dt
 
 
-def _mamba(
-    state: Tensor,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    **rest: object,
-) -> tuple[Tensor, Tensor]:
+def _mamba(state: Tensor, given: Kwargs) -> tuple[Tensor, Tensor]:
     """`mamba_selective_scan`, which Zamba calls for each of its heads: channels are heads of one row."""
-    dt = _steps(dt.transpose(1, 2), delta_bias, delta_softplus)
-    x, b, c = (each.transpose(1, 2) for each in (hidden_states, B, C))
-    made, after = state_space(x, dt, A, b, c, D, state)
-    made = made.transpose(1, 2)
-    return (made if z is None else made * F.silu(z)), after
+    dt = _steps(given["dt"].transpose(1, 2), given.get("delta_bias"), given.get("delta_softplus", False))
+    x, b, c = (given[name].transpose(1, 2) for name in ("hidden_states", "B", "C"))
+    made, after = state_space(x, dt, given["A"], b, c, given.get("D"), state)
+    made, gate = made.transpose(1, 2), given.get("z")
+    return (made if gate is None else made * F.silu(gate)), after
 
 
-def _mamba2(
-    state: Tensor,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    chunk_size: int,
-    D: Tensor | None = None,  # noqa: N803
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **rest: object,
-) -> tuple[Tensor, Tensor]:
+def _mamba2(state: Tensor, given: Kwargs) -> tuple[Tensor, Tensor]:
     """`mamba2_chunk_scan`."""
-    dt = torch.clamp(_steps(dt, dt_bias, dt_softplus), *dt_limit)
-    made: tuple[Tensor, Tensor] = state_space(hidden_states, dt, A[:, None], B, C, D, state)
+    dt = _steps(given["dt"], given.get("dt_bias"), given.get("dt_softplus", False))
+    dt = torch.clamp(dt, *given.get("dt_limit", (0.0, float("inf"))))
+    made: tuple[Tensor, Tensor] = state_space(
+        given["hidden_states"], dt, given["A"][:, None], given["B"], given["C"], given.get("D"), state
+    )
     return made
 
 
-def _gated_delta(
-    state: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    **rest: object,
-) -> tuple[Tensor, Tensor]:
+def _gated_delta(state: Tensor, given: Kwargs) -> tuple[Tensor, Tensor]:
     """`torch_chunk_gated_delta_rule`."""
-    made, after = delta_rule(query, key, value, g, beta, state, use_qk_l2norm_in_kernel)
-    return made.to(query.dtype), after
+    names = ("query", "key", "value", "g", "beta")
+    normed = bool(given.get("use_qk_l2norm_in_kernel"))
+    made, after = delta_rule(*(given[name] for name in names), state, normed)
+    return made.to(given["query"].dtype), after
 
 
 #: A recurrence's name in the modules of transformers → ours.

@@ -1,4 +1,4 @@
-"""A cache put together again inside a captured step, of the flat tensors that caches.py takes it apart into."""
+"""A cache put together again inside a captured step, of the tensors that caches.py takes it apart into."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ResumedCache(cache_utils.Cache):
         self._read, self._heads = None if state is None else (layer_idx, state), []
         return state
 
-    def taken(self, by_heads: bool) -> torch.Tensor | None:
+    def taken(self, *, by_heads: bool) -> torch.Tensor | None:
         """The state of the layer that runs. `by_heads`: where it has heads, that of the next."""
         if self._read is None:
             return None
@@ -118,16 +118,18 @@ class _ResumedStates(cache_utils.LinearAttentionLayer):
         self, conv_states: torch.Tensor, state_idx: int = 0, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         before = self.conv_states[state_idx]
+        assert before is not None
         whole = torch.cat([before, conv_states], dim=-1)
         # a copy: the whole of a long prompt would be kept behind a view
-        self.conv_states[state_idx] = whole[..., -self.conv_kernel_size[state_idx] :].clone()
+        self.conv_states[state_idx] = whole[..., -before.shape[-1] :].clone()
         self.convolved = (whole, before, conv_states, state_idx)
         return whole
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        made: torch.Tensor = recurrent_states.to(self.recurrent_states[state_idx].dtype)
+        before = self.recurrent_states[state_idx]
+        made = recurrent_states if before is None else recurrent_states.to(before.dtype)
         self.recurrent_states[state_idx] = made
         return made
 
@@ -167,7 +169,7 @@ class _Resumed(cache_utils.CacheLayerMixin):
         return -1
 
 
-class _ResumedBoth(_ResumedStates, _Resumed):
+class _ResumedBoth(_ResumedStates, _Resumed):  # type: ignore[override]  # as transformers has it
     """A layer that has both."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """A captured step whose states are channels first, put in order: tokens are rows in it as they are elsewhere.
 
-Models with a convolution turn (tokens, channels) around and back again. Linears among them hide as products with a
-weight on the left, and a decay's table is computed for every call. What is computed stays the same.
+Models with a convolution turn (tokens, channels) around and back again. Linears among them hide as products
+with a weight on the left, and a decay's table is computed for every call. What is computed stays the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import fx
 from effcompile.ir.export import refresh_shapes
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops.recurrence import short_conv, state_space
-from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
 
@@ -44,10 +43,10 @@ def rows_first(program: Program) -> Program:
 
 def _swaps(node: object) -> fx.Node | None:
     """What a node turns around: tokens and channels of three axes."""
-    swapped = isinstance(node, fx.Node) and node.target is aten.transpose.int and len(shape_of(node)) == 3
-    if not swapped or {axis % 3 for axis in node.args[1:]} != {1, 2}:  # type: ignore[union-attr]
+    if not isinstance(node, fx.Node) or node.target is not aten.transpose.int or len(shape_of(node)) != 3:
         return None
-    return node.args[0]  # type: ignore[union-attr, return-value]
+    source, *axes = node.args
+    return source if isinstance(source, fx.Node) and {int(str(axis)) % 3 for axis in axes} == {1, 2} else None
 
 
 def _call(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
@@ -101,7 +100,8 @@ def _bias(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     )
     if not fits:
         return None
-    made = _call(graph, node, aten.linear.default, (*linear.args, row), linear)  # type: ignore[union-attr]
+    assert isinstance(linear, fx.Node)
+    made = _call(graph, node, aten.linear.default, (*linear.args, row), linear)
     made.meta["val"] = node.meta.get("val")
     return made
 

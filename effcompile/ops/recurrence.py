@@ -1,4 +1,4 @@
-"""What recurrence_steps.py defines as operators: one call for any number of tokens, compiled where all is fp32."""
+"""What recurrence_steps.py defines, as operators: one call for any number of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.types import AutogradContext, Shape
-from effcompile.ops.recurrence_native import kernels
+from effcompile.ops.recurrence_native import LONGEST, kernels
 from effcompile.ops.recurrence_steps import delta_rule_by_torch, short_conv_by_torch, state_space_by_torch
 from effcompile.ops.sums import sum_dtype
 
@@ -35,7 +35,7 @@ def short_conv_on_cpu(
 ) -> tuple[Tensor, Tensor]:
     """See `short_conv_by_torch`."""
     found = kernels()
-    if isinstance(found, str) or not found.takes(x, weight, bias, state):
+    if isinstance(found, str) or not found.takes(x, weight, bias, state) or weight.shape[1] > LONGEST:
         return short_conv_by_torch(x, weight, bias, state, silu)
     return found.short_conv(x, weight, bias, state, silu)
 
@@ -116,8 +116,10 @@ def _backward(
 
 
 for _name, _by_torch in (
-    ("short_conv", short_conv_by_torch), ("state_space", state_space_by_torch), ("delta_rule", delta_rule_by_torch)
-):  # fmt: skip
+    ("short_conv", short_conv_by_torch),
+    ("state_space", state_space_by_torch),
+    ("delta_rule", delta_rule_by_torch),
+):
     torch.library.register_autograd(
         f"effcompile::{_name}", partial(_backward, _by_torch), setup_context=_setup, lib=_LIBRARY
     )

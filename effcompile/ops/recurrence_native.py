@@ -14,6 +14,8 @@ from effcompile.machine.native import library
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
 from effcompile.ops.recurrence_steps import delta_rule_by_torch, short_conv_by_torch, state_space_by_torch
 
+#: Of a convolution whose weights are held in registers; `recurrence.cpp` has it, too.
+LONGEST = 16
 _SOURCE = Path(__file__).with_name("recurrence.cpp")
 _FOUR, _SIX, _EIGHT, _TEN = (ctypes.c_int64 * count for count in (4, 6, 8, 10))
 
@@ -99,7 +101,7 @@ class RecurrenceKernels:
         return made, after
 
     def objection(self) -> str | None:
-        """None, or that a result differs from torch's: whole vectors and rests, groups, strides, all forms."""
+        """None, or that a result differs from torch's: whole vectors, rests, groups, strides, all forms."""
         for channels, tokens, bias in ((21, 5, True), (16, 1, False), (40, 2, True)):
             x = _wave(0.7, 2, channels, tokens).transpose(1, 2)
             conv = (x, _wave(0.3, channels, 4), _wave(0.9, channels) if bias else None)
@@ -110,15 +112,17 @@ class RecurrenceKernels:
         for heads, rows, n, decays in ((4, 3, 21, 1), (6, 1, 16, 16), (2, 2, 5, 5)):
             wide = _wave(0.2, 2, 5, 4, n)
             space = (
-                _wave(0.7, 2, 5, heads, rows), _wave(0.3, 2, 5, heads).abs(), -_wave(0.9, heads, decays).abs(),
+                _wave(0.7, 2, 5, heads, rows), _wave(0.3, 2, 5, heads).abs(),
+                -_wave(0.9, heads, decays).abs(),
                 wide[:, :, :2], wide[:, :, 2:], _wave(0.8, heads), _wave(0.4, 2, heads, rows, n),
             )  # fmt: skip
             one = (
                 space[0][..., 0], *space[1:3], wide[:, :, 0], wide[:, :, 1], None, space[6][:, :, 0],
             )  # fmt: skip
             for logs in (False, True):
-                for each in (space, one):
-                    if not _alike(self.state_space(*each, logs), state_space_by_torch(*each, logs)):
+                for x, dt, a, b, c, d, state in (space, one):
+                    each = (x, dt, a, b, c, d, state, logs)
+                    if not _alike(self.state_space(*each), state_space_by_torch(*each)):
                         return f"the compiled {self.isa} kernel gave a wrong state-space recurrence"
         for width in (5, 16, 70):
             rule = (

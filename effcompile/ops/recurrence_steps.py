@@ -6,9 +6,9 @@
     gated delta rule (Yang et al., arXiv 2412.06464), of each head:
         S ← exp(g) S    S ← S + k (β (v − Sᵀ k))ᵀ        y = Sᵀ q
 
-A step of generation carries these states in and out. Hugging Face's forms of several tokens loop in Python, over
-tokens or chunks, or begin with an empty state. Sums are in fp32 (fp64 for fp64), and so are results of the
-last two.
+A step of generation carries these states in and out. Hugging Face's forms of several tokens loop in Python,
+over tokens or chunks, or begin with an empty state. Sums are in fp32 (fp64 for fp64), and so are results of
+the last two.
 """
 
 from __future__ import annotations

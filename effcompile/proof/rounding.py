@@ -52,9 +52,10 @@ def in_float64(model: nn.Module, goal: Goal) -> nn.Module | None:
         # a copy, and what double() makes of it
         return None
     try:
-        copy = deepcopy(model).double()
+        copy: Any = deepcopy(model).double()
         if hasattr(copy, "set_experts_implementation"):
             copy.set_experts_implementation("eager")  # no other product of theirs takes float64
-        return copy
+        wide: nn.Module = copy
+        return wide
     except Exception:  # state that cannot be copied: the plain limit holds
         return None

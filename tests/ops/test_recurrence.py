@@ -28,7 +28,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def in_parts(run: object, tokens: list[Tensor], state: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def in_parts(
+    run: object, tokens: list[Tensor], state: Tensor, sizes: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """`run(parts of tokens, state)`, part by part."""
     at, made = 0, []
     for size in sizes:

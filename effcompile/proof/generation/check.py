@@ -116,8 +116,8 @@ def forced(stepper: Stepper, model: HFModel, told: Told, sizes: Sequence[int]) -
     """Logits of a text that is given in calls of these sizes."""
     cache, at, parts = new_cache(model), 0, []
     for new in sizes:
-        given: Kwargs = {stepper.step.boundary.tokens: told.text[:, at : at + new]}
-        given |= {stepper.step.boundary.cache: cache}
+        names = stepper.step.boundary
+        given = {names.tokens: told.text[:, at : at + new], names.cache: cache}
         parts.append(stepper(**given, **told.extra).logits)
         at += new
     return torch.cat(parts, dim=1)

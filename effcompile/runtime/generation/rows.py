@@ -27,8 +27,8 @@ class SharedRows:
         """Raises UsageError for a model whose cache holds another's output, too."""
         if stepper.config.is_encoder_decoder:
             raise UsageError(
-                "Requests of one batch share a cache of what each has seen itself; an encoder-decoder's holds "
-                "the output of its encoder, too."
+                "Requests of one batch share a cache of what each has seen itself; an encoder-decoder's "
+                "holds the output of its encoder, too."
             )
         self._stepper, self._layout = stepper, stepper.step.layout
         self._cache: HFCache = self.opened()

@@ -15,9 +15,7 @@ from effcompile.core.types import Forward, Kwargs, Outputs
 from effcompile.runtime.generation.steps import LoweredStep
 
 #: Arguments of a forward that change nothing here, or that generate() gives always.
-_SILENT = frozenset(
-    {"use_cache", "return_dict", "cache_position", "encoder_outputs", "logits_to_keep"}
-)
+_SILENT = frozenset({"use_cache", "return_dict", "cache_position", "encoder_outputs", "logits_to_keep"})
 #: Dtypes of token ids.
 _WHOLE = (torch.int64, torch.int32)
 

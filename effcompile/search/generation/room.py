@@ -36,9 +36,7 @@ def fitting(model: HFModel, context: int) -> None:
         )
 
 
-def largest_context(
-    error: InfeasibleError, step: GenerationStep, goal: Goal, chunk: int
-) -> InfeasibleError:
+def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal, chunk: int) -> InfeasibleError:
     """The error with the largest context that fits, where memory is what binds and the least that weights
     need is known. `chunk`: tokens of a prompt that are read at once.
     """

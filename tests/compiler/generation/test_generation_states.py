@@ -1,4 +1,4 @@
-"""Layers that keep a state of one size: state-space models, linear attention, and hybrids of them with attention."""
+"""Layers that keep a state of one size: state-space models, linear attention, and hybrids with attention."""
 
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from effcompile.proof.generation.speculation import speculated
 KINDS = ("mamba", "jamba", "qwen3_next", "falcon_h1", "lfm2")
 #: Other models of the same layers.
 OTHERS = (
-    "falcon_mamba", "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "zamba",
-    "zamba2",
+    "falcon_mamba", "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "qwen3_5_text",
+    "zamba", "zamba2",
 )  # fmt: skip
 
 
@@ -138,11 +138,13 @@ def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
 def test_nothing_is_drafted(planned: Planned) -> None:
     """A state that has seen a rejected draft has no way back."""
     _, executable = planned
-    found = speculated(executable, [ids(1, 40)], Goal.of(mode="generation", context=CONTEXT), (2,), keep=False)
+    found = speculated(
+        executable, [ids(1, 40)], Goal.of(mode="generation", context=CONTEXT), (2,), keep=False
+    )
     assert found.decision is None
     assert "cannot be taken back" in str(found.declined[0].reason)
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "prompt_lookup_num_tokens": 3}
-    with pytest.raises((ValueError, effcompile.GuardError), match="stateful|records its past"):
+    with pytest.raises((ValueError, effcompile.GuardError), match=r"stateful|records its past"):
         executable.generate(ids(1, 4).repeat(1, 4), **how)
 
 
@@ -162,12 +164,21 @@ def test_onnxruntime_says_that_it_has_no_such_operator() -> None:
 @pytest.mark.parametrize(("kind", "context"), [("mamba", 48), ("qwen3_next", 96)])
 def test_a_plan_within_a_budget(kind: str, context: int) -> None:
     """Fewer bits where memory says so; what is said of the cache is what it holds."""
-    model, how = tiny(kind, hidden_size=64), {"mode": "generation", "context": context, "prompt": 24, "new": 8}
+    model, how = (
+        tiny(kind, hidden_size=64),
+        {"mode": "generation", "context": context, "prompt": 24, "new": 8},
+    )
     text = {"input_ids": ids(2, 32)}
     whole = effcompile.plan(model, text, backend="torch-eager", passes=["quantize"], **how)
     memory = int(0.9 * whole.predicted.peak_bytes)
     made = effcompile.optimize(
-        model, memory=memory, max_error=0.2, backend="torch-eager", passes=["quantize"], calibration=[text], **how
+        model,
+        memory=memory,
+        max_error=0.2,
+        backend="torch-eager",
+        passes=["quantize"],
+        calibration=[text],
+        **how,
     )
     assert 0 < made.plan.measured.peak_bytes <= memory
     assert {decision.option for decision in made.plan.decisions} - {"fp32"}
