@@ -16,11 +16,12 @@ import torch
 from transformers import cache_utils
 
 from effcompile.core.errors import GuardError, UsageError
-from effcompile.core.types import HFModel
+from effcompile.core.types import HFClass, HFConfig, HFModel
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 
-#: Any of transformers' caches, which have no types of their own.
+#: Any of transformers' caches and of their layers, which have no types of their own.
 HFCache = Any
+HFLayer = Any
 _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
 _ROWS, _STATES = (cache_utils.CacheLayerMixin,), (cache_utils.LinearAttentionCacheLayerMixin,)
 #: Under which a cache of states alone keeps how many tokens it has seen.
@@ -44,7 +45,7 @@ def new_cache(model: HFModel) -> HFCache:
     return new_cache_of(model.config)
 
 
-def new_cache_of(config: Any) -> HFCache:
+def new_cache_of(config: HFConfig) -> HFCache:
     """The same for a model of this config."""
     own = cache_utils.DynamicCache(config=config.get_text_config(decoder=True))
     return (
@@ -55,7 +56,7 @@ def new_cache_of(config: Any) -> HFCache:
 class _Rounding(cache_utils.DynamicCache):
     """A cache that rounds what is written to it."""
 
-    def __init__(self, config: Any, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, config: HFConfig, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(config=config)
         self._rounded = rounded
 
@@ -104,7 +105,7 @@ def layout_of(cache: HFCache) -> CacheLayout:
     return CacheLayout(leaves=tuple(leaves))
 
 
-def _leaves(part: str, at: int, layer: Any) -> list[CacheLeaf]:
+def _leaves(part: str, at: int, layer: HFLayer) -> list[CacheLeaf]:
     """Of one layer; none of one that holds nothing."""
     if type(layer) not in _HOLDING:
         raise UsageError(
@@ -131,14 +132,14 @@ def _leaves(part: str, at: int, layer: Any) -> list[CacheLeaf]:
     return found
 
 
-def _names(layer: Any) -> list[str]:
+def _names(layer: HFLayer) -> list[str]:
     """Of what a layer may hold: `keys`, `values`, `conv_states.0`, `recurrent_states.0`."""
     states = [] if not isinstance(layer, _STATES) else [*layer.conv_states]
     rows = ["keys", "values"] if isinstance(layer, cache_utils.CacheLayerMixin) else []
     return [*rows, *(f"{kind}.{at}" for at in states for kind in _KINDS)]
 
 
-def _tensor(layer: Any, name: str) -> torch.Tensor | None:
+def _tensor(layer: HFLayer, name: str) -> torch.Tensor | None:
     """What a layer holds under this name; None where that is nothing yet."""
     kind, _, at = name.partition(".")
     if not at:
@@ -147,7 +148,7 @@ def _tensor(layer: Any, name: str) -> torch.Tensor | None:
     return getattr(layer, kind)[int(at)] if begun else None
 
 
-def put(layer: Any, name: str, tensor: torch.Tensor) -> None:
+def put(layer: HFLayer, name: str, tensor: torch.Tensor) -> None:
     """Let a layer hold it."""
     kind, _, at = name.partition(".")
     if getattr(layer, "device", None) is None:
@@ -212,7 +213,7 @@ def check_cache(cache: HFCache, layout: CacheLayout) -> None:
 
 
 @functools.cache
-def _kinds(layout: CacheLayout) -> dict[tuple[str, int], type[Any]]:
+def _kinds(layout: CacheLayout) -> dict[tuple[str, int], HFClass]:
     """(part, layer) → its class in a cache that generate() makes."""
     grown = dict[tuple[str, int], set[Growth]]()
     for leaf in layout:

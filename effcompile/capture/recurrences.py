@@ -12,18 +12,18 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers.activations import ACT2FN
 
+from effcompile.capture.caches import HFLayer
 from effcompile.capture.resumed import ResumedCache
 from effcompile.core.errors import UsageError
-from effcompile.core.types import HFModel, Kwargs
+from effcompile.core.types import Forward, HFModel, Kwargs
 from effcompile.ops.recurrence import delta_rule, short_conv, state_space
 
 #: The cache of the step that this thread traces.
@@ -64,7 +64,7 @@ def _kind(model: HFModel, layer: int) -> str:
     return ", ".join(dict.fromkeys(type(each).__name__ for each in own)) or type(model).__name__
 
 
-def _either(own: Callable[..., Any], form: Callable[..., Any]) -> Callable[..., Any]:
+def _either(own: Forward, form: Forward) -> Forward:
     """Ours in the thread that traces, the model's own in others."""
     signature = inspect.signature(own)
 
@@ -83,7 +83,7 @@ def _either(own: Callable[..., Any], form: Callable[..., Any]) -> Callable[..., 
     return called
 
 
-def _convolution(layer: Any, given: Kwargs) -> Tensor:
+def _convolution(layer: HFLayer, given: Kwargs) -> Tensor:
     """`causal_conv1d_fn`: of the new tokens alone."""
     _, before, x, at = layer.convolved
     activation = given.get("activation")
@@ -131,7 +131,7 @@ def _gated_delta(state: Tensor, given: Kwargs) -> tuple[Tensor, Tensor]:
 
 
 #: A recurrence's name in the modules of transformers → ours.
-_FORMS: dict[str, Callable[..., Any]] = {
+_FORMS: dict[str, Forward] = {
     "causal_conv1d_fn": _convolution,
     "mamba_selective_scan": _mamba,
     "mamba2_chunk_scan": _mamba2,

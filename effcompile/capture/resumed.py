@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import cache_utils
 
-from effcompile.capture.caches import HFCache, place_of, put
+from effcompile.capture.caches import HFCache, HFLayer, place_of, put
+from effcompile.core.types import HFClass
 from effcompile.ir.cache import CacheLayout, Growth
 
 
@@ -43,11 +43,11 @@ def resumed(layout: CacheLayout, seen: Seen, *, encoded: bool) -> HFCache:
     )
 
 
-def _in_order(layers: dict[int, Any], empty: type[Any]) -> list[Any]:
+def _in_order(layers: dict[int, HFLayer], empty: HFClass) -> list[HFLayer]:
     return [layers.get(at) or empty() for at in range(max(layers, default=-1) + 1)]
 
 
-def _read(keys: torch.Tensor, values: torch.Tensor) -> Any:
+def _read(keys: torch.Tensor, values: torch.Tensor) -> HFLayer:
     """A layer of cross-attention."""
     layer = cache_utils.DynamicLayer()
     layer.lazy_initialization(keys, values)
@@ -55,7 +55,7 @@ def _read(keys: torch.Tensor, values: torch.Tensor) -> Any:
     return layer
 
 
-def _resumed_layer(past: int, rows: dict[str, torch.Tensor], window: int) -> Any:
+def _resumed_layer(past: int, rows: dict[str, torch.Tensor], window: int) -> HFLayer:
     states = {name: tensor for name, tensor in rows.items() if "." in name}
     if not states:
         return _Resumed(past, rows["keys"], rows["values"], window=window)
@@ -67,7 +67,7 @@ def _resumed_layer(past: int, rows: dict[str, torch.Tensor], window: int) -> Any
 class ResumedCache(cache_utils.Cache):
     """The layers, and which of them took their recurrent states up."""
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[HFLayer]) -> None:
         super().__init__(layers=layers)
         self._read: tuple[int, torch.Tensor] | None = None
         self._heads: list[torch.Tensor] = []
@@ -115,7 +115,7 @@ class _ResumedStates(cache_utils.LinearAttentionLayer):
             put(self, name, tensor)
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, state_idx: int = 0, *args: Any, **kwargs: Any
+        self, conv_states: torch.Tensor, state_idx: int = 0, *args: object, **kwargs: object
     ) -> torch.Tensor:
         before = self.conv_states[state_idx]
         assert before is not None
@@ -126,7 +126,7 @@ class _ResumedStates(cache_utils.LinearAttentionLayer):
         return whole
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object
     ) -> torch.Tensor:
         before = self.recurrent_states[state_idx]
         made = recurrent_states if before is None else recurrent_states.to(before.dtype)
@@ -152,7 +152,7 @@ class _Resumed(cache_utils.CacheLayerMixin):
         """Nothing: it is filled from the start."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._length = self._length + key_states.shape[-2]
         self.keys = torch.cat([self.keys, key_states], dim=-2)

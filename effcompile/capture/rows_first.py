@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
+from effcompile.core.types import Args, Forward
 from effcompile.ir.export import refresh_shapes
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops.recurrence import short_conv, state_space
@@ -49,7 +49,7 @@ def _swaps(node: object) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and {int(str(axis)) % 3 for axis in axes} == {1, 2} else None
 
 
-def _call(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+def _call(graph: fx.Graph, at: fx.Node, target: Forward, args: Args, like: fx.Node) -> fx.Node:
     """A new call before a node, which belongs where another one does."""
     with graph.inserting_before(at):
         made = graph.call_function(target, args)
