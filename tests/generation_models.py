@@ -56,6 +56,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "mixtral": ("AutoModelForCausalLM", {**_TINY, "num_local_experts": 4}),
     "gpt2": (
         "AutoModelForCausalLM",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 512},

@@ -27,6 +27,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
 from effcompile.machine.target import KernelCall
+from effcompile.ops.grouped import multiplies_runs
 from effcompile.ops.recurrence import RECURRENCES
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class OnnxRuntime:
             )
         if any(node.target in RECURRENCES for node in program.graph.nodes):
             return Unsupported("ONNX has no operator for the recurrence of a layer that keeps a state")
+        if any(multiplies_runs(node.target) for node in program.graph.nodes):
+            return Unsupported("ONNX has no product of tokens in groups by expert")
         if program.weight_bytes() > session.PROTOBUF_LIMIT and not goal.exact:
             return Unsupported("onnxruntime.quantization handles models below 2 GiB of fp32 weights")
         return None
