@@ -22,22 +22,33 @@ from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 #: Any of transformers' caches and of their layers, which have no types of their own.
 HFCache = Any
 HFLayer = Any
+
+
+class _Missing:
+    """Stands for a class of layers that an older transformers has not: no layer is one."""
+
+
+def layer_class(name: str) -> HFClass:
+    """Of transformers' layers with states, which came with 5.6."""
+    return getattr(cache_utils, name, _Missing)
+
+
 _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
-_ROWS, _STATES = (cache_utils.CacheLayerMixin,), (cache_utils.LinearAttentionCacheLayerMixin,)
+_ROWS, _STATES = (cache_utils.CacheLayerMixin,), (layer_class("LinearAttentionCacheLayerMixin"),)
 #: Under which a cache of states alone keeps how many tokens it has seen.
 _COUNT = "_effcompile_seen"
 #: What a layer calls its states.
 _KINDS = ("conv_states", "recurrent_states")
 #: What the leaves of a layer are → its class; the first that fits.
 _CLASSES = (
-    ({Growth.STATE, Growth.WINDOW}, cache_utils.LinearAttentionAndSlidingWindowAttentionLayer),
-    ({Growth.STATE, Growth.FULL}, cache_utils.LinearAttentionAndFullAttentionLayer),
-    ({Growth.STATE}, cache_utils.LinearAttentionLayer),
+    ({Growth.STATE, Growth.WINDOW}, layer_class("LinearAttentionAndSlidingWindowAttentionLayer")),
+    ({Growth.STATE, Growth.FULL}, layer_class("LinearAttentionAndFullAttentionLayer")),
+    ({Growth.STATE}, layer_class("LinearAttentionLayer")),
     ({Growth.WINDOW}, cache_utils.DynamicSlidingWindowLayer),
     (set[Growth](), cache_utils.DynamicLayer),
 )
 #: Layers whose tensors are known; a DummyLayer has none.
-_HOLDING = (*(kind for _, kind in _CLASSES), cache_utils.DummyLayer)
+_HOLDING = (*(kind for _, kind in _CLASSES), layer_class("DummyLayer"))
 
 
 def new_cache(model: HFModel) -> HFCache:
@@ -175,8 +186,6 @@ def leaves_of(cache: HFCache, layout: CacheLayout) -> list[torch.Tensor]:
     found = held(cache, layout)
     assert not any(tensor is None for tensor in found)
     return [tensor for tensor in found if tensor is not None]
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.15
 
 
 def check_cache(cache: HFCache, layout: CacheLayout) -> None:

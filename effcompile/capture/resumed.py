@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import cache_utils
 
-from effcompile.capture.caches import HFCache, HFLayer, place_of, put
+from effcompile.capture.caches import HFCache, HFLayer, layer_class, place_of, put
 from effcompile.core.types import HFClass
 from effcompile.ir.cache import CacheLayout, Growth
 
@@ -32,7 +32,7 @@ def resumed(layout: CacheLayout, seen: Seen, *, encoded: bool) -> HFCache:
     own = ResumedCache(
         layers=_in_order(
             {at: _resumed_layer(seen.past, rows, windows.get(at, 0)) for at, rows in parts["layers"].items()},
-            cache_utils.DummyLayer if layout.states else cache_utils.DynamicLayer,
+            layer_class("DummyLayer") if layout.states else cache_utils.DynamicLayer,
         )
     )
     if not encoded:
@@ -50,7 +50,7 @@ def _in_order(layers: dict[int, HFLayer], empty: HFClass) -> list[HFLayer]:
 def _read(keys: torch.Tensor, values: torch.Tensor) -> HFLayer:
     """A layer of cross-attention."""
     layer = cache_utils.DynamicLayer()
-    layer.lazy_initialization(keys, values)
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
     layer.keys, layer.values = keys, values
     return layer
 
@@ -104,11 +104,14 @@ class ResumedCache(cache_utils.Cache):
         ]
 
 
-class _ResumedStates(cache_utils.LinearAttentionLayer):
+_Stateful: HFClass = layer_class("LinearAttentionLayer")
+
+
+class _ResumedStates(_Stateful):  # type: ignore[misc]  # of no type of its own
     """A layer's states after the past tokens: each is replaced, as a graph has no places."""
 
     def __init__(self, states: dict[str, torch.Tensor]) -> None:
-        cache_utils.LinearAttentionLayer.__init__(self, len({name.partition(".")[2] for name in states}))
+        _Stateful.__init__(self, len({name.partition(".")[2] for name in states}))
         #: What a convolution reads, of which state and new channels it is, and the state's number.
         self.convolved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None
         for name, tensor in states.items():
@@ -159,8 +162,9 @@ class _Resumed(cache_utils.CacheLayerMixin):
         self.values = torch.cat([self.values, value_states], dim=-2)
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._rows + query_length, self._length - self._rows if self.is_sliding else 0
+    def get_mask_sizes(self, query: int | torch.Tensor) -> tuple[int, int]:
+        new = query.shape[0] if isinstance(query, torch.Tensor) else query  # their positions, before 5.6
+        return self._rows + new, self._length - self._rows if self.is_sliding else 0
 
     def get_seq_length(self) -> int:
         return self._length
@@ -168,8 +172,10 @@ class _Resumed(cache_utils.CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    get_max_cache_shape = get_max_length  # its name before 5.15
 
-class _ResumedBoth(_ResumedStates, _Resumed):  # type: ignore[override]  # as transformers has it
+
+class _ResumedBoth(_ResumedStates, _Resumed):
     """A layer that has both."""
 
     def __init__(
