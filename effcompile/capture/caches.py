@@ -35,6 +35,8 @@ def layer_class(name: str) -> HFClass:
 
 _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
 _ROWS, _STATES = (cache_utils.CacheLayerMixin,), (layer_class("LinearAttentionCacheLayerMixin"),)
+#: What forwards call a cache: transformers from 5.24 on, and before.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 #: Under which a cache of states alone keeps how many tokens it has seen.
 _COUNT = "_effcompile_seen"
 #: What a layer calls its states.
@@ -99,8 +101,8 @@ def caches_of(cache: HFCache) -> list[tuple[str, HFCache]]:
 
 def cache_name(model: HFModel) -> str:
     """What the model's forward calls its cache."""
-    named = "cache_params" in inspect.signature(model.forward).parameters
-    return "cache_params" if named else "past_key_values"
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in taken), "past_key_values")
 
 
 def layout_of(cache: HFCache) -> CacheLayout:
@@ -118,7 +120,7 @@ def layout_of(cache: HFCache) -> CacheLayout:
 
 def _leaves(part: str, at: int, layer: HFLayer) -> list[CacheLeaf]:
     """Of one layer; none of one that holds nothing."""
-    if type(layer) not in _HOLDING:
+    if type(layer) not in _HOLDING or not isinstance(getattr(layer, _KINDS[0], {}), dict):  # before 5.15
         raise UsageError(
             f"Layer {at} of the model keeps a {type(layer).__name__}, which a captured step does not carry "
             "yet: layers that keep keys and values, all or of a window, states, and those of cross-attention "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
+from effcompile.capture.caches import CACHE_NAMES
 from effcompile.core.errors import GuardError
 from effcompile.core.types import HFConfig, Kwargs
 
@@ -18,7 +19,7 @@ _SAYS = (
     "prompt_lookup_num_tokens",
     "assistant_model",
     "custom_generate",
-    "past_key_values",
+    *CACHE_NAMES,
     "inputs_embeds",
     "negative_prompt_ids",
     "stopping_criteria",

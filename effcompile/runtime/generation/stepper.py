@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from transformers import modeling_outputs
 
-from effcompile.capture.caches import HFCache, check_cache, new_cache_of, seen_by
+from effcompile.capture.caches import CACHE_NAMES, HFCache, check_cache, new_cache_of, seen_by
 from effcompile.core.errors import GuardError
-from effcompile.core.types import Forward, Kwargs, Outputs
+from effcompile.core.types import Forward, HFClass, Kwargs, Outputs
 from effcompile.runtime.generation.steps import LoweredStep
 
 #: Arguments of a forward that change nothing here, or that generate() gives always.
@@ -44,6 +45,9 @@ class Stepper:
 
     def __call__(self, *args: object, **kwargs: Any) -> Outputs:
         given: dict[str, Any] = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        for name in CACHE_NAMES:  # another transformers may have planned it, and saved it so
+            if (held := given.pop(name, None)) is not None:
+                given[self.step.boundary.cache] = held
         self._check(given)
         tokens = given[self.step.boundary.tokens]
         cache = given.get(self.step.boundary.cache)
@@ -159,14 +163,20 @@ class Stepper:
 
     def _outputs(self, logits: torch.Tensor, cache: HFCache | None, hidden: torch.Tensor | None) -> Outputs:
         if self.config.is_encoder_decoder:
-            return modeling_outputs.Seq2SeqLMOutput(
-                logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden
-            )
+            seq2seq = modeling_outputs.Seq2SeqLMOutput
+            return seq2seq(logits=logits, encoder_last_hidden_state=hidden, **_held(seq2seq, cache))
+        kind = modeling_outputs.CausalLMOutputWithPast
         if self.step.boundary.cache == "cache_params":
             from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
-            return MambaCausalLMOutput(logits=logits, cache_params=cache)
-        return modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            kind = MambaCausalLMOutput
+        return kind(logits=logits, **_held(kind, cache))
+
+
+def _held(kind: HFClass, cache: HFCache | None) -> dict[str, HFCache | None]:
+    """The cache by the name that such outputs have for it."""
+    named = [field.name for field in dataclasses.fields(kind)]
+    return {next(name for name in CACHE_NAMES if name in named): cache}
 
 
 def whole_numbers(given: torch.Tensor, name: str) -> torch.Tensor:
