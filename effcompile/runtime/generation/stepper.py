@@ -165,7 +165,7 @@ class Stepper:
         if self.config.is_encoder_decoder:
             seq2seq = modeling_outputs.Seq2SeqLMOutput
             return seq2seq(logits=logits, encoder_last_hidden_state=hidden, **_held(seq2seq, cache))
-        kind = modeling_outputs.CausalLMOutputWithPast
+        kind: HFClass = modeling_outputs.CausalLMOutputWithPast
         if self.step.boundary.cache == "cache_params":
             from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
