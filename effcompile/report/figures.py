@@ -163,9 +163,9 @@ def where_time_goes(plan: Plan) -> str:
         kinds[kind] = seconds + each.cost.seconds, own + each.cost.roof_seconds
     decided, least = (sum(pair[at] for pair in kinds.values()) for at in (0, 1))
     kinds["the rest"] = whole - decided, roof - least
-    shown = sorted(
+    shown = sorted(  # sums differ in their last bits from one Python to the next
         ((seconds, own, kind) for kind, (seconds, own) in kinds.items() if seconds >= _SEEN * whole),
-        reverse=True,
+        key=lambda each: (-float(f"{each[0]:.2e}"), each[2] == "the rest", each[2]),
     )
     texts, named, true = [], False, all(own <= seconds for seconds, own, _ in shown)
     for seconds, own, kind in shown:
