@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import transformers
 from transformers import cache_utils
 
 from effcompile.core.errors import GuardError, UsageError
@@ -105,6 +106,17 @@ def cache_name(model: HFModel) -> str:
     return next((name for name in CACHE_NAMES if name in taken), "past_key_values")
 
 
+def left_alone() -> str:
+    """What to do with a model whose cache is not carried."""
+    version = transformers.__version__
+    newer = f" States are carried from transformers 5.22 on; this is {version}."
+    return "Let this model generate as it is." + newer * (_of(version) < (5, 22))
+
+
+def _of(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
 def layout_of(cache: HFCache) -> CacheLayout:
     """The leaves of a filled cache.
 
@@ -124,7 +136,7 @@ def _leaves(part: str, at: int, layer: HFLayer) -> list[CacheLeaf]:
         raise UsageError(
             f"Layer {at} of the model keeps a {type(layer).__name__}, which a captured step does not carry "
             "yet: layers that keep keys and values, all or of a window, states, and those of cross-attention "
-            "can be planned. Let this model generate as it is."
+            f"can be planned. {left_alone()}"
         )
     window = layer.sliding_window - 1 if isinstance(layer, _WINDOW) else 0
     growth = Growth.SOURCE if part == "cross" else Growth.WINDOW if window else Growth.FULL

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers.activations import ACT2FN
 
-from effcompile.capture.caches import HFLayer
+from effcompile.capture.caches import HFLayer, left_alone
 from effcompile.capture.resumed import ResumedCache
 from effcompile.core.errors import UsageError
 from effcompile.core.types import Forward, HFModel, Kwargs
@@ -54,7 +54,7 @@ def carrying(model: HFModel, cache: ResumedCache) -> Iterator[None]:
         raise UsageError(
             f"Layer {left[0]} of the model ({_kind(model, left[0])}) keeps a recurrent state, which it "
             "computes by a recurrence that a captured step does not carry yet: those of Mamba, Mamba-2 and "
-            "gated delta nets can be planned. Let this model generate as it is."
+            f"gated delta nets can be planned. {left_alone()}"
         )
 
 
