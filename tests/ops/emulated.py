@@ -193,6 +193,44 @@ def _of_blocks(block: int, size: int) -> dict[str, Of]:
     return {"linear": linear, "transpose_values": transpose_values, "grad_values": grad_values}
 
 
+def _strided(sizes: Sequence[int], strides: Sequence[int], insides: Sequence[int]) -> Pointers:
+    """Inputs of which each token's numbers stand side by side, from the first argument on."""
+    pairs = zip(strides[::2], strides[1::2], insides, strict=True)
+    ends = [(sizes[0] - 1) * batch + (sizes[1] - 1) * token + inside for batch, token, inside in pairs]
+    return {at: (_IN, 4 * end) for at, end in enumerate(ends)}
+
+
+def _numbers(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
+
+
+def _short_conv(a: Sequence[int]) -> Pointers:
+    batch, tokens, channels, kernel, *strides = _numbers(a[6], 6)
+    states = 4 * batch * channels * kernel
+    weights = {1: (_IN, 4 * channels * kernel), 2: (_IN, 4 * channels), 3: (_IN, states)}
+    made = {4: (_OUT, 4 * batch * tokens * channels), 5: (_OUT, states), 6: (_IN, 48)}
+    return {**_strided((batch, tokens), strides, (channels,)), **weights, **made}
+
+
+def _state_space(a: Sequence[int]) -> Pointers:
+    batch, tokens, heads, rows, width, groups = _numbers(a[9], 6)
+    states, shared = 4 * batch * heads * rows * width, groups * width
+    x, dt, b, c = _strided(
+        (batch, tokens), _numbers(a[10], 8), (heads * rows, heads, shared, shared)
+    ).values()
+    given = {0: x, 1: dt, 2: (_IN, 4 * heads * (width if a[11] else 1)), 3: b, 4: c, 5: (_IN, 4 * heads)}
+    made = {7: (_OUT, 4 * batch * tokens * heads * rows), 8: (_OUT, states)}
+    return {**given, 6: (_IN, states), **made, 9: (_IN, 48), 10: (_IN, 64)}
+
+
+def _delta_rule(a: Sequence[int]) -> Pointers:
+    batch, tokens, heads, rows, width, groups = _numbers(a[8], 6)
+    states, shared = 4 * batch * heads * rows * width, groups * rows
+    insides = (shared, shared, heads * width, heads, heads)
+    made = {6: (_OUT, 4 * batch * tokens * heads * width), 7: (_OUT, states), 8: (_IN, 48), 9: (_IN, 80)}
+    return {**_strided((batch, tokens), _numbers(a[9], 10), insides), 5: (_IN, states), **made}
+
+
 #: Function → what its whole arguments point to.
 POINTERS: dict[str, Of] = {
     "int8_linear": _int8_linear,
@@ -209,6 +247,9 @@ POINTERS: dict[str, Of] = {
     "cached_attention": _cached_attention,
     "adam8": _adam8,
     "loss_rows": _loss_rows,
+    "short_conv": _short_conv,
+    "state_space": _state_space,
+    "delta_rule": _delta_rule,
 }
 
 

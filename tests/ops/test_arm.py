@@ -26,6 +26,7 @@ from effcompile.ops import (
     int8_native,
     int8_sparse,
     loss_rows,
+    recurrence_native,
     rows,
     rows_native,
     states8,
@@ -56,6 +57,7 @@ MODULES = (
     block_sparse_native,
     states8_native,
     loss_rows,
+    recurrence_native,
 )
 
 
@@ -99,9 +101,10 @@ def test_the_rest_compiles(compiler: None, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(block_sparse_native, "best_isa", lambda: "neon")
     assert block_sparse_native.onnxruntime_library().exists()
     assert native.compiled(native.SOURCES / "states8.cpp", {}, "neon").exists()
-    assert native.compiled(native.SOURCES / "loss_rows.cpp", {"WIDTH": 4}, "neon").exists()
+    for name in ("loss_rows", "recurrence"):
+        assert native.compiled(native.SOURCES / f"{name}.cpp", {"WIDTH": 4}, "neon").exists()
     assert native.compiled(native.SOURCES / "row_program.cpp", {}, "generic").exists()
-    others = {"block_sparse", "block_sparse_ort", "states8", "row_program", "loss_rows"}
+    others = {"block_sparse", "block_sparse_ort", "states8", "row_program", "loss_rows", "recurrence"}
     assert {path.stem for path in native.SOURCES.glob("*.cpp")} == CHOSEN | others | OF_X86
 
 
@@ -258,6 +261,9 @@ class TestFloats:
             cos, sin = (torch.randn(1, m, 2 * half, generator=drawn(m + at)) for at in (1, 2))
             wanted = rows.rotary_by_torch(turned, cos, sin, False)
             torch.testing.assert_close(kernels.rotary(turned, cos, sin), wanted, **close)
+
+    def test_recurrences_of_states(self, arm: None) -> None:
+        assert recurrence_native.RecurrenceKernels("neon").objection() is None
 
     def test_linears_of_few_rows(self, arm: None) -> None:
         kernels = few_rows.FewRows("neon")
