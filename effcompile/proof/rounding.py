@@ -45,6 +45,15 @@ def doubled(values: object) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, values)
 
 
+def wide_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model in float64, which runs so; raises what copying it raises."""
+    copy = deepcopy(model).double()
+    chosen = (getattr(part, "set_experts_implementation", None) for part in copy.modules())
+    if (choose := next(filter(None, chosen), None)) is not None:
+        choose("eager")  # no other product of experts takes float64
+    return copy
+
+
 def in_float64(model: nn.Module, goal: Goal) -> nn.Module | None:
     """A copy of the model in float64; None where there is no room for one, or it cannot be copied."""
     nbytes = resident_bytes(model)
@@ -52,10 +61,6 @@ def in_float64(model: nn.Module, goal: Goal) -> nn.Module | None:
         # a copy, and what double() makes of it
         return None
     try:
-        copy: Any = deepcopy(model).double()
-        if hasattr(copy, "set_experts_implementation"):
-            copy.set_experts_implementation("eager")  # no other product of theirs takes float64
-        wide: nn.Module = copy
-        return wide
+        return wide_copy(model)
     except Exception:  # state that cannot be copied: the plain limit holds
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from generation_models import ids, tiny
 from torch import Tensor, nn
 
 import effcompile
@@ -17,6 +18,7 @@ from effcompile.core.errors import VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
+from effcompile.proof.rounding import wide_copy
 from effcompile.proof.verify import references, verify
 
 
@@ -202,3 +204,33 @@ def test_what_calibration_did_not_show_is_corrected_by_what_verification_measure
     assert any("solved again" in str(note) for note in executable.plan.notes)
     longer = torch.randn(2, 5, 16)
     torch.testing.assert_close(executable(x=longer), model(x=longer))
+
+
+class WithMean(nn.Module):
+    """A model of Hugging Face's within another module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=ids).logits
+        return logits.square().mean()
+
+
+def test_experts_have_a_copy_that_runs_in_float64() -> None:
+    """Products of tokens in groups take no float64; the oracle is the model itself in fp32."""
+    model = WithMean(tiny("mixtral").train())
+    held = model.model.config._experts_implementation  # type: ignore[union-attr]
+    assert held == "grouped_mm"
+    wide, text = wide_copy(model), ids(2, 9)
+    found, wanted = wide(text), model(text)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.float(), wanted)
+    found.backward()
+    wanted.backward()
+    pairs = list(zip(wide.parameters(), model.parameters(), strict=True))
+    assert all(a.grad is not None and a.grad.dtype == torch.float64 for a, _ in pairs)
+    for a, b in pairs:
+        torch.testing.assert_close(a.grad.float(), b.grad, rtol=1e-3, atol=1e-5)  # type: ignore[union-attr]
+    assert model.model.config._experts_implementation == held  # type: ignore[union-attr]

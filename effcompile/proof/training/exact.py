@@ -5,7 +5,6 @@ rounding moves.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.machine.room import Room
+from effcompile.proof.rounding import wide_copy
 from effcompile.proof.training import verify
 from effcompile.search.training.work import Work
 
@@ -33,7 +33,7 @@ def in_float64(work: Work, room: Room, wanted: verify.Result, peak_bytes: int) -
     if room.refusal(_LARGER * peak_bytes, _LARGER * peak_bytes) is not None:
         return None
     try:
-        model = copy.deepcopy(work.model).double()
+        model = wide_copy(work.model)
         args, kwargs = pytree.tree_map_only(
             torch.Tensor,
             lambda t: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t,
