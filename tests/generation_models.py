@@ -236,3 +236,13 @@ def bare(
     return model, GenerationExecutable(
         model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts
     )
+
+
+def same(planned: Planned, *inputs: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Both generate the same tokens, drawn from the same random numbers."""
+    model, executable = planned
+    torch.manual_seed(5)
+    wanted: torch.Tensor = model.generate(*inputs, **how)  # type: ignore[operator]
+    torch.manual_seed(5)
+    assert torch.equal(executable.generate(*inputs, **how), wanted)
+    return wanted

@@ -18,6 +18,7 @@ from transformers import cache_utils
 
 from effcompile.core.errors import GuardError, UsageError
 from effcompile.core.types import HFClass, HFConfig, HFModel
+from effcompile.core.versions import released
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 
 #: Any of transformers' caches and of their layers, which have no types of their own.
@@ -38,6 +39,8 @@ _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
 _ROWS, _STATES = (cache_utils.CacheLayerMixin,), (layer_class("LinearAttentionCacheLayerMixin"),)
 #: What forwards call a cache: transformers from 5.24 on, and before.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+#: The first transformers whose states are carried.
+_STATES_FROM = (5, 22)
 #: Under which a cache of states alone keeps how many tokens it has seen.
 _COUNT = "_effcompile_seen"
 #: What a layer calls its states.
@@ -109,12 +112,9 @@ def cache_name(model: HFModel) -> str:
 def left_alone() -> str:
     """What to do with a model whose cache is not carried."""
     version = transformers.__version__
-    newer = f" States are carried from transformers 5.22 on; this is {version}."
-    return "Let this model generate as it is." + newer * (_of(version) < (5, 22))
-
-
-def _of(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
+    newer = f" States are carried from transformers {'.'.join(map(str, _STATES_FROM))} on; this is {version}."
+    found = released(version)
+    return "Let this model generate as it is." + newer * (found is not None and found < _STATES_FROM)
 
 
 def layout_of(cache: HFCache) -> CacheLayout:

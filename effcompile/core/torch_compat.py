@@ -8,7 +8,6 @@ import io
 import logging
 import math
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from effcompile.core.versions import released
 
 # else torch's profiler writes its own start and stop to stderr
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -28,8 +29,8 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 def untested(version: str) -> str | None:
     """What to tell the user of a torch outside of what tests were run with; None inside."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    found = released(version)
+    if found is None or OLDEST <= found <= NEWEST:
         return None
     known = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     mend = f"'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"

@@ -132,6 +132,8 @@ class Attempt:
                     joint.schedule.prepared,
                     runner_of(work.model, joint.case, joint.schedule.emitted),
                     plan,
+                    None,
+                    self.originals,
                 )
             except RefutedError as refuted:
                 self._prepare(work.without(refuted))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from generation_models import CONTEXT, Planned, bare, captured, ids, tiny
+from generation_models import CONTEXT, Planned, bare, captured, ids, same, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import effcompile
@@ -28,15 +28,6 @@ def planned(request: pytest.FixtureRequest) -> Planned:
 @pytest.fixture(scope="module")
 def llama() -> Planned:
     return bare(captured("llama", num_hidden_layers=1))
-
-
-def same(planned: Planned, *inputs: torch.Tensor, **how: Any) -> None:
-    """Both generate the same tokens, drawn from the same random numbers."""
-    model, executable = planned
-    torch.manual_seed(5)
-    wanted = model.generate(*inputs, **how)
-    torch.manual_seed(5)
-    assert torch.equal(executable.generate(*inputs, **how), wanted)
 
 
 @pytest.mark.skipif(not row_program.available(), reason="no kernels are compiled here")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from generation_models import CONTEXT, Planned, bare, captured, ids, tiny
+from generation_models import CONTEXT, Planned, bare, captured, ids, same, tiny
 
 import effcompile
 from effcompile.backends import load_backend
@@ -27,16 +27,6 @@ OTHERS = (
 @pytest.fixture(scope="module", params=KINDS)
 def planned(request: pytest.FixtureRequest) -> Planned:
     return bare(captured(request.param))
-
-
-def same(planned: Planned, *inputs: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Both generate the same tokens, drawn from the same random numbers."""
-    model, executable = planned
-    torch.manual_seed(5)
-    wanted: torch.Tensor = model.generate(*inputs, **how)
-    torch.manual_seed(5)
-    assert torch.equal(executable.generate(*inputs, **how), wanted)
-    return wanted
 
 
 def named(planned: Planned, cache: Any) -> dict[str, Any]:
