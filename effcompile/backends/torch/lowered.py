@@ -99,7 +99,9 @@ class TorchLowered:
                 f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend."
             ) from error
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / ARTIFACT).write_bytes(content.getbuffer())
+        # not a view of it: held by the error of a full disk, Python 3.12.0 and 3.12.1 crash in collecting it
+        # (python/cpython#111049); these bytes are shared, not copied
+        (directory / ARTIFACT).write_bytes(content.getvalue())
         return (directory / ARTIFACT,)
 
 
