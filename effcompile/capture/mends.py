@@ -200,48 +200,44 @@ def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
     These copy an expert's weights for every token that it is chosen for; where that is too much, experts take
     their tokens in groups.
     """
-    setter = getattr(model, "set_experts_implementation", None)
-    before = [(config, getattr(config, _EXPERTS)) for config in _configs(model) if hasattr(config, _EXPERTS)]
     experts = [module for module in model.modules() if "Experts" in type(module).__name__]
-    if setter is None or not experts:
+    if not experts:
         return _NOTHING
-    undos: list[Callable[[], object]] = [partial(setattr, config, _EXPERTS, was) for config, was in before]
     gathered = _gathered_bytes(model, experts, inputs)
-    form, why = "batched_mm", Because("experts_implementation='batched_mm': all experts as batched matmuls")
-    if gathered > _MOST_GATHERED:
-        text = (
-            "experts_implementation='grouped_mm': experts one by one, for as batched matmuls they "
-            "would copy {bytes} of weights"
-        )
-        form, why = "grouped_mm", Because(text, (gathered,))
-    try:
-        setter(form)
-    except (ValueError, RuntimeError, NotImplementedError, AttributeError):
-        for undo in undos:
-            undo()
-        return _NOTHING
-    changed = any(getattr(config, _EXPERTS) != was for config, was in before)
-    return why if changed else None, undos
+    if gathered <= _MOST_GATHERED:
+        why = Because("experts_implementation='batched_mm': all experts as batched matmuls")
+        return _experts_as(model, "batched_mm", why)
+    text = (
+        "experts_implementation='grouped_mm': experts one by one, for as batched matmuls they "
+        "would copy {bytes} of weights"
+    )
+    return _experts_as(model, "grouped_mm", Because(text, (gathered,)))
 
 
 def _grouped_experts(model: nn.Module) -> Mend:
     """MoE experts as products of rows sorted by expert, where the model loops over the experts that were
     chosen: no weight is copied.
     """
+    text = "experts_implementation='grouped_mm': one product per expert, of the tokens that chose it"
+    return _experts_as(model, "grouped_mm", Because(text))
+
+
+def _experts_as(model: nn.Module, form: str, why: Reason) -> Mend:
+    """One of HuggingFace's forms of experts, where the model has them and takes that form; said where it is
+    another than it had.
+    """
     setter = getattr(model, "set_experts_implementation", None)
     before = [(config, getattr(config, _EXPERTS)) for config in _configs(model) if hasattr(config, _EXPERTS)]
-    if setter is None or all(was == "grouped_mm" for _, was in before):
+    if setter is None or all(was == form for _, was in before):
         return _NOTHING
     undos: list[Callable[[], object]] = [partial(setattr, config, _EXPERTS, was) for config, was in before]
     try:
-        setter("grouped_mm")
+        setter(form)
     except (ValueError, RuntimeError, NotImplementedError, AttributeError):
         for undo in undos:
             undo()
         return _NOTHING
-    return Because(
-        "experts_implementation='grouped_mm': one product per expert, of the tokens that chose it"
-    ), undos
+    return why, undos
 
 
 def _gathered_bytes(model: nn.Module, experts: list[nn.Module], inputs: object) -> int:

@@ -15,8 +15,8 @@ from torch import fx
 from effcompile.backends.torch.chains import FIRST, NORM
 from effcompile.backends.torch.edit_attentions import SITE
 from effcompile.backends.torch.followers import FOLLOWED
+from effcompile.backends.torch.read_attention import attentions, packet
 from effcompile.core import torch_compat
-from effcompile.core.mask import Edge, MaskForm
 from effcompile.ir.formats import (
     BF16,
     FP16,
@@ -47,9 +47,7 @@ from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
 from effcompile.ops.int8_sparse import int8_sparse_linear
-from effcompile.ops.mask import BAND
 from effcompile.ops.sparse_codes import SparseCodes
-from effcompile.ops.tile_predictors import STATIC
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
 from effcompile.sites.parts import add_norms, argument, linears, stored_format
 from effcompile.sites.rows import ROW_SITE, row_sites
@@ -78,14 +76,14 @@ def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
         )
         for site, weights in held.items()
     }
-    found.update(_attentions(module))
+    found.update(attentions(module))
     found.update(_gelus(module))
     found.update({site.site: Form(word="separate") for site in row_sites(program)})
     found.update(
         {
             node.meta[ROW_SITE]: Form(word="fused")
             for node in module.graph.nodes
-            if ROW_SITE in node.meta and _packet(node) in _ROWS
+            if ROW_SITE in node.meta and packet(node) in _ROWS
         }
     )
     found.update(_structure(program, found))
@@ -97,7 +95,7 @@ def signatures(module: fx.GraphModule) -> Iterator[tuple[str, fx.Node, Signature
     rows and columns of the table).
     """
     for node in module.graph.nodes:
-        if _packet(node) is int8_mlp and (first := _int8_token(module, node)) is not None:
+        if packet(node) is int8_mlp and (first := _int8_token(module, node)) is not None:
             yield node.meta.get(FIRST, ""), node, first
         signature = _signature(module, node) if node.op == "call_function" else None
         if signature is not None:
@@ -115,7 +113,7 @@ def confirm(
     """
     by_signature: dict[Signature, list[str]] = defaultdict(list)
     for site, node, signature in signatures(edited):
-        if site and signature[0] != FP32 and _packet(node) is not aten.embedding:
+        if site and signature[0] != FP32 and packet(node) is not aten.embedding:
             by_signature[signature].append(site)
     missing = {
         site
@@ -129,19 +127,15 @@ def confirm(
 def _signature(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     if "packed_weight" in node.kwargs:  # Inductor's fused form of a qlinear
         return _int8(module, *(node.kwargs[name] for name in ("packed_weight", "w_scale", "x_scale")))
-    reader = _READERS.get(_packet(node))
+    reader = _READERS.get(packet(node))
     return reader(module, node) if reader else None
-
-
-def _packet(node: fx.Node) -> object:
-    return getattr(node.target, "overloadpacket", node.target)
 
 
 def _constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
     """The tensor behind a get_attr node, also behind the packing of one."""
     if not isinstance(node, fx.Node):
         return None
-    if node.op == "call_function" and _packet(node) in (
+    if node.op == "call_function" and packet(node) in (
         torch.ops.onednn.qlinear_prepack,
         torch.ops.mkldnn._reorder_linear_weight,
     ):
@@ -316,60 +310,6 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
 }
 
 
-def _attentions(module: fx.GraphModule) -> dict[str, Form]:
-    ours = torch.ops.effcompile
-    forms: dict[object, str] = {
-        aten.scaled_dot_product_attention: "sdpa",
-        aten._scaled_dot_product_attention_math: "math",
-        ours.bf16_attention: "sdpa_bf16",
-        ours.attention: "tiled",
-        ours.attention_flex: "flex",
-        ours.attention_guarded: "tiled",
-    }
-    found = {}
-    for node in module.graph.nodes:
-        if SITE in node.meta and _packet(node) in forms:
-            word = forms[_packet(node)]
-            word = "causal" if word == "sdpa" and argument(node, "is_causal") else word
-            found[node.meta[SITE]] = _predictor(node) or Form(
-                word=word, mask=_mask(node) if word in ("tiled", "flex") else None
-            )
-    return found
-
-
-def _mask(node: fx.Node) -> MaskForm | None:
-    """The mask that an attention of ours has in closed form; None where a size of a call is a limit of it."""
-    given = {a.name: argument(node, a.name) for a in node.target._schema.arguments}  # type: ignore[union-attr]
-    if any(isinstance(given[name], fx.Node) for name in BAND):
-        return None
-    numbers = {name: value for name, value in given.items() if isinstance(value, int)}
-    lo, hi = (Edge(offset=numbers[name]) if name in numbers else None for name in ("lo", "hi"))
-    q_ids, k_ids, valid, mask = (
-        None if given.get(name) is None else () for name in ("q_ids", "k_ids", "valid", "mask")
-    )
-    return MaskForm(lo=lo, hi=hi, chunk=numbers["chunk"], q_ids=q_ids, k_ids=k_ids, valid=valid, mask=mask)
-
-
-def _predictor(node: fx.Node) -> Form | None:
-    """Who lists the tiles that an attention visits, a predictor or constants, and how; None where nobody
-    does.
-    """
-    if _packet(node) is not torch.ops.effcompile.attention:
-        return None
-    tiles = argument(node, "tiles")
-    if not isinstance(tiles, (list, tuple)) or not tiles:
-        return None
-    source = tiles[0].args[0] if tiles[0].op == "call_function" else tiles[0]
-    if _packet(source) is not torch.ops.effcompile.predicted_tiles:
-        return Form(word=STATIC, figures=_figures(block=argument(node, "block_q")))
-    settings = {name: argument(source, name) for name in ("mass", "detail", "pool", "block")}
-    return Form(word=str(argument(source, "method")), figures=_figures(**settings))
-
-
-def _figures(**found: object) -> tuple[tuple[str, float], ...]:
-    return tuple((name, value) for name, value in found.items() if isinstance(value, (int, float)))
-
-
 #: Chains between the products as one operator each.
 _ROWS = tuple(
     getattr(torch.ops.effcompile, name) for name in ("rms_norm", "rms_norm_alone", "swiglu", "rotary")
@@ -380,7 +320,7 @@ def _gelus(module: fx.GraphModule) -> dict[str, Form]:
     taken: Counter[str] = Counter()
     found = {}
     for node in module.graph.nodes:
-        fused = _packet(node) in (int8_linear, int8_mlp, int8_sparse_linear, group_linear) and str(
+        fused = packet(node) in (int8_linear, int8_mlp, int8_sparse_linear, group_linear) and str(
             argument(node, "after")
         ).startswith("gelu")
         if fused or node.target is aten.gelu.default:

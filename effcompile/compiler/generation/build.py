@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, Unpack
-
-import torch
+from functools import partial
+from typing import Unpack
 
 from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend, Lowered
-from effcompile.capture.generation import GenerationStep, capture_step, encoder_output
+from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import as_saved, not_within, settle_all
 from effcompile.core import gpu
@@ -41,7 +39,7 @@ from effcompile.search.generation.cases import scored
 from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
-from effcompile.search.generation.text import as_inputs, calibration_text, sensed
+from effcompile.search.generation.text import Text, as_inputs, calibration_texts, sensed
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import formats, measured_options, plans_for, replaced_weights
 from effcompile.search.progress import Progress, entry
@@ -74,27 +72,14 @@ class Bench:
     goal: Goal
     passes: tuple[Pass, ...]
     room: CacheRoom
-    texts: tuple[torch.Tensor, ...]
+    texts: tuple[Text, ...]
     said: str
     progress: Progress
-
-    @cached_property
-    def source(self) -> dict[str, Any]:
-        """The encoder's output that a decoder is compared behind."""
-        if self.step.encoder is None:
-            return {}
-        rows = self.texts[0].shape[0]
-        inputs = {
-            name: value[:1].expand(rows, *value.shape[1:]) for name, value in self.step.encoder.kwargs.items()
-        }
-        with torch.no_grad():
-            hidden = self.model.get_encoder()(**inputs, return_dict=True).last_hidden_state
-        return {"encoder_outputs": encoder_output(hidden)}
 
     def told(self) -> Sequence[Told]:
         """What the model itself says to the texts."""
         with self.progress.step("reference outputs"):
-            return told_by(self.model, self.texts, self.source, self.goal)
+            return told_by(self.model, self.texts, self.goal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +182,11 @@ def _speculating(bench: Bench, executable: GenerationExecutable) -> GenerationEx
     executable.plan = plan
     with bench.progress.step("measure drafts"):
         found = speculated(
-            executable, bench.texts, bench.goal, (saved,) if saved else tried, keep=bool(saved)
+            executable,
+            [text.tokens for text in bench.texts],
+            bench.goal,
+            (saved,) if saved else tried,
+            keep=bool(saved),
         )
     plan = replace(plan, declined=(*plan.declined, *found.declined))
     if (taken := found.decision) is not None:
@@ -285,10 +274,8 @@ def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:
     given = list(task.request.calibration or ()) or (
         [(task.args, task.kwargs)] if task.args or task.kwargs else None
     )
-    if model.config.is_encoder_decoder:
-        given = None
     with progress.step("calibration text"):
-        texts, said = calibration_text(model, given, context)
+        texts, said = calibration_texts(model, step, given, context)
     return Bench(
         model=model, step=step, goal=goal, passes=load_passes((*(task.request.passes or ()), *named), PASSES),
         room=CacheRoom(context=context, chunk=CHUNK), texts=tuple(texts), said=said, progress=progress,
@@ -301,15 +288,15 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
     step, goal, texts = bench.step, bench.goal, bench.texts
     machine = resolve(task.request.target, backends, gpu.place_of(task.model))
     with bench.progress.step("measure sensitivity"):
-        found = _sensitivity(step, goal, bench.passes, sensed(texts, bench.said))
-        beside = cache_choice(step, bench.model, goal, machine.target, texts, bench.source)
+        found = _sensitivity(step, goal, bench.passes, sensed(texts))
+        beside = cache_choice(step, bench.model, goal, machine.target, texts)
     return Shop(
         bench=bench, machine=machine, sensitivity=found, beside=beside, regimes=regimes_of(step, goal, CHUNK)
     )
 
 
 def _sensitivity(
-    step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[torch.Tensor]
+    step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[Text]
 ) -> Sensitivity:
     """Error of every low-precision option at the logits of these texts."""
     if goal.exact:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import PAST, GenerationStep
 from effcompile.ir.plan import Plan
@@ -13,7 +11,7 @@ from effcompile.ir.program import Program
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep, assembled
 from effcompile.runtime.inputs import tables_of
 from effcompile.search.generation.cases import sized, solid
-from effcompile.search.generation.text import as_inputs
+from effcompile.search.generation.text import Text, as_inputs
 
 
 def lower_step(
@@ -22,7 +20,7 @@ def lower_step(
     backend: Backend,
     plan: Plan,
     room: CacheRoom,
-    texts: Sequence[torch.Tensor] = (),
+    texts: Sequence[Text] = (),
 ) -> tuple[LoweredStep, dict[str, Lowered]]:
     """A step made runnable, and what the backend made of each of its graphs: `step`, and of an
     encoder-decoder `source` and `encoder`.
@@ -33,7 +31,7 @@ def lower_step(
         backend: where it runs.
         plan: what is done at its sites.
         room: of its cache.
-        texts: token ids to find ranges with.
+        texts: to find ranges with.
 
     Raises:
         LoweringError: the backend cannot run it.

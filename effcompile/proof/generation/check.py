@@ -19,6 +19,7 @@ from effcompile.core.types import HFModel, Kwargs
 from effcompile.ir.figures import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.runtime.generation.stepper import Stepper
+from effcompile.search.generation.text import Text
 
 #: Tokens that are decoded one by one.
 _DECODED = 12
@@ -44,11 +45,12 @@ class Told:
     rounding: Callable[[], float]
 
 
-def told_by(model: HFModel, texts: Sequence[torch.Tensor], extra: Kwargs, goal: Goal) -> list[Told]:
-    """The references, made once. `extra`: the encoder's output, for a decoder that reads one."""
+def told_by(model: HFModel, texts: Sequence[Text], goal: Goal) -> list[Told]:
+    """The references, made once."""
     wide = cache(partial(in_float64, model, goal))
     found = []
-    for text in texts:
+    for each in texts:
+        text, extra = each.tokens, each.extra
         logits = _logits(model, text, extra)
         found.append(
             Told(

@@ -28,6 +28,7 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
 from effcompile.ops.cache_rows import rounded
 from effcompile.passes import Choice, Option
+from effcompile.search.generation.text import Text
 
 #: The site.
 CACHE = "cache"
@@ -57,18 +58,14 @@ def cache_choice(
     model: HFModel,
     goal: Goal,
     target: Target,
-    texts: Sequence[torch.Tensor],
-    extra: Kwargs,
+    texts: Sequence[Text],
 ) -> tuple[Choice, ...]:
-    """The choice; none where there is nothing to choose.
-
-    `extra`: the encoder's output, for a decoder that reads one.
-    """
+    """The choice; none where there is nothing to choose."""
     if goal.exact or target.device != "cpu" or not _narrows(step):
         return ()
     context, prompt, new = goal.tokens
     middle, batch = min(context, prompt + new // 2), goal.batch
-    errors, options = _errors(model, texts, extra), list[Option]()
+    errors, options = _errors(model, texts), list[Option]()
     for dtype, form in FORMS.items():
         layout = step.layout.narrowed(dtype)
         saved = (
@@ -92,7 +89,7 @@ def _narrows(step: GenerationStep) -> bool:
     return bool(narrow)
 
 
-def _errors(model: HFModel, texts: Sequence[torch.Tensor], extra: Kwargs) -> dict[str, float]:
+def _errors(model: HFModel, texts: Sequence[Text]) -> dict[str, float]:
     """dtype → relative error of the logits of a text whose keys and values are rounded so; the largest over
     the texts.
     """
@@ -100,7 +97,8 @@ def _errors(model: HFModel, texts: Sequence[torch.Tensor], extra: Kwargs) -> dic
     found: dict[str, float] = {}
     with evaluating(model), torch.no_grad():
         for text in texts:
-            given = {key: text[:_ROWS, :_TOKENS], **{name: _first(value) for name, value in extra.items()}}
+            given = {key: text.tokens[:_ROWS, :_TOKENS]}
+            given |= {name: _first(value) for name, value in text.extra.items()}
             told = _logits(model, given, new_cache(model))
             for dtype in filter(None, FORMS):
                 cache = rounding_cache(model, partial(rounded, dtype=getattr(torch, dtype)))
@@ -109,7 +107,9 @@ def _errors(model: HFModel, texts: Sequence[torch.Tensor], extra: Kwargs) -> dic
 
 
 def _first(value: Value) -> Value:
-    """The first rows of an encoder's output."""
+    """The first rows of an encoder's output, or of its mask."""
+    if isinstance(value, torch.Tensor):
+        return value[:_ROWS]
     return type(value)(last_hidden_state=value.last_hidden_state[:_ROWS])
 
 

@@ -1,13 +1,16 @@
-"""Tokens to measure errors on: the user's, or text that the model itself writes."""
+"""Texts to measure errors on: the user's, or what the model itself writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from effcompile.capture.caches import cache_name
+from effcompile.capture.caches import cache_name, leaves_of, new_cache
+from effcompile.capture.generation import GenerationStep, encoder_output
+from effcompile.capture.mends import evaluating
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, HFModel, Inputs, Kwargs
 from effcompile.ir.cache import CacheLayout, Growth
@@ -18,44 +21,147 @@ _ROWS, _TOKENS = 4, 48
 #: Of them those of each row that errors of options are measured on: rows are draws of their own, and
 #: twice as many tokens take twice as long. What was decided is compared on all.
 _SENSED = 24
-_USERS = "the user's"
 
 
-def calibration_text(
-    model: HFModel, given: Sequence[Inputs] | None, context: int
-) -> tuple[list[torch.Tensor], str]:
-    """Token ids, one tensor (rows, tokens) for each input, and where they are from.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A text to measure errors on.
+
+    Attributes:
+        tokens: ids (rows, tokens); of an encoder-decoder the decoder's.
+        extra: what the model's forward takes beside them: an encoder's output, and its mask.
+        cross: what a step caches of that output, leaf by leaf.
+        whole: options' errors are measured on all of it.
+    """
+
+    tokens: torch.Tensor
+    extra: Kwargs = field(default_factory=dict)
+    cross: tuple[torch.Tensor, ...] = ()
+    whole: bool = True
+
+
+def calibration_texts(
+    model: HFModel, step: GenerationStep, given: Sequence[Inputs] | None, context: int
+) -> tuple[list[Text], str]:
+    """A text for each input, and where they are from.
+
+    Of an encoder-decoder an input has what its encoder takes; without `decoder_input_ids` or `labels` the
+    model writes the text behind it.
 
     Raises:
         InputsError: an input of the user's without token ids, or with fewer than two of a row.
     """
     if given:
-        texts = [_tokens_of(args, kwargs, at)[:, :context] for at, (args, kwargs) in enumerate(given)]
-        return texts, f"{_USERS}: {sum(text.numel() for text in texts)} tokens"
-    tokens = min(_TOKENS, context)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    if model.config.is_encoder_decoder:
+        read = _translated if model.config.is_encoder_decoder else _continued
+        texts = [read(model, step, args, kwargs, at, context) for at, (args, kwargs) in enumerate(given)]
+        return texts, f"the user's: {sum(text.tokens.numel() for text in texts)} tokens"
+    tokens, vocabulary = min(_TOKENS, context), model.config.get_text_config(decoder=True).vocab_size
+    seen = min(tokens, _SENSED)
+    if step.encoder is not None:
         drawn = torch.randint(
             min(3, vocabulary - 1), vocabulary, (_ROWS, tokens), generator=torch.Generator().manual_seed(0)
         )
-        return [drawn.to(model.device)], f"{_ROWS} rows of {min(tokens, _SENSED)} random tokens (seed 0)"
-    return [
-        _written(model, tokens, vocabulary)
-    ], f"{_ROWS} rows of {min(tokens, _SENSED)} tokens that the model itself writes (sampled, seed 0)"
+        source = {
+            name: value[:1].expand(_ROWS, *value.shape[1:]) for name, value in step.encoder.kwargs.items()
+        }
+        made = _behind(model, step, drawn.to(model.device), _encoded(model, step, source))
+        return [replace(made, whole=False)], f"{_ROWS} rows of {seen} random tokens (seed 0)"
+    first = torch.randint(
+        min(3, vocabulary - 1), vocabulary, (_ROWS, 1), generator=torch.Generator().manual_seed(0)
+    )
+    written = _written(model, first.to(model.device), tokens, {})
+    said = f"{_ROWS} rows of {seen} tokens that the model itself writes (sampled, seed 0)"
+    return [Text(tokens=written, whole=False)], said
 
 
-def sensed(texts: Sequence[torch.Tensor], said: str) -> list[torch.Tensor]:
-    """What options' errors are measured on, of texts and what is said of them: of those that are not the
-    user's the beginnings.
-    """
-    return [*texts] if said.startswith(_USERS) else [text[:, :_SENSED] for text in texts]
+def sensed(texts: Sequence[Text]) -> list[Text]:
+    """What options' errors are measured on: of those that are not the user's the beginnings."""
+    return [text if text.whole else replace(text, tokens=text.tokens[:, :_SENSED]) for text in texts]
 
 
-def _tokens_of(args: Args, kwargs: Kwargs, at: int) -> torch.Tensor:
+def _continued(
+    model: HFModel, step: GenerationStep, args: Args, kwargs: Kwargs, at: int, context: int
+) -> Text:
     found = next(
         (kwargs[name] for name in ("input_ids", "decoder_input_ids") if name in kwargs),
         args[0] if args else None,
     )
+    return Text(tokens=_ids(found, "input_ids", at)[:, :context])
+
+
+def _translated(
+    model: HFModel, step: GenerationStep, args: Args, kwargs: Kwargs, at: int, context: int
+) -> Text:
+    """What an encoder is given, and the text behind it: the user's, or the model's own."""
+    assert step.encoder is not None  # the model has one
+    main, taken = model.main_input_name, step.encoder.kwargs
+    given: Mapping[str, Any] = {**({main: args[0]} if args else {}), **kwargs}
+    source = given.get(main)
+    like = taken[main]
+    if (
+        not isinstance(source, torch.Tensor)
+        or source.dim() != like.dim()
+        or source.is_floating_point() != like.is_floating_point()
+    ):
+        raise InputsError(
+            f"calibration[{at}] has no {main} for the encoder, as a tensor of {like.dim()} dimensions. Give "
+            f"{{{main!r}: …}}, and the text behind it as 'decoder_input_ids' or 'labels' if there is one."
+        )
+    inputs = {main: source}
+    if "attention_mask" in taken:
+        mask = given.get("attention_mask")
+        inputs["attention_mask"] = torch.ones_like(source) if mask is None else mask
+    extra = _encoded(model, step, inputs)
+    if given.get("decoder_input_ids") is not None:
+        tokens = _ids(given["decoder_input_ids"], "decoder_input_ids", at)
+    elif given.get("labels") is not None:
+        tokens = _shifted(model, _ids(given["labels"], "labels", at))
+    else:
+        first = source.new_full((len(source), 1), _start(model), dtype=torch.int64)
+        tokens = _written(model, first, min(_TOKENS, context), extra)
+    if len(tokens) != len(source):
+        raise InputsError(
+            f"calibration[{at}] has {len(source)} rows of {main} and {len(tokens)} of the text behind it. "
+            "Give as many."
+        )
+    return _behind(model, step, tokens[:, :context], extra)
+
+
+def _shifted(model: HFModel, labels: torch.Tensor) -> torch.Tensor:
+    """The decoder's inputs of labels, shifted as Hugging Face does; what a loss leaves out is padding."""
+    first = labels.new_full((len(labels), 1), _start(model))
+    padding = getattr(model.config, "pad_token_id", None) or 0
+    return torch.cat([first, labels[:, :-1].masked_fill(labels[:, :-1] < 0, padding)], dim=1)
+
+
+def _start(model: HFModel) -> int:
+    """The id that its decoder begins with; 0 where no configuration says one."""
+    configs = (getattr(model, "generation_config", None), model.config)
+    names = ("decoder_start_token_id", "bos_token_id")
+    told = (getattr(config, name, None) for name in names for config in configs)
+    return next((found for found in told if isinstance(found, int)), 0)
+
+
+def _encoded(model: HFModel, step: GenerationStep, inputs: Kwargs) -> Kwargs:
+    """An encoder's output, as the model's forward takes it."""
+    with evaluating(model), torch.no_grad():
+        hidden = model.get_encoder()(**inputs, return_dict=True).last_hidden_state
+    masks = {"attention_mask": inputs["attention_mask"]} if step.boundary.source_mask else {}
+    return {"encoder_outputs": encoder_output(hidden), **masks}
+
+
+def _behind(model: HFModel, step: GenerationStep, tokens: torch.Tensor, extra: Kwargs) -> Text:
+    """A text behind an encoder's output, with what a step caches of that."""
+    names = step.boundary
+    given = {names.tokens: tokens[:, :1], names.cache: new_cache(model), **extra}
+    with evaluating(model), torch.no_grad():
+        outputs = model(**given, use_cache=True, return_dict=True)
+    leaves = zip(leaves_of(outputs[names.cache], step.layout), step.layout, strict=True)
+    cross = tuple(leaf for leaf, what in leaves if what.growth is Growth.SOURCE)
+    return Text(tokens=tokens, extra=extra, cross=cross)
+
+
+def _ids(found: object, name: str, at: int) -> torch.Tensor:
     if (
         not isinstance(found, torch.Tensor)
         or found.dim() != 2
@@ -63,40 +169,41 @@ def _tokens_of(args: Args, kwargs: Kwargs, at: int) -> torch.Tensor:
         or found.shape[1] < 2
     ):
         raise InputsError(
-            f"calibration[{at}] has no input_ids of (rows, tokens), at least two tokens of a row. Give "
-            f"{{'input_ids': ids}}."
+            f"calibration[{at}] has no {name} of (rows, tokens), at least two tokens of a row. Give "
+            f"{{{name!r}: ids}}."
         )
     return found
 
 
-def _written(model: HFModel, tokens: int, vocabulary: int) -> torch.Tensor:
-    """Sampled from the model, one token after the other, beginning with random ones."""
+def _written(model: HFModel, first: torch.Tensor, tokens: int, extra: Kwargs) -> torch.Tensor:
+    """Sampled from the model, one token after the other, beginning with these."""
     devices = [model.device] if model.device.type == "cuda" else []
+    key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     with torch.random.fork_rng(devices=devices), torch.no_grad(), ByFewRows():
         torch.manual_seed(0)
-        ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, 1), device=model.device)
         cache, name = None, cache_name(model)
-        step = ids
+        ids = step = first
         while ids.shape[1] < tokens:
-            outputs = model(input_ids=step, **{name: cache}, use_cache=True, return_dict=True)
+            outputs = model(**{key: step, name: cache}, **extra, use_cache=True, return_dict=True)
             cache = outputs[name]
             step = torch.multinomial(outputs.logits[:, -1].float().softmax(-1), 1)
             ids = torch.cat([ids, step], dim=1)
     return ids
 
 
-def as_inputs(text: torch.Tensor, layout: CacheLayout, like: Kwargs) -> Inputs:
-    """A text as the inputs of a step of this layout, all its tokens new, an empty cache; what an encoder
-    gives is that of `like`.
+def as_inputs(text: Text, layout: CacheLayout, like: Kwargs) -> Inputs:
+    """A text as the inputs of a step of this layout, all its tokens new, an empty cache; dtypes and sizes are
+    those of `like`.
     """
-    rows, tokens = text.shape
+    ids, cross = text.tokens, iter(text.cross)
+    rows, tokens = ids.shape
     given: dict[str, Any] = {
-        "tokens": text.contiguous(),
-        "mask": torch.ones_like(text),
-        "positions": torch.arange(tokens, device=text.device).expand(rows, tokens).contiguous(),
-        "rows": torch.arange(tokens, device=text.device),
+        "tokens": ids.contiguous(),
+        "mask": torch.ones_like(ids),
+        "positions": torch.arange(tokens, device=ids.device).expand(rows, tokens).contiguous(),
+        "rows": torch.arange(tokens, device=ids.device),
         "past": [
-            leaf[:1].expand(rows, -1, -1, -1).contiguous()
+            next(cross)
             if what.growth is Growth.SOURCE
             else leaf.new_zeros((rows, *leaf.shape[1:]))
             if what.growth is Growth.STATE
@@ -105,5 +212,5 @@ def as_inputs(text: torch.Tensor, layout: CacheLayout, like: Kwargs) -> Inputs:
         ],
     }
     if "source_mask" in like:
-        given["source_mask"] = like["source_mask"][:1].expand(rows, -1).contiguous()
+        given["source_mask"] = text.extra["attention_mask"].contiguous()
     return (), {name: given[name] for name in like}

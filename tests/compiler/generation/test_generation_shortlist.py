@@ -13,7 +13,6 @@ from effcompile.compiler.generation import build
 from effcompile.core.findings import NotBuilt
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.measured import Interleaved, Seconds
-from effcompile.search.generation.text import calibration_text, sensed
 
 pytest.importorskip("onnxruntime")
 
@@ -42,13 +41,3 @@ def test_long_prompts_are_read_twice_only_where_it_may_decide() -> None:
     found = measured._undecided({measured.ORIGINAL: 7.0, "a": 2.0, "b": 3.9, "c": 4.1})
     assert found == ["a", "b"]
     assert measured._undecided({measured.ORIGINAL: 0.9, "a": 0.1}) == [measured.ORIGINAL, "a"]
-
-
-def test_options_are_measured_on_beginnings_of_texts_that_the_model_writes() -> None:
-    model = tiny("llama")
-    texts, said = calibration_text(model, None, 64)
-    (few,) = sensed(texts, said)
-    assert texts[0].shape == (4, 48) and torch.equal(few, texts[0][:, :24]) and "4 rows of 24" in said
-    given = [((torch.arange(2, 42).view(1, 40),), {})]
-    texts, said = calibration_text(model, given, 64)
-    assert sensed(texts, said) == texts and texts[0].shape == (1, 40)
