@@ -19,7 +19,7 @@ from effcompile.capture.memory import as_it_was
 from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat, torch_compat_aot
 from effcompile.core.errors import EffcompileError, InputsError, InternalError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import first_line, stage
@@ -80,6 +80,7 @@ def capture(
         InputsError: the model itself raises, or returns NaN or nothing but empty tensors, with these inputs.
         CaptureError: torch.export cannot trace it; names the line, the construct and the fix.
     """
+    torch_compat_aot.begin_autograd()
     args, kwargs = pytree.tree_map(_copied, (tuple(args), dict(kwargs or {})))
     call = CallChecks(model.forward, type(model).__name__, args, kwargs)
     read = ConfigReads()

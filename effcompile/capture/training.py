@@ -96,6 +96,7 @@ def capture_training(
         CaptureError: nothing requires a gradient, no loss is returned, or the forward cannot be traced: names
             the line, the construct and the fix.
     """
+    torch_compat_aot.begin_autograd()
     args, kwargs = tuple(args), dict(kwargs or {})
     given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *given)):

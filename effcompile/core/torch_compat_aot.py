@@ -26,6 +26,23 @@ Kind = Literal["input", "tangent", "output", "updated", "gradient", "other"]
 Role = tuple[Kind, int]
 
 
+def begin_autograd() -> None:
+    """Have torch's autograd count its devices while there are none.
+
+    A build with CUDA on a machine without counts stand-ins as soon as a fake tensor was made, starts a thread
+    for each at its first backward, and from then on refuses every backward in forked processes
+    (torch/csrc/autograd/engine.cpp, start_device_threads). It counts once.
+    """
+    if not torch.accelerator.is_available():
+        small_backward()
+
+
+def small_backward() -> None:
+    """The least that autograd can do."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
+
+
 def joint_graph(
     module: fx.GraphModule, tensors: Sequence[torch.Tensor]
 ) -> tuple[fx.GraphModule, list[Role], list[Role]]:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.distributed_c10d import Store
 
+from effcompile.core import torch_compat_aot
 from effcompile.core.errors import UsageError
 
 #: Attributes in which torch notes what composable functions were applied to a module (REGISTRY_KEY of
@@ -21,6 +22,22 @@ _REGISTRY, _IGNORED = REGISTRY_KEY, "_ddp_params_and_buffers_to_ignore"
 _COUNT = getattr(torch._C, "_storage_Use_Count", None)
 #: Seconds to wait for gloo's thread at the most: it is on its way, but a loaded machine may let it wait.
 _PATIENCE = 1.0
+
+
+def check_forked_autograd() -> None:
+    """Make sure that this process, a forked one, may run a backward.
+
+    Raises:
+        UsageError: torch refuses it, for the process that it was forked from has threads for its devices.
+    """
+    try:
+        torch_compat_aot.small_backward()
+    except RuntimeError as error:
+        raise UsageError(
+            "Ranks of this machine are forked processes, in which torch runs no backward once autograd has "
+            "threads for a GPU. Start anew in a process that sees none: CUDA_VISIBLE_DEVICES= before the "
+            "command."
+        ) from error
 
 
 def gather_into(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup) -> None:

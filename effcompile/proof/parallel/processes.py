@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from effcompile.core import torch_compat_ranks
 from effcompile.core.errors import EffcompileError, RankError, UsageError
 from effcompile.core.stages import first_line
 
@@ -94,6 +95,7 @@ def _rank(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network name has this one
     status, answer = 1, b""
     try:
+        torch_compat_ranks.check_forked_autograd()
         try:
             dist.init_process_group(
                 "gloo",
