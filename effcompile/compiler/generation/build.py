@@ -39,7 +39,7 @@ from effcompile.search.generation.cases import scored
 from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
-from effcompile.search.generation.text import Text, as_inputs, calibration_texts, sensed
+from effcompile.search.generation.text import CalibrationText, as_inputs, calibration_texts, sensed
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import formats, measured_options, plans_for, replaced_weights
 from effcompile.search.progress import Progress, entry
@@ -72,7 +72,7 @@ class Bench:
     goal: Goal
     passes: tuple[Pass, ...]
     room: CacheRoom
-    texts: tuple[Text, ...]
+    texts: tuple[CalibrationText, ...]
     said: str
     progress: Progress
 
@@ -296,7 +296,7 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
 
 
 def _sensitivity(
-    step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[Text]
+    step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[CalibrationText]
 ) -> Sensitivity:
     """Error of every low-precision option at the logits of these texts."""
     if goal.exact:

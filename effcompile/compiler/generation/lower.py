@@ -11,7 +11,7 @@ from effcompile.ir.program import Program
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep, assembled
 from effcompile.runtime.inputs import tables_of
 from effcompile.search.generation.cases import sized, solid
-from effcompile.search.generation.text import Text, as_inputs
+from effcompile.search.generation.text import CalibrationText, as_inputs
 
 
 def lower_step(
@@ -20,7 +20,7 @@ def lower_step(
     backend: Backend,
     plan: Plan,
     room: CacheRoom,
-    texts: Sequence[Text] = (),
+    texts: Sequence[CalibrationText] = (),
 ) -> tuple[LoweredStep, dict[str, Lowered]]:
     """A step made runnable, and what the backend made of each of its graphs: `step`, and of an
     encoder-decoder `source` and `encoder`.

@@ -19,7 +19,7 @@ from effcompile.core.types import HFModel, Kwargs
 from effcompile.ir.figures import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.runtime.generation.stepper import Stepper
-from effcompile.search.generation.text import Text
+from effcompile.search.generation.text import CalibrationText
 
 #: Tokens that are decoded one by one.
 _DECODED = 12
@@ -45,7 +45,7 @@ class Told:
     rounding: Callable[[], float]
 
 
-def told_by(model: HFModel, texts: Sequence[Text], goal: Goal) -> list[Told]:
+def told_by(model: HFModel, texts: Sequence[CalibrationText], goal: Goal) -> list[Told]:
     """The references, made once."""
     wide = cache(partial(in_float64, model, goal))
     found = []

@@ -28,7 +28,7 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
 from effcompile.ops.cache_rows import rounded
 from effcompile.passes import Choice, Option
-from effcompile.search.generation.text import Text
+from effcompile.search.generation.text import CalibrationText
 
 #: The site.
 CACHE = "cache"
@@ -58,7 +58,7 @@ def cache_choice(
     model: HFModel,
     goal: Goal,
     target: Target,
-    texts: Sequence[Text],
+    texts: Sequence[CalibrationText],
 ) -> tuple[Choice, ...]:
     """The choice; none where there is nothing to choose."""
     if goal.exact or target.device != "cpu" or not _narrows(step):
@@ -89,7 +89,7 @@ def _narrows(step: GenerationStep) -> bool:
     return bool(narrow)
 
 
-def _errors(model: HFModel, texts: Sequence[Text]) -> dict[str, float]:
+def _errors(model: HFModel, texts: Sequence[CalibrationText]) -> dict[str, float]:
     """dtype → relative error of the logits of a text whose keys and values are rounded so; the largest over
     the texts.
     """

@@ -24,7 +24,7 @@ _SENSED = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class CalibrationText:
     """A text to measure errors on.
 
     Attributes:
@@ -42,7 +42,7 @@ class Text:
 
 def calibration_texts(
     model: HFModel, step: GenerationStep, given: Sequence[Inputs] | None, context: int
-) -> tuple[list[Text], str]:
+) -> tuple[list[CalibrationText], str]:
     """A text for each input, and where they are from.
 
     Of an encoder-decoder an input has what its encoder takes; without `decoder_input_ids` or `labels` the
@@ -71,27 +71,27 @@ def calibration_texts(
     )
     written = _written(model, first.to(model.device), tokens, {})
     said = f"{_ROWS} rows of {seen} tokens that the model itself writes (sampled, seed 0)"
-    return [Text(tokens=written, whole=False)], said
+    return [CalibrationText(tokens=written, whole=False)], said
 
 
-def sensed(texts: Sequence[Text]) -> list[Text]:
+def sensed(texts: Sequence[CalibrationText]) -> list[CalibrationText]:
     """What options' errors are measured on: of those that are not the user's the beginnings."""
     return [text if text.whole else replace(text, tokens=text.tokens[:, :_SENSED]) for text in texts]
 
 
 def _continued(
     model: HFModel, step: GenerationStep, args: Args, kwargs: Kwargs, at: int, context: int
-) -> Text:
+) -> CalibrationText:
     found = next(
         (kwargs[name] for name in ("input_ids", "decoder_input_ids") if name in kwargs),
         args[0] if args else None,
     )
-    return Text(tokens=_ids(found, "input_ids", at)[:, :context])
+    return CalibrationText(tokens=_ids(found, "input_ids", at)[:, :context])
 
 
 def _translated(
     model: HFModel, step: GenerationStep, args: Args, kwargs: Kwargs, at: int, context: int
-) -> Text:
+) -> CalibrationText:
     """What an encoder is given, and the text behind it: the user's, or the model's own."""
     assert step.encoder is not None  # the model has one
     main, taken = model.main_input_name, step.encoder.kwargs
@@ -150,7 +150,7 @@ def _encoded(model: HFModel, step: GenerationStep, inputs: Kwargs) -> Kwargs:
     return {"encoder_outputs": encoder_output(hidden), **masks}
 
 
-def _behind(model: HFModel, step: GenerationStep, tokens: torch.Tensor, extra: Kwargs) -> Text:
+def _behind(model: HFModel, step: GenerationStep, tokens: torch.Tensor, extra: Kwargs) -> CalibrationText:
     """A text behind an encoder's output, with what a step caches of that."""
     names = step.boundary
     given = {names.tokens: tokens[:, :1], names.cache: new_cache(model), **extra}
@@ -158,7 +158,7 @@ def _behind(model: HFModel, step: GenerationStep, tokens: torch.Tensor, extra: K
         outputs = model(**given, use_cache=True, return_dict=True)
     leaves = zip(leaves_of(outputs[names.cache], step.layout), step.layout, strict=True)
     cross = tuple(leaf for leaf, what in leaves if what.growth is Growth.SOURCE)
-    return Text(tokens=tokens, extra=extra, cross=cross)
+    return CalibrationText(tokens=tokens, extra=extra, cross=cross)
 
 
 def _ids(found: object, name: str, at: int) -> torch.Tensor:
@@ -191,7 +191,7 @@ def _written(model: HFModel, first: torch.Tensor, tokens: int, extra: Kwargs) ->
     return ids
 
 
-def as_inputs(text: Text, layout: CacheLayout, like: Kwargs) -> Inputs:
+def as_inputs(text: CalibrationText, layout: CacheLayout, like: Kwargs) -> Inputs:
     """A text as the inputs of a step of this layout, all its tokens new, an empty cache; dtypes and sizes are
     those of `like`.
     """

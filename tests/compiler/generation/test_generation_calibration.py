@@ -1,4 +1,4 @@
-"""Texts that errors of a generation are measured on: the user's, or the model's own; an encoder's beside them."""
+"""Texts that errors of a generation are measured on: the user's, or the model's own; an encoder's beside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import effcompile
 from effcompile.backends.torch.lowered import lower_eager
 from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.core.errors import InputsError
-from effcompile.search.generation.text import Text, as_inputs, calibration_texts, sensed
+from effcompile.search.generation.text import CalibrationText, as_inputs, calibration_texts, sensed
 
 
 def step_of(kind: str) -> tuple[Any, GenerationStep]:
@@ -121,4 +121,4 @@ def test_texts_that_a_translation_cannot_be_measured_on(given: dict[str, torch.T
 
 
 def test_texts_are_whole_by_default() -> None:
-    assert Text(tokens=torch.zeros(1, 99)).whole
+    assert CalibrationText(tokens=torch.zeros(1, 99)).whole
