@@ -12,12 +12,12 @@ import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
+from effcompile.core.dispatch import method_by_type
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.types import Kwargs, Value
 from effcompile.ir.guards import Guard, described, same
@@ -223,7 +223,7 @@ class _Builder:
     values: list[_Value] = field(default_factory=list)
     default: bool = False
 
-    @singledispatchmethod
+    @method_by_type
     def node(self, value: object, place: ArgumentPlace) -> _Node:
         leaves, spec = pytree.tree_flatten(value)
         if self.default or spec.is_leaf():

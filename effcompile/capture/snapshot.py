@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import singledispatchmethod
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
@@ -26,6 +25,7 @@ from effcompile.capture.checklist import Checklist
 from effcompile.capture.facts import PLAIN, SETTINGS, Fact, settings, settings_and_autocast
 from effcompile.capture.tensors import state_of
 from effcompile.core import torch_compat
+from effcompile.core.dispatch import method_by_type
 from effcompile.ir.guards import Kind
 
 #: Where hooks come from that HuggingFace puts into a model at the first call that asks for its hidden states,
@@ -176,7 +176,7 @@ class Snapshot:
 
     # ------------------------------------------------------------------ values
 
-    @singledispatchmethod
+    @method_by_type
     def _value(self, value: object, place: str, kind: Kind, depth: int) -> None:
         """Any other object: itself, and of what it holds that which code names."""
         self.facts[place] = Fact(kind, value)
