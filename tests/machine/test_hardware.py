@@ -17,7 +17,8 @@ def test_rates_are_positive_and_finite():
 
 
 def test_versions_are_of_what_is_imported():
-    assert package_versions()["torch"] == torch.__version__
+    # a wheel of PyPI leaves "+cu130" out
+    assert torch.__version__.startswith(package_versions()["torch"])
 
 
 def test_the_machine_is_stable_and_named():

@@ -390,6 +390,7 @@ def test_bad_weights_and_inputs_are_refused(cores: None) -> None:
 def test_no_cores_names_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVIDIA's" in (two_of_four.no_cores(torch.device("cpu")) or "")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
     assert "this GPU has 7.0" in (two_of_four.no_cores(torch.device("cuda")) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
