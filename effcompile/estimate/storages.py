@@ -39,7 +39,7 @@ from effcompile.estimate.layouts import (
     remember,
     settings,
 )
-from effcompile.ir.program import Program, shape_of
+from effcompile.ir.program import Program, shape_at_example
 
 Storage = int  # an index, equal for nodes that share memory
 
@@ -291,12 +291,15 @@ class _Tracer:
         return self.mode.from_tensor(value, static_shapes=True)
 
     def _captured(self, node: fx.Node) -> Value:
-        """A fresh fake tensor of the shape in the node's metadata; None when that has no tensor."""
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return None
+        """Fresh fake tensors of the shapes in the node's metadata; None where that has none."""
+
+        def fresh(value: object) -> object:
+            if not isinstance(value, torch.Tensor):
+                return None
+            return torch.empty(shape_at_example(value), dtype=value.dtype, device=value.device)
+
         with self.mode:
-            return torch.empty(shape_of(node), dtype=value.dtype, device=value.device)
+            return mapped(node.meta.get("val"), fresh)
 
     def _described(self, value: Value) -> Value:
         """The value with layouts in the place of its tensors; those that no layout describes stay."""

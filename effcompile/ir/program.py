@@ -249,7 +249,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = value[0] if value else None
-    return tuple(_hint(s) for s in value.shape) if isinstance(value, torch.Tensor) else ()
+    return shape_at_example(value) if isinstance(value, torch.Tensor) else ()
+
+
+def shape_at_example(value: torch.Tensor) -> tuple[int, ...]:
+    """Concrete shape of a captured tensor; an axis that depends on data counts as 1."""
+    return tuple(_hint(s) for s in value.shape)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
