@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from threading import get_ident
+from threading import RLock, get_ident, local
 from types import CodeType
 from typing import Any
 
@@ -105,6 +106,15 @@ def _best_instruction_set() -> Any | None:
         cpu_vec_isa.VecISA._avx_code = theirs
 
 
+def instruction_set() -> str:
+    """The instructions that Inductor generates code for here, and that it lets the compiler use."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    with compiling():
+        found = pick_vec_isa()
+        return f"{found} {found.build_arch_flags()}" if found else "none"
+
+
 def for_this_capability() -> dict[str, int]:
     """Settings by which Inductor's graph cache tells apart what is generated under ATEN_CPU_CAPABILITY: its
     key leaves that out, and code for wider vectors, found under narrower ones, gives wrong numbers.
@@ -117,20 +127,81 @@ def for_this_capability() -> dict[str, int]:
     return {"cpp.simdlen": found.bit_width() if found else 1}  # 1: no vectors
 
 
-def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
-    """An Inductor pass that only reads the final graph; it opts out of the graph cache, whose hits skip
-    passes.
+@contextlib.contextmanager
+def read_as_compiled(
+    read: Callable[[torch.fx.Graph], Iterable[str]], of: str | None
+) -> Iterator[tuple[Any, Counter[str]]]:
+    """Within, one graph is compiled with the pass that is yielded, which reads the final graph: as words,
+    that are counted.
+
+    What Inductor counts while it generates code it keeps beside the code, and counts again where it takes the
+    code from its cache, whose hits skip passes: the words are those of the graph that the code was made of.
+
+    Args:
+        read: gives the words.
+        of: a hash of all that graph and words follow from, which becomes a part of Inductor's key: of a
+            frozen weight it has the sizes alone. None: nothing is kept.
+
+    Yields:
+        The pass, and its words, which are there afterwards.
     """
+    from torch._dynamo.utils import counters
     from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    mark, words = f"effcompile {of} ", Counter[str]()
 
     class _Reader(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
-            read(graph)
+            counters["inductor"].update(mark + word for word in read(graph))
 
-        def uuid(self) -> None:
-            return None
+        def uuid(self) -> str | None:
+            return of
 
-    return _Reader()
+    with _ONE_IS_READ:
+        before, _HERE.packed = counters["inductor"].copy(), of is not None and _takes_packed()
+        try:
+            yield _Reader(), words
+        finally:
+            _HERE.packed = False
+        found = counters["inductor"] - before
+        words.update({word.removeprefix(mark): n for word, n in found.items() if word.startswith(mark)})
+
+
+#: Counters are the process's: of two threads that compile the same, each would find the words of both.
+_ONE_IS_READ = RLock()
+#: Whether this thread compiles a graph whose key covers the bytes of its weights.
+_HERE = local()
+
+
+@cache
+def _takes_packed() -> bool:
+    """Have Inductor's cache of graphs take frozen weights that a library packed, where `_HERE` says so.
+
+    Such a weight cannot be written, which it declines them for; of a frozen one it writes the name alone.
+    """
+    from torch._inductor import codecache
+    from torch._inductor.freezing_utils import is_frozen_param
+
+    validator: Any = getattr(codecache, "CacheabilityValidator", None)
+    pickler: Any = getattr(codecache, "FxGraphCachePickler", None)
+    if not (hasattr(validator, "check_tensor") and hasattr(pickler, "_reduce_tensor")):
+        return False  # another version: graphs with such weights are generated each time
+    check, reduce = validator.check_tensor, pickler._reduce_tensor
+
+    def ours(tensor: torch.Tensor) -> bool:
+        return getattr(_HERE, "packed", False) and tensor.is_mkldnn and is_frozen_param(tensor)
+
+    def checked(tensor: torch.Tensor) -> None:
+        if not ours(tensor):
+            check(tensor)
+
+    def reduced(self: object, tensor: torch.Tensor) -> Any:
+        if ours(tensor):
+            return str, (f"packed {tensor.dtype} {tuple(tensor.shape)}",)
+        return reduce(self, tensor)
+
+    validator.check_tensor, pickler._reduce_tensor = staticmethod(checked), reduced
+    return True
 
 
 @contextlib.contextmanager

@@ -85,6 +85,13 @@ def of_rehearsals(program: Program, calibration: Sequence[Sequence[torch.Tensor]
     return _hash(program, tensors, "", ("rehearse", "perturb", "fake_quant"))
 
 
+def of_code(program: Program, asked: str) -> str | None:
+    """What a compiler makes of a program, as a hash of its graph, its weights' bytes, torch's version, and of
+    `asked`: what else it follows from.
+    """
+    return _hash(program, (), asked, ())
+
+
 def rehearsed(
     of: str | None,
     inputs: Iterable[torch.Tensor],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import io
 import json
 import weakref
@@ -12,6 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 from torch.export.graph_signature import ConstantArgument, InputKind
@@ -30,6 +33,7 @@ from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_me
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
 from effcompile.core.types import Forward, Outputs
+from effcompile.estimate.kept import of_code
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
@@ -215,14 +219,16 @@ def lower_inductor(program: Program) -> TorchLowered:
     """Compile the edited graph at the example's shapes, weights frozen into it, packed once for these shapes
     and all others.
     """
+    code = of_code(program, _what_compiles(torch.get_num_threads()))
     module = flatten(program)
     packed = packed_weights(module)
     put_plain_aside(module, program.made)
-    kept: Counter[found.Signature] = Counter()
-    compiled = _compile(packed_elsewhere(flatten(program), packed), kept)
     start = perf_counter()
-    with torch_compat_inductor.not_kept_by_inductor():
-        _try(compiled, program)
+    with torch_compat_inductor.read_as_compiled(_words, code) as (reader, words):
+        compiled = _compile(packed_elsewhere(flatten(program), packed), reader)
+        with torch_compat_inductor.not_kept_by_inductor():
+            _try(compiled, program)
+    kept = Counter({msgspec.json.decode(word, type=found.Signature): n for word, n in words.items()})
     seconds = perf_counter() - start
     return TorchLowered(
         program=program,
@@ -282,15 +288,11 @@ class _Shaped:
         return self._eager(*inputs)
 
 
-def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> Forward:
-    """torch.compile with frozen weights, which go when the result goes; `kept` receives the kernels found in
+def _compile(module: fx.GraphModule, reader: Any | None) -> Forward:
+    """torch.compile with frozen weights, which go when the result goes; `reader`: a pass that reads
     Inductor's final graph.
     """
-    options: dict[str, Any] = {}
-    if kept is not None:
-        options["post_grad_custom_post_pass"] = torch_compat_inductor.graph_reader(
-            lambda graph: kept.update(signature for *_, signature in found.signatures(graph.owning_module))  # type: ignore[arg-type]
-        )
+    options = {} if reader is None else {"post_grad_custom_post_pass": reader}
     compiled = torch.compile(module.forward, dynamic=False, fullgraph=True, options=options)
 
     def call(*args: object, **kwargs: object) -> Any:
@@ -300,6 +302,24 @@ def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> F
 
     weakref.finalize(call, torch_compat_inductor.forget_compiled, module.forward.__code__).atexit = False
     return call
+
+
+@functools.cache
+def _what_compiles(threads: int) -> str:
+    """What code follows from beside the program and torch: threads, the CPU's instructions, the definitions
+    of our operators and of what is read off the graph.
+    """
+    here = Path(__file__)
+    files = [here, Path(found.__file__), *sorted((here.parents[2] / "ops").glob("*.py"))]
+    texts = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return f"{threads} {torch_compat_inductor.instruction_set()} {texts}"
+
+
+def _words(graph: fx.Graph) -> list[str]:
+    """The kernels of a graph, each as a text."""
+    module = graph.owning_module
+    assert module is not None
+    return [msgspec.json.encode(signature).decode() for *_, signature in found.signatures(module)]
 
 
 def _try(run: Callable[..., object], program: Program) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch_formats import lacking
 
-from effcompile.backends.torch import TorchInductor
+from effcompile.backends.torch import TorchEager, TorchInductor
 from effcompile.backends.torch import edit as torch_edit
+from effcompile.backends.torch import lowered as lowered_module
 from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.pack import flatten
@@ -109,3 +111,83 @@ def test_frozen_weights_go_with_what_was_compiled() -> None:
     assert tables() > before
     del lowered
     assert tables() == before
+
+
+class _Generated:
+    """How often code was taken from Inductor's cache of graphs, and how often it was made."""
+
+    def __init__(self) -> None:
+        self.before = counters["inductor"].copy()
+
+    def now(self) -> tuple[int, int]:
+        since = counters["inductor"] - self.before
+        self.before = counters["inductor"].copy()
+        return since["fxgraph_cache_hit"], since["fxgraph_cache_miss"]
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Generated:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return _Generated()
+
+
+def dynamic(width: int = 32) -> Program:
+    """A linear whose weight oneDNN packs, with codes of 8 bits."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(width, 48), nn.GELU(), nn.Linear(48, 8)).eval()
+    program = capture(model, (torch.randn(4, width),), {})
+    return program.tagged({site.site: form("int8_dynamic") for site in linears(program)}, "test")
+
+
+@pytest.mark.skipif(lacking("int8_dynamic") is not None, reason="no such kernel here")
+def test_code_of_packed_weights_is_generated_once_and_told_as_it_was(generated: _Generated) -> None:
+    """What the final graph held is read from Inductor's own entry of the code: no pass runs."""
+    program = dynamic()
+    first = TorchInductor().lower(program, None, [[program.args[0]]])
+    assert generated.now() == (0, 1)
+    again = TorchInductor().lower(program, None, [[program.args[0]]])
+    assert generated.now() == (1, 0)
+    assert first.applied == again.applied
+    assert {site: again.applied[site] for site in program.tags} == program.tags
+    assert torch.equal(first(program.args[0])[0], again(program.args[0])[0])
+
+
+@pytest.mark.skipif(lacking("int8_dynamic") is not None, reason="no such kernel here")
+def test_a_lost_kernel_is_lost_in_what_is_taken_from_the_cache_too(
+    generated: _Generated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, read = dynamic(), lowered_module._words
+    monkeypatch.setattr(lowered_module, "_words", lambda graph: read(graph)[1:])
+    first = TorchInductor().lower(program, None, [])
+    monkeypatch.setattr(lowered_module, "_words", read)
+    again = TorchInductor().lower(program, None, [])
+    assert generated.now() == (1, 1)
+    assert first.applied == again.applied
+    assert list(first.applied.values()).count(found.NOT_FOUND) == 1
+
+
+@pytest.mark.skipif(lacking("int8_dynamic") is not None, reason="no such kernel here")
+def test_another_weight_other_threads_and_other_operators_have_code_of_their_own(
+    generated: _Generated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = dynamic()
+    TorchInductor().lower(program, None, [])
+    assert generated.now() == (0, 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        TorchInductor().lower(program, None, [])
+        assert generated.now() == (0, 1)
+    finally:
+        torch.set_num_threads(threads)
+    with monkeypatch.context() as patched:
+        patched.setattr(lowered_module, "_what_compiles", lambda threads: "another release")
+        TorchInductor().lower(program, None, [])
+        assert generated.now() == (0, 1)
+    with torch.no_grad():
+        next(iter(program.module.parameters()))[0, 0] += 1  # one element, of the same sizes
+    model = TorchInductor().lower(program, None, [])
+    assert generated.now() == (0, 1)
+    x = program.args[0]
+    wanted = TorchEager().lower(program, None, [])(x)[0]
+    assert torch.allclose(model(x)[0], wanted, atol=1e-4)
