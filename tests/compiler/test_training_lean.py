@@ -2,6 +2,7 @@
 nothing is held twice.
 """
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from effcompile.machine import memory
 from effcompile.machine.room import NoRoomError, Room, planning
 from effcompile.proof.spool import Spool
 from effcompile.proof.training import confirm, verify
+from effcompile.proof.training import lean as lean_module
 from effcompile.proof.training.lean import lean
 
 PLENTY = Room(device="cpu", allowed=float("inf"))
@@ -89,7 +91,18 @@ def checkpointed() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("make", [gpt2, skips, checkpointed])
-def test_a_lean_step_is_the_models_own(make: Any) -> None:
+@pytest.mark.parametrize("short", [True, False], ids=["short of room", "room for all"])
+def test_a_lean_step_is_the_models_own(make: Any, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_LOOK_AFTER", 1), ("_SHORT", 2.0 * short), ("_AMPLE", 2.0 * short)):
+        monkeypatch.setattr(lean_module, name, value)
+    written = list[str]()
+    put = Spool.put
+
+    def counted(spool: Spool, name: str, value: torch.Tensor | None) -> None:
+        written.append(name)
+        put(spool, name, value)
+
+    monkeypatch.setattr(Spool, "put", counted)
     model, batch = make()
     step = lambda: getattr(model(**batch), "loss", None) if hasattr(model, "config") else model(**batch)  # noqa: E731
     wanted, gradients = verify.run(step, model), Spool()
@@ -98,11 +111,30 @@ def test_a_lean_step_is_the_models_own(make: Any) -> None:
     check = verify.compare(found, wanted, None)
     assert check.passed and check.error < 1e-6
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert (
-        found.peak_bytes is not None
-        and wanted.peak_bytes is not None
-        and found.peak_bytes < 0.9 * wanted.peak_bytes
-    )
+    assert any(name.isdigit() for name in written) is short  # else gradients alone
+    assert found.peak_bytes is not None and wanted.peak_bytes is not None
+    assert not short or found.peak_bytes < 0.9 * wanted.peak_bytes
+
+
+class Overwritten(nn.Module):
+    """A value that the backward reads is written to after autograd saved it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x).sigmoid()
+        (out := h * h).sum()
+        h += 1
+        return out.sum()
+
+
+def test_what_autograd_refuses_a_lean_step_refuses() -> None:
+    model, x = Overwritten(), torch.randn(2, 4)
+    for within in (contextlib.nullcontext(), lean(model, {}, Spool(), PLENTY)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), within:
+            verify.run(lambda: model(x), model)
 
 
 def test_a_lean_step_stops_where_there_is_no_room() -> None:

@@ -1,14 +1,16 @@
 """The model's own step in little memory: the user's modules and autograd's arithmetic, with what waits put
 aside.
 
-What autograd saves for the backward lies in a file until it is read, and a gradient leaves for a file as soon
-as it is whole: beside the model only what one operator reads and makes is alive. No number changes, so it is
-what a planned step is compared with where the original, run as it is, does not fit.
+What autograd saves for the backward goes to a file once room is short, the oldest first, and a gradient as
+soon as it is whole: beside the model little more than what one operator reads and makes has to be alive. No
+number changes, so it is what a planned step is compared with where the original, run as it is, does not fit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from effcompile.machine.memory import give_back
 from effcompile.machine.room import Room
 from effcompile.ops.wide import pays
 from effcompile.proof.spool import Spool
@@ -24,8 +27,10 @@ from effcompile.search.training.work import LeafInputs
 
 #: Operators that multiply matrices, whose arguments are tensors all.
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-#: Bytes put aside or read back between two returns of freed pages.
-_TIDY_AFTER = 64 << 20
+#: Bytes saved or read back between two looks at the room: each asks the system.
+_LOOK_AFTER = 16 << 20
+#: Shares of the room at the start: below the first it is short, and up to the second it is made again.
+_SHORT, _AMPLE = 0.4, 0.6
 
 
 @contextlib.contextmanager
@@ -85,11 +90,23 @@ def _leaving(name: str, gradients: Spool) -> Callable[[Tensor], None]:
     return leave
 
 
+class _Held:
+    """A value that autograd saved: at hand, or in the file under its name."""
+
+    __slots__ = ("__weakref__", "name", "value", "version")
+
+    def __init__(self, name: str, value: Tensor) -> None:
+        self.name, self.version = name, value._version
+        self.value: Tensor | None = value.detach()
+
+
 class _Saved:
-    """What autograd saves: in a file, but for what is alive anyway."""
+    """What autograd saves: as it is while there is room, then in a file; but for what is alive anyway."""
 
     def __init__(self, model: nn.Module, room: Room) -> None:
-        self.room, self.spool, self.count, self.moved = room, Spool(), 0, 0
+        self.room, self.spool, self.count, self.largest = room, Spool(), 0, 0
+        self.start, self.moved = room.left(), _LOOK_AFTER
+        self.at_hand = deque[weakref.ref[_Held]]()
         self.resident = {
             t.untyped_storage()._cdata
             for t in (*model.parameters(), *model.buffers())
@@ -97,30 +114,48 @@ class _Saved:
         }
 
     def put_aside(self, value: Tensor) -> Any:
-        self.room.check()
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             return value
         if value.untyped_storage()._cdata in self.resident:
             return value.detach()
         self.count += 1
-        self.spool.put(str(self.count), value)
-        self._tidied(value)
-        return str(self.count)
-
-    def read_back(self, held: Any) -> Tensor:
-        if isinstance(held, str):
-            value = self.spool.mapped(held)
-            assert value is not None
-            self._tidied(value)
-            return value
-        assert isinstance(held, Tensor)
+        held = _Held(str(self.count), value)
+        self.at_hand.append(weakref.ref(held))
+        self._looked(value)
         return held
 
-    def _tidied(self, value: Tensor) -> None:
-        """Return freed pages to the system now and then: what comes and goes in pieces of all sizes leaves
-        many behind.
+    def read_back(self, held: Any) -> Tensor:
+        if not isinstance(held, _Held):
+            assert isinstance(held, Tensor)
+            return held
+        if held.value is not None:
+            if held.value._version != held.version:  # autograd's own check, which it leaves to hooks
+                raise RuntimeError("a value that the backward needs was modified by an inplace operation")
+            return held.value
+        value = self.spool.mapped(held.name)
+        assert value is not None
+        self._looked(value)
+        return value
+
+    def _looked(self, value: Tensor) -> None:
+        """Look at the room now and then, and make some where it is short: freed pages go back to the system,
+        and what was saved first to the file.
         """
-        self.moved += value.untyped_storage().nbytes()
-        if self.moved > _TIDY_AFTER:
-            self.moved = 0
-            self.room.tidy()
+        size = value.untyped_storage().nbytes()
+        self.moved, self.largest = self.moved + size, max(self.largest, size)
+        if self.moved < _LOOK_AFTER:
+            return
+        self.moved = 0
+        short, ample = (max(share * self.start, 2 * self.largest) for share in (_SHORT, _AMPLE))
+        if self.room.left() >= short:
+            return
+        give_back()
+        left = self.room.left()
+        while left < ample and self.at_hand:
+            held = self.at_hand.popleft()()
+            if held is not None and held.value is not None:
+                left += held.value.nbytes
+                self.spool.put(held.name, held.value)
+                held.value = None
+        give_back()
+        self.room.check()
