@@ -32,6 +32,8 @@ _MOST_FILES, _MOST_BYTES = 64, 32 << 20
 #: A squared relative error, and seconds: more of either nothing measured ever is.
 _Error = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+#: Scale and zero point of codes of 8 bits.
+Range = tuple[Annotated[float, msgspec.Meta(gt=0, le=1e38)], Annotated[int, msgspec.Meta(ge=0, le=255)]]
 
 
 class KeptErrors(msgspec.Struct, kw_only=True, frozen=True):
@@ -83,6 +85,35 @@ def of_rehearsals(program: Program, calibration: Sequence[Sequence[torch.Tensor]
     """
     tensors = itertools.chain.from_iterable(calibration)
     return _hash(program, tensors, "", ("rehearse", "perturb", "fake_quant"))
+
+
+def ranges(
+    program: Program,
+    calibration: Sequence[Sequence[torch.Tensor]],
+    nodes: Sequence[str],
+    how: str,
+    find: Callable[[], list[Range]],
+) -> list[Range]:
+    """Scale and zero point of the codes of some nodes' values over the calibration inputs, read from the
+    cache where they were found before, and kept there.
+
+    Args:
+        program: that makes the values.
+        calibration: its tensors, flat.
+        nodes: their names.
+        how: the code that finds ranges, and what that is built on.
+        find: gives them, in the order of the nodes.
+    """
+    asked = f"{nodes} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()} {how}"
+    leaves = itertools.chain.from_iterable(program.leaves_with(inputs) for inputs in calibration)
+    key = _hash(program, leaves, asked, ())
+    if key is None:
+        return find()
+    path = cache_folder() / "ranges" / f"{key}.json"
+    found: list[Range] | None = recalled(path, list[Range], _MOST_BYTES, "kept ranges")
+    if found is None or len(found) != len(nodes):
+        remember(path, found := find(), _MOST_FILES)
+    return found
 
 
 def of_code(program: Program, asked: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import fx
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.types import Outputs
+from effcompile.estimate import kept
+from effcompile.estimate.kept import Range
 from effcompile.ir.program import Program
-
-Range = tuple[float, int]  # scale, zero point
+from effcompile.machine.hardware import package_versions
 
 
 def activation_ranges(
@@ -30,12 +32,19 @@ def activation_ranges(
         raise LoweringError(
             "int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them."
         )
-    observers = {node: torch_compat.activation_observer() for node in nodes}
-    interpreter = _Observing(program.module, observers)
-    with torch.no_grad():
-        for inputs in calibration:
-            interpreter.run(*program.leaves_with(inputs), enable_io_processing=False)
-    return {node: _qparams(observer) for node, observer in observers.items()}
+    ordered = [node for node in program.graph.nodes if node in nodes]  # as they stand, in any process
+
+    def observed() -> list[Range]:
+        observers = {node: torch_compat.activation_observer() for node in ordered}
+        interpreter = _Observing(program.module, observers)
+        with torch.no_grad():
+            for inputs in calibration:
+                interpreter.run(*program.leaves_with(inputs), enable_io_processing=False)
+        return [_qparams(observer) for observer in observers.values()]
+
+    how = f"{Path(__file__).read_text(encoding='utf-8')}{package_versions()}"
+    found = kept.ranges(program, calibration, [node.name for node in ordered], how, observed)
+    return dict(zip(ordered, found, strict=True))
 
 
 def _qparams(observer: Any) -> Range:
