@@ -236,6 +236,15 @@ def _static_at_unit_range(x: torch.Tensor) -> torch.Tensor:
     return numerics.quantize_static(x, 8.0 / 255.0, 128)
 
 
+def quantizers(rows: int, width: int, engine: str) -> list[Body]:
+    """What the engine's linears in 8 bits do to their activations."""
+    x = torch.randn(rows, width)
+    return [
+        functools.partial(as_run_by(function, engine), x)
+        for function in (numerics.quantize_dynamic, _static_at_unit_range)
+    ]
+
+
 @functools.cache
 def _compiled(function: Callable[..., object]) -> Forward:
     return torch.compile(function, dynamic=True)

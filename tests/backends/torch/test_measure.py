@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from form_names import KNOWN, form
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor import cpu_vec_isa
-from torch_formats import where_there
+from torch_formats import lacking, where_there
 
-from effcompile.backends.torch import TorchEager, measure, measure_linears
+from effcompile.backends.torch import TorchEager, TorchInductor, measure, measure_linears
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.ir.formats import TABLE_INT8_GROUPS
 from effcompile.machine.grid import grid
@@ -154,3 +157,53 @@ def test_torchs_own_weights_of_few_rows_end_no_region() -> None:
         few = KernelCall(kernel, (1, 512, 512, *more))
         assert TorchEager().measure(few) is None and "one call of all layers" in str(TorchEager().lacks(few))
         assert TorchEager().lacks(KernelCall(kernel, (64, 512, 512, *more))) is None
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def forget() -> None:
+        torch._dynamo.reset()
+        measure._build_ahead.cache_clear()
+        measure_linears._compiled.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.skipif(TorchInductor().unavailable() is not None, reason="no C++ compiler")
+@pytest.mark.skipif(lacking("int8_dynamic") is not None, reason="no such kernel here")
+def test_the_first_price_of_inductor_has_all_of_its_kernels_built_at_once(nothing_compiled: None) -> None:
+    """While one is generated, others are built: then none is generated any more, at whatever shape."""
+    calls = [
+        *(KernelCall(f"linear/int8_{kind}", (8, 32, 48)) for kind in ("dynamic", "channel", "static")),
+        *(KernelCall(f"linear/int8_{kind}", (1, 64, 32)) for kind in ("dynamic", "static")),
+        KernelCall("add_norm/split", (16, 40)),
+        KernelCall("gelu/erf", (1000,)),
+        KernelCall("gelu/tanh", (77,)),
+        KernelCall("pointwise/fp32", (12,)),
+        KernelCall("pointwise/fp32", (1,)),
+    ]
+    assert measure.measure(calls[0], "inductor", device="cpu")
+    made = counters["stats"]["unique_graphs"]
+    assert made > len({call.kernel for call in calls}) - 1
+    assert all(measure.measure(call, "inductor", device="cpu") for call in calls[1:])
+    assert counters["stats"]["unique_graphs"] == made
+
+
+@pytest.mark.skipif(TorchInductor().unavailable() is not None, reason="no C++ compiler")
+def test_what_cannot_be_built_ahead_fails_where_it_is_timed(
+    nothing_compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(dims: tuple[int, ...], engine: str) -> NoReturn:
+        def body() -> NoReturn:
+            raise RuntimeError("no such kernel")
+
+        return body  # type: ignore[return-value]
+
+    monkeypatch.setitem(measure._KERNELS, "gelu/erf", broken)
+    assert measure.measure(KernelCall("pointwise/fp32", (12,)), "inductor", device="cpu")
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        measure.measure(KernelCall("gelu/erf", (12,)), "inductor", device="cpu")
