@@ -113,6 +113,7 @@ def _clean(folder: Path) -> None:
         "races",
         "steps",
         "rehearsed",
+        "ranges",
         "sessions",
     )
     strangers = sorted(path.name for path in folder.iterdir() if not path.name.lstrip(".").startswith(ours))

@@ -11,6 +11,7 @@ from torch import fx, nn
 from effcompile.backends.torch import calibrate
 from effcompile.backends.torch.calibrate import activation_ranges
 from effcompile.capture import capture
+from effcompile.cli.upkeep import _clean
 from effcompile.ir.program import Program
 from effcompile.sites.parts import linears
 
@@ -52,6 +53,13 @@ def test_ranges_are_those_of_the_values_and_are_read_back(runs: list[int]) -> No
     assert len(runs) == 2
     assert found(made(), x) == first
     assert len(runs) == 2
+
+
+def test_what_is_kept_is_cleaned_as_ours(runs: list[int], tmp_path: Path) -> None:
+    found(made(), torch.randn(4, 16))
+    assert list(tmp_path.iterdir())
+    _clean(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_changed_is_observed_again(runs: list[int]) -> None:
