@@ -30,7 +30,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.
 #: Bytes saved or read back between two looks at the room: each asks the system.
 _LOOK_AFTER = 16 << 20
 #: Shares of the room at the start: below the first it is short, and up to the second it is made again.
-_SHORT, _AMPLE = 0.4, 0.6
+_SHORT, _AMPLE = 0.5, 0.65
 
 
 @contextlib.contextmanager
