@@ -17,7 +17,7 @@ import transformers
 from transformers import cache_utils
 
 from effcompile.core.errors import GuardError, UsageError
-from effcompile.core.types import HFClass, HFConfig, HFModel
+from effcompile.core.types import HFClass, HFConfig, HFModel, Kwargs
 from effcompile.core.versions import released
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 
@@ -202,36 +202,36 @@ def leaves_of(cache: HFCache, layout: CacheLayout) -> list[torch.Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def check_cache(cache: HFCache, layout: CacheLayout) -> None:
-    """Make sure that a cache can hold a step's leaves.
+def check_cache(cache: HFCache, layout: CacheLayout, name: str) -> None:
+    """Make sure that a cache can hold a step's leaves. `name`: what the forward calls it.
 
     Raises:
         GuardError: it is of another kind: static, quantised, offloaded, or of another model.
     """
-    parts = dict(caches_of(cache))
+    parts, place = dict(caches_of(cache)), f"inputs[{name!r}]"
     if any(getattr(part, "offloading", False) for part in parts.values()):
         raise GuardError(
-            f"past_key_values is a {type(cache).__name__} that moves its layers to the host between calls "
+            f"{name} is a {type(cache).__name__} that moves its layers to the host between calls "
             "(offloading); the plan's cache stays where the model is, and was counted there. Leave out "
-            "past_key_values and cache_implementation, or plan less context.",
-            place="inputs['past_key_values']",
+            f"{name} and cache_implementation, or plan less context.",
+            place=place,
         )
     for (part, at), wanted in _kinds(layout).items():
         layers = parts[part].layers if part in parts else None
         found = None if layers is None else layers[at] if at < len(layers) else cache_utils.DynamicLayer()
         if type(found) is not wanted:
             raise GuardError(
-                f"past_key_values is a {type(cache).__name__} whose layer {at} is a {type(found).__name__}; "
+                f"{name} is a {type(cache).__name__} whose layer {at} is a {type(found).__name__}; "
                 "the plan takes a DynamicCache made with the model's config, which generate() makes by "
-                "itself. Leave out past_key_values and cache_implementation: the plan's cache has its room "
+                f"itself. Leave out {name} and cache_implementation: the plan's cache has its room "
                 "from the start as it is.",
-                place="inputs['past_key_values']",
+                place=place,
             )
         if isinstance(found, _STATES) and found.record_past:
             raise GuardError(
-                f"Layer {at} of past_key_values records its past, to take tokens back (assisted generation); "
+                f"Layer {at} of {name} records its past, to take tokens back (assisted generation); "
                 "a planned step leaves the state behind its last token alone. Generate without an assistant.",
-                place="inputs['past_key_values']",
+                place=place,
             )
 
 
@@ -261,6 +261,23 @@ def seen_by(cache: HFCache) -> int:
         )
         return int(getattr(cache, _COUNT, 0)) if begun else 0
     return int(cache.get_seq_length())
+
+
+def as_now(cache: HFCache) -> Callable[[], None]:
+    """What lets a cache hold the tensors again that it holds now, whatever was written into them since."""
+    parts = [each for _, part in caches_of(cache) for each in (part, *part.layers)]
+    found = [(each, _copied(vars(each))) for each in parts]
+
+    def again() -> None:
+        for each, values in found:
+            vars(each).update(_copied(values))
+
+    return again
+
+
+def _copied(values: Kwargs) -> Kwargs:
+    """Attributes, with tables of states as they are now."""
+    return {name: dict(value) if type(value) is dict else value for name, value in values.items()}
 
 
 def held(cache: HFCache, layout: CacheLayout) -> list[torch.Tensor | None]:

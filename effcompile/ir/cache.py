@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 #: A window's buffer is longer than the window by this part of it.
@@ -82,6 +82,17 @@ class CacheLeaf:
         """
         rows = self.rows(context, source)
         return min(context, rows + 1 + rows // _SLACK) if self.growth is Growth.WINDOW else rows
+
+    def holds(self, sizes: Sequence[int], batch: int) -> bool:
+        """Whether a tensor of these sizes may be it, in its own dtype or in the graph's."""
+        if self.growth is Growth.STATE:
+            return sizes[0] == batch and sizes[1:] == self.shape
+        return (
+            len(sizes) == 4
+            and sizes[0] == batch
+            and sizes[1] == self.shape[0]
+            and (sizes[3] == self.shape[-1] or sizes[3] == self.width)
+        )
 
     def nbytes(self, rows: int, batch: int) -> int:
         """Bytes of so many rows."""

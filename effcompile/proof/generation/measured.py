@@ -16,7 +16,7 @@ from torch import fx
 
 from effcompile.backends.base import Lowered
 from effcompile.backends.torch import TorchLowered
-from effcompile.capture.caches import HFCache, cache_name, new_cache
+from effcompile.capture.caches import HFCache, as_now, cache_name, new_cache
 from effcompile.capture.generation import encoder_inputs, encoder_output
 from effcompile.capture.mends import evaluating
 from effcompile.core import torch_compat_memory
@@ -87,9 +87,9 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> In
         first = {name: min(times) for name, times in called.items()}
         decodes: dict[str, Callable[[], object]] = {
             name: partial(
-                _decode, runs[name], {key: ids[:, :1], **extra, cache_name(model): ready[name]}, ready[name]
+                _decode, run, {key: ids[:, :1], **extra, cache_name(model): ready[name]}, as_now(ready[name])
             )
-            for name in runs
+            for name, run in runs.items()
         }
         buffer = torch.ones(_STREAM // 4 if model.device.type == "cpu" else 0)
         decodes[_READ] = buffer.sum
@@ -142,12 +142,11 @@ def _keeps(model: HFModel) -> bool:
     return "logits_to_keep" in type(model).forward.__code__.co_varnames
 
 
-def _decode(run: Forward, given: Kwargs, cache: HFCache) -> None:
-    """One token; the cache is as long as before afterwards, where it can be cut."""
+def _decode(run: Forward, given: Kwargs, before: Callable[[], None]) -> None:
+    """One token; the cache is as long as before afterwards."""
     run(**given)
     _awaited(next(iter(given.values())).device)
-    if cache.is_croppable and not any(cache.is_sliding):
-        cache.crop(-1)
+    before()
 
 
 def _extra(model: HFModel, batch: int) -> Kwargs:

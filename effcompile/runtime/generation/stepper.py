@@ -52,7 +52,7 @@ class Stepper:
         tokens = given[self.step.boundary.tokens]
         cache = given.get(self.step.boundary.cache)
         cache = new_cache_of(self.config) if cache is None else cache
-        check_cache(cache, self.step.layout)
+        check_cache(cache, self.step.layout, self.step.boundary.cache)
         encoded = given.get("encoder_outputs")
         if encoded is None and self._encoder is not None:
             encoded = self._encoder(given)

@@ -147,11 +147,29 @@ class LoweredStep:
             made = [rows.contiguous() for rows in carried_out(self.source, (hidden, tokens))]
             fill(cache, self.layout, made, 0, places)
             found = held(cache, self.layout)
-        _check_rows(found, tokens)
+        self._check_sizes(found, tokens)
         return [
             self._empty(leaf, spec, tokens) if tensor is None else tensor
             for tensor, leaf, spec in zip(found, self.layout, specs, strict=True)
         ]
+
+    def _check_sizes(self, found: Sequence[torch.Tensor | None], tokens: torch.Tensor) -> None:
+        """Raises GuardError for a cache of more or fewer rows than there are tokens of, in any layer: one row
+        would be spread over all, and kernels believe the sizes. And for one of another model.
+        """
+        name, rows = self.boundary.cache, tokens.shape[0]
+        for tensor, leaf in zip(found, self.layout, strict=True):
+            if tensor is None or leaf.holds(tensor.shape, rows):
+                continue
+            held = tensor.shape[0]
+            raise GuardError(
+                f"{name} has {held} rows in layer {leaf.layer}, and there are tokens of {rows}. Give each row "
+                "its own cache."
+                if held != rows
+                else f"{name} holds {list(tensor.shape)} as {leaf.name}, which the planned model does not. "
+                "Give a cache that this model filled.",
+                place=f"inputs[{name!r}]",
+            )
 
     def _empty(self, leaf: CacheLeaf, spec: TensorSpec, tokens: torch.Tensor) -> torch.Tensor:
         dtype = getattr(torch, leaf.held or spec.dtype)
@@ -181,19 +199,6 @@ def carried_out(run: Run, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor
             lambda: run(*flat),
             "Give token ids, a mask, positions and a cache that the model itself takes; if it does take "
             "them, please report it.",
-        )
-
-
-def _check_rows(held: Sequence[torch.Tensor | None], tokens: torch.Tensor) -> None:
-    """Raises GuardError for a cache of more or fewer rows than there are tokens of: one row would be spread
-    over all.
-    """
-    first = next((tensor for tensor in held if tensor is not None), None)
-    if first is not None and first.shape[0] != tokens.shape[0]:
-        raise GuardError(
-            f"past_key_values has {first.shape[0]} rows, and there are tokens of {tokens.shape[0]}. Give "
-            "each row its own cache.",
-            place="inputs['past_key_values']",
         )
 
 

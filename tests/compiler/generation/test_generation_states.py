@@ -176,3 +176,49 @@ def test_a_plan_within_a_budget(kind: str, context: int) -> None:
     held = made.lowered.layout.state_bytes(1)
     assert f"of the cache {held} bytes are states" in " ".join(map(str, made.plan.notes))
     assert made.generate(ids(1, 9), max_new_tokens=12, do_sample=False).shape == (1, 21)
+
+
+@pytest.mark.parametrize("changed", ["rows", "sizes"])
+def test_a_cache_of_other_sizes_is_refused_in_words(planned: Planned, changed: str) -> None:
+    """In any layer, whatever the others hold: kernels read and write as many bytes as the sizes say."""
+    model, executable = planned
+    for at in range(len(model.config.layer_types)):
+        cache = transformers.DynamicCache(config=model.config)
+        executable(ids(2, 5), **named(planned, cache))
+        for kind in ("conv_states", "recurrent_states", "keys"):
+            held = getattr(cache.layers[at], kind, None)
+            table = held if isinstance(held, dict) else {0: held}
+            if (before := table.get(0)) is None:
+                continue
+            table[0] = before.repeat(2, *(1,) * (before.dim() - 1)) if changed == "rows" else before[:, 1:]
+            if table is not held:
+                setattr(cache.layers[at], kind, table[0])
+            with pytest.raises(effcompile.GuardError, match=r"4 rows in layer|the planned model does not"):
+                executable(ids(2, 1), **named(planned, cache))
+            table[0] = before
+            if table is not held:
+                setattr(cache.layers[at], kind, before)
+        executable(ids(2, 1), **named(planned, cache))
+
+
+def test_a_refused_cache_is_called_what_the_model_calls_it(planned: Planned) -> None:
+    model, executable = planned
+    name = executable.stepper.step.boundary.cache
+    other = transformers.DynamicCache(config=tiny("llama").config)
+    with pytest.raises(effcompile.GuardError, match=f"^{name} is a DynamicCache whose layer 0"):
+        executable(ids(1, 5), **{name: other})
+    twice = transformers.DynamicCache(config=model.config)
+    executable(ids(1, 5), **named(planned, twice))
+    with pytest.raises(effcompile.GuardError, match=f"^{name} has 1 rows"):
+        executable(ids(2, 1), **named(planned, twice))
+
+
+@pytest.mark.parametrize("kind", ["jamba", "lfm2", "gemma3_text"])
+def test_a_prompt_up_to_the_end_of_the_context_is_measured(kind: str) -> None:
+    """Its last tokens are taken again and again, of a cache that Hugging Face cannot cut."""
+    made = effcompile.optimize(
+        tiny(kind), {"input_ids": ids(2, 24)}, mode="generation", context=24, prompt=23, new=1,
+        backend="torch-eager",
+    )  # fmt: skip
+    assert made.plan.measured is not None and made.plan.measured.seconds
+    assert made.generate(ids(1, 23), max_new_tokens=1, do_sample=False).shape == (1, 24)
