@@ -57,6 +57,11 @@ class Cost:
         )
 
     @property
+    def peak_bytes(self) -> int:
+        """Bytes at the highest instant."""
+        return self.weight_bytes + self.bytes_kept + self.bytes_transient
+
+    @property
     def error(self) -> float:
         """Relative L2 error this cost alone would cause at the output."""
         return math.sqrt(self.error_squared)

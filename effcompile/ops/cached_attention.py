@@ -151,9 +151,19 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
     """The same by torch.
 
     The queries of a group are rows of one product where there is one of each: keys are read once then.
+    Narrower rows are widened head by head.
     """
     batch, heads, rows, width = query.shape
     groups = key.shape[1]
+    if key.dtype != query.dtype and groups > 1:
+        made = query.new_empty((batch, rows, heads, width)).transpose(1, 2)
+        shared = heads // groups
+        for at in range(groups):
+            own = slice(at * shared, (at + 1) * shared)
+            seen = mask if mask is None or mask.shape[1] == 1 else mask[:, own]
+            one = slice(at, at + 1)
+            made[:, own] = by_torch(query[:, own], key[:, one], value[:, one], seen, scale)
+        return made
     key, value = (
         (as_numbers(each) if each.dtype is torch.int8 else each).to(query.dtype) for each in (key, value)
     )

@@ -175,8 +175,8 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def rms_norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `rows.rms_norm_alone`."""
-    return rms_norm(x, None, weight, eps)[0]
+    """See `rows.rms_norm_alone`. Heads that lie apart are copied: torch's form takes more memory."""
+    return rms_norm(x.contiguous(), None, weight, eps)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -49,10 +49,7 @@ class Proposal:
 
     def at_most_bytes(self) -> int:
         """Bytes with the largest option everywhere."""
-        largest = (
-            max(option.cost.weight_bytes + option.cost.bytes_kept for option in choice.options)
-            for choice in self.choices
-        )
+        largest = (max(option.cost.peak_bytes for option in choice.options) for choice in self.choices)
         return self.rest.weight_bytes + self.rest.bytes_kept + sum(largest)
 
     def problem(self, goal: Goal) -> planner.Problem:
@@ -227,7 +224,7 @@ class Search:
                 seconds=cost.seconds,
                 roof_seconds=cost.roof_seconds or None,
                 weight_bytes=cost.weight_bytes,
-                peak_bytes=cost.weight_bytes + cost.bytes_kept,
+                peak_bytes=cost.peak_bytes,
                 error=cost.error,
             ),
             inputs=describe_inputs(self.program),
@@ -309,7 +306,7 @@ def _alternative(option: Option, goal: Goal) -> planner.Alternative:
     return planner.Alternative(
         name=option.name,
         objective=objective(cost, goal),
-        resources={"error_squared": cost.error_squared, "memory": float(cost.weight_bytes + cost.bytes_kept)},
+        resources={"error_squared": cost.error_squared, "memory": float(cost.peak_bytes)},
         requires=option.requires,
     )
 

@@ -31,8 +31,8 @@ def objective(cost: Cost, goal: Goal) -> float:
     smaller or faster is taken.
     """
     if goal.minimize == "time":
-        return cost.seconds + (cost.weight_bytes + cost.bytes_kept) * SECONDS_PER_BYTE
-    return float(cost.weight_bytes + cost.bytes_kept) + cost.seconds * BYTES_PER_SECOND
+        return cost.seconds + cost.peak_bytes * SECONDS_PER_BYTE
+    return float(cost.peak_bytes) + cost.seconds * BYTES_PER_SECOND
 
 
 def decision(choice: Choice, option: Option) -> Decision:

@@ -60,6 +60,14 @@ def edit_attentions(program: Program) -> None:
         program.graph.erase_node(site.node)
 
 
+def share_heads(graph: fx.Graph) -> None:
+    """Every attention of a graph reads the keys and values that queries of a group share as they are, where
+    that is so when it is lowered; what repeated them stays, for nobody.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        _group(node)
+
+
 def _group(node: fx.Node) -> None:
     """Keys and values that were repeated for the queries of a group are read as they are, to the same bits.
 

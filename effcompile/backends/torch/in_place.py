@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
-from effcompile.backends.torch.regions import with_regions
+from effcompile.backends.torch.regions import with_regions, without_dispatcher
 from effcompile.core.errors import LoweringError
 from effcompile.ops.append import append
 from effcompile.ops.cached_attention import cached_attention
@@ -23,6 +23,22 @@ aten = torch.ops.aten
 
 
 def in_place(
+    module: fx.GraphModule, capacities: Mapping[int, int], narrow: Collection[int] = ()
+) -> fx.GraphModule:
+    """As `appending`, with what lies between appends and attentions as few calls: for few tokens."""
+    return with_regions(appending(module, capacities, narrow))
+
+
+def in_place_of_many(
+    module: fx.GraphModule, capacities: Mapping[int, int], narrow: Collection[int] = ()
+) -> fx.GraphModule:
+    """As `appending`, for many tokens: each value is freed after its last reader, which a call of many
+    operators does not.
+    """
+    return without_dispatcher(appending(module, capacities, narrow))
+
+
+def appending(
     module: fx.GraphModule, capacities: Mapping[int, int], narrow: Collection[int] = ()
 ) -> fx.GraphModule:
     """The module with rows of its cache appended in place.
@@ -48,7 +64,7 @@ def in_place(
     _attend(graph)
     for holder in (holders[at] for at in narrow):
         _check_readers(holder)
-    return with_regions(fx.GraphModule(module, graph, class_name=type(module).__name__))
+    return fx.GraphModule(module, graph, class_name=type(module).__name__)
 
 
 def _check_readers(holder: fx.Node) -> None:

@@ -132,13 +132,8 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
 
     As it is where it has none of our operators and no cache, on a GPU, and where nothing can be compiled.
     """
-    on_cpu = all(
-        node.meta["val"].device.type == "cpu"
-        for node in module.graph.nodes
-        if isinstance(node.meta.get("val"), Tensor)
-    )
     if (
-        not on_cpu
+        not _on_cpu(module.graph)
         or not any(node.target in _PLAIN or node.target is append for node in module.graph.nodes)
         or not row_program.available()
     ):
@@ -155,6 +150,19 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     module.graph.lint()
     module.recompile()
     return module
+
+
+def without_dispatcher(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with our operators as the compiled functions that they are on a CPU; as it is on a GPU."""
+    if _on_cpu(module.graph):
+        _direct(module.graph)
+        module.recompile()
+    return module
+
+
+def _on_cpu(graph: fx.Graph) -> bool:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
 
 
 #: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than

@@ -167,8 +167,8 @@ def _extra(model: HFModel, batch: int) -> Kwargs:
 def peak_bytes(
     stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, goal: Goal, room: CacheRoom
 ) -> int:
-    """Most bytes of weights, cache and workspace over a whole context: a prompt of all of it but one token,
-    and that token.
+    """Most bytes of weights, cache and workspace: of a prompt of the whole context, which no later token
+    exceeds, and of one token.
 
     torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at
     the end of the context.
@@ -177,14 +177,11 @@ def peak_bytes(
     context = goal.tokens[0]
     key, name = stepper.step.boundary.tokens, stepper.step.boundary.cache
     extra = _extra(model, goal.batch)
-    ids = _ids(model, goal, context)
     keep = {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
 
     def whole() -> None:
-        cache = new_cache(model)
-        if context > 1:
-            stepper(**{key: ids[:, :-1], name: cache}, **extra, **keep)
-        stepper(**{key: ids[:, -1:], name: cache}, **extra, **keep)
+        for tokens in (context, 1):
+            stepper(**{key: _ids(model, goal, tokens), name: new_cache(model)}, **extra, **keep)
 
     if isinstance(parts["step"], TorchLowered):  # it has run: what a first call makes and keeps is there
         with torch_compat_memory.watched_memory(model.device.type) as peak:

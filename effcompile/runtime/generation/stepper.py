@@ -202,10 +202,11 @@ def _rows(
     """
     if keep is None or (isinstance(keep, int) and keep == 0):
         return None, None
-    new = torch.arange(tokens.shape[1], device=tokens.device)
     if isinstance(keep, int):
         # a negative number leaves so many out at the beginning, as it does in the models
-        return new[-keep:], None
+        first, end, _ = slice(-keep, None).indices(tokens.shape[1])
+        return torch.arange(first, max(first, end), device=tokens.device), None
+    new = torch.arange(tokens.shape[1], device=tokens.device)
     try:
         found = new[keep]
         if found.dim() != 1:

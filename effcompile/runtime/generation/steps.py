@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch import TorchLowered
-from effcompile.backends.torch.in_place import in_place
+from effcompile.backends.torch.in_place import in_place, in_place_of_many
+from effcompile.backends.torch.regions import FEW
 from effcompile.capture.caches import HFCache, fill, held, records, seen_by
 from effcompile.capture.generation import Boundary
 from effcompile.core.errors import GuardError
@@ -36,7 +37,7 @@ class CacheRoom:
         context: tokens of a row at the most, past and new.
         memory: "static" takes the rows of the whole context at the first token; "growing" those that are
             there.
-        chunk: tokens of a prompt that are given to the graph at once; 0: all.
+        chunk: tokens of a prompt that are given to the graph at once, a rest first; 0: all.
     """
 
     context: int
@@ -55,6 +56,7 @@ class LoweredStep:
     Attributes:
         tables: input of a graph that is looked up as it is → rows of the smallest table that it is looked up
             in.
+        many: runs a step of more than FEW tokens, where that is another function.
     """
 
     boundary: Boundary
@@ -63,6 +65,7 @@ class LoweredStep:
     inputs: tuple[TensorSpec, ...]
     tables: Mapping[str, int]
     run: Run
+    many: Run | None = None
     source: Run | None = None
     encoder: Run | None = None
 
@@ -86,7 +89,8 @@ class LoweredStep:
                 place="inputs",
             )
         chunk = self.room.chunk or new
-        parts = [self._chunk(given, cache, hidden, at, min(at + chunk, new)) for at in range(0, new, chunk)]
+        ends = range(new % chunk or chunk, new + 1, chunk)
+        parts = [self._chunk(given, cache, hidden, max(0, end - chunk), end) for end in ends]
         parts = [part for part in parts if part.shape[1]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -109,10 +113,11 @@ class LoweredStep:
         if (start, end) != (0, tokens.shape[1]):
             given = _part(given, start, end, self.boundary.local)
         flat, wanted = self.flat(given, cache, hidden), given.get("rows")
-        logits, *after = carried_out(self.run, flat)
+        few = given["tokens"].numel() <= FEW
+        logits, *after = carried_out(self.run if self.many is None or few else self.many, flat)
         del flat
         if wanted is not None and not wanted.numel():
-            logits = logits[:, :0]
+            logits = logits[:, :0].clone()  # a view would hold the row that is not wanted
         beside = end - start if records(cache) else 0
         kept = [
             self._kept(self.layout.leaves[at], rows, beside)
@@ -163,8 +168,8 @@ class LoweredStep:
                 continue
             held = tensor.shape[0]
             raise GuardError(
-                f"{name} has {held} rows in layer {leaf.layer}, and there are tokens of {rows}. Give each row "
-                "its own cache."
+                f"{name} has {held} rows in layer {leaf.layer}, and there are tokens of {rows}. Give each "
+                "row its own cache."
                 if held != rows
                 else f"{name} holds {list(tensor.shape)} as {leaf.name}, which the planned model does not. "
                 "Give a cache that this model filled.",
@@ -222,6 +227,17 @@ def _part(given: Mapping[str, torch.Tensor], start: int, end: int, local: bool) 
     return made
 
 
+def input_bytes(boundary: Boundary, batch: int, tokens: int, chunk: int) -> int:
+    """Of what a call of so many tokens, which wants the last one's logits, holds while its last chunk runs:
+    ids, mask and positions, and of those their parts, where a part is not dense as it lies.
+    """
+    whole = 8 * batch * tokens * (2 + bool(boundary.positions)) + 8 * boundary.rows
+    if chunk >= tokens:
+        return whole
+    copied = 8 * batch * chunk * (1 + bool(boundary.positions) + boundary.local) if batch > 1 else 0
+    return whole + copied + 8 * boundary.rows
+
+
 def assembled(
     boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...],
     tables: Mapping[str, int], runs: Mapping[str, Run],
@@ -232,16 +248,15 @@ def assembled(
         LoweringError: rows are to be held in another dtype, and something that reads them takes only their
             own.
     """
-    run = runs["step"]
+    run, many = runs["step"], None
     graph = run.run if isinstance(run, TorchLowered) else run
     if isinstance(graph, fx.GraphModule):
         holders = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
         narrow = [holders[at] for at in layout.written if layout.leaves[at].held]
         huge_pages.collapse(graph.parameters())
-        run = in_place(
-            graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.appended}, narrow
-        )
+        rooms = {holders[at]: room.capacity(layout.leaves[at]) for at in layout.appended}
+        run, many = in_place(graph, rooms, narrow), in_place_of_many(graph, rooms, narrow)
     return LoweredStep(
-        boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run,
+        boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run, many=many,
         source=runs.get("source"), encoder=runs.get("encoder"),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.backends.torch.edit_attentions import share_heads
 from effcompile.capture.generation import GenerationStep
 from effcompile.ir.cache import CacheLeaf, Growth
 from effcompile.ir.export import refresh_shapes
@@ -72,40 +73,61 @@ def solid(program: Program) -> Program:
     return replace(program, kwargs=kwargs)
 
 
-def filled(step: GenerationStep, program: Program, *, batch: int, context: int, new: int) -> Program:
+def filled(
+    step: GenerationStep, program: Program, *, batch: int, context: int, new: int, lean: bool = False
+) -> Program:
     """The program as it runs in place at the end of a context: its cache enters with the new rows in it, and
     only those leave.
 
     It has the operators and the memory of the step whose concatenations are appends; only what it computes is
-    another thing.
+    another thing. `lean`: it keeps no new row beside the cache where that has room, and repeats none for the
+    queries of a group: so steps run in place.
     """
     past = context - new
     edited = sized(step, program, batch=batch, past=past, new=new).editable("filled")
+    if lean:
+        share_heads(edited.graph)
     holders = [node for node in edited.graph.nodes if node.op == "placeholder"]
     names = [spec.name for spec in program.inputs]
     tokens = holders[names.index("tokens")]
     caches = [node for node, name in zip(holders, names, strict=True) if name.startswith("past")]
     rows: dict[fx.Node, fx.Node] = {}
-    for at in step.layout.appended:
+    places = [
+        at for at in step.layout.appended if not lean or _has_room(step.layout.leaves[at], context, new)
+    ]
+    for at in places:
         rows |= _filled(edited.graph, caches[at], tokens)
+    if lean:
+        rows = {appended: _read_here(edited.graph, appended, new_rows) for appended, new_rows in rows.items()}
     results = pytree.tree_map_only(
         fx.Node, lambda node: rows.get(node, node), edited.graph.output_node().args[0]
     )
-    for at in step.layout.appended:
+    for at in places:
         for appended in [node for node in caches[at].users if node in rows]:
             appended.replace_all_uses_with(caches[at], delete_user_cb=lambda user: user.op != "output")
     edited.graph.output_node().args = (results,)
     edited.graph.eliminate_dead_code()
     kwargs = dict(edited.kwargs)
     kwargs["past"] = [
-        leaf
-        if what.growth in (Growth.SOURCE, Growth.STATE)
-        else leaf.new_zeros(()).expand(*leaf.shape[:2], leaf.shape[2] + new, leaf.shape[3])
-        for leaf, what in zip(kwargs["past"], step.layout, strict=True)
+        leaf.new_zeros(()).expand(*leaf.shape[:2], leaf.shape[2] + new, leaf.shape[3])
+        if at in places
+        else leaf
+        for at, leaf in enumerate(kwargs["past"])
     ]
     refresh_shapes(edited.module, (), kwargs)
     edited.module.recompile()
     return replace(edited, kwargs=kwargs, history=program.history)
+
+
+def _has_room(leaf: CacheLeaf, context: int, new: int) -> bool:
+    """Whether new rows stand in the buffer of a leaf: a window's is left for a larger one by a long chunk."""
+    return leaf.rows(context - new) + new <= leaf.capacity(context)
+
+
+def _read_here(graph: fx.Graph, at: fx.Node, rows: fx.Node) -> fx.Node:
+    """A size of the rows, read where they are appended: they are held until then."""
+    with graph.inserting_before(at):
+        return graph.call_function(aten.sym_size.int, (rows, 2))
 
 
 def _filled(graph: fx.Graph, holder: fx.Node, tokens: fx.Node) -> dict[fx.Node, fx.Node]:

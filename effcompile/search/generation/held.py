@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from effcompile.backends.torch.in_place import in_place
+from effcompile.backends.torch.in_place import appending
 from effcompile.capture.caches import cache_name, new_cache, rounding_cache
 from effcompile.capture.generation import GenerationStep
 from effcompile.capture.mends import evaluating
@@ -72,9 +72,20 @@ def cache_choice(
             new * (step.layout.nbytes(middle, batch) - layout.nbytes(middle, batch)) / target.memory_bandwidth
         )
         kept, error = layout.nbytes(context, batch), errors.get(dtype, 0.0)
-        cost = Cost(seconds=-saved, bytes_kept=kept, error_squared=error**2, provenance=Provenance.MODELLED)
+        cost = Cost(
+            seconds=-saved, bytes_kept=kept, bytes_transient=_widened(layout, context, batch),
+            error_squared=error**2, provenance=Provenance.MODELLED,
+        )  # fmt: skip
         options.append(Option(form=form, cost=cost, by=CACHE))
     return (Choice(site=CACHE, kind=CACHE, baseline=FORMS[""].name, options=tuple(options)),)
+
+
+def _widened(layout: CacheLayout, context: int, batch: int) -> int:
+    """Bytes of one head's keys and values in 32 bits, as an attention of many queries takes them; those of 8
+    bits before and after they are scaled.
+    """
+    rows = [4 * batch * leaf.rows(context) * leaf.shape[-1] for leaf in layout if leaf.held]
+    return max(rows, default=0) * (3 if layout.narrow == "int8" else 2)
 
 
 def _narrows(step: GenerationStep) -> bool:
@@ -83,7 +94,7 @@ def _narrows(step: GenerationStep) -> bool:
     places = [at for at, spec in enumerate(step.program.inputs) if spec.name.startswith("past")]
     narrow = [places[at] for at in layout.written if layout.leaves[at].held]
     try:
-        in_place(step.program.module, dict.fromkeys(narrow, 0), narrow)
+        appending(step.program.module, dict.fromkeys(narrow, 0), narrow)
     except LoweringError:
         return False
     return bool(narrow)

@@ -14,8 +14,8 @@ import math
 
 from effcompile.capture.generation import GenerationStep
 from effcompile.core.goal import Goal
-from effcompile.estimate.timeline import timeline
 from effcompile.search.generation.cases import filled
+from effcompile.search.generation.room import workspace
 from effcompile.search.regimes import Regime, Regimes
 
 
@@ -24,7 +24,7 @@ def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:
     or of a token.
     """
     context, prompt, new = goal.tokens
-    most = max(1, min(chunk, context - 1))  # of a prompt that fills the context
+    beside, copied = (workspace(step, goal.batch, context, chunk, lean=lean) for lean in (True, False))
     chunk = min(chunk, prompt)
     at = lambda end, count: filled(step, step.program, batch=goal.batch, context=end, new=count)  # noqa: E731
     cache_bytes = step.layout.nbytes(context, goal.batch)
@@ -38,6 +38,6 @@ def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:
             Regime(name="decode", program=at(min(context, prompt + max(1, new // 2)), 1), calls=new),
         ),
         weight_bytes=step.program.weight_bytes(),
-        kept_bytes=cache_bytes + max(timeline(at(context, count)).activation_bytes for count in (most, 1)),
-        copied_bytes=cache_bytes,
+        kept_bytes=cache_bytes + beside,
+        copied_bytes=cache_bytes + copied - beside,
     )

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from effcompile.capture.generation import GenerationStep
 from effcompile.core.causes import LargestContext
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.torch_compat import fake_mode
 from effcompile.core.types import HFModel
 from effcompile.estimate.timeline import timeline
+from effcompile.ir.cache import Growth
+from effcompile.ir.program import Program, dtype_of
+from effcompile.runtime.generation.steps import input_bytes
 from effcompile.search.generation.cases import filled
 
 #: Learned or tabulated positions end; rotary ones are computed, and a model's own limit is what it was
 #: trained for.
 _POSITIONS = ("n_positions", "max_target_positions", "max_position_embeddings")
+#: Bytes of one that torch makes a tensor of.
+_NUMBER = 8
 
 
 def fitting(model: HFModel, context: int) -> None:
@@ -43,7 +55,7 @@ def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal, ch
     if goal.memory is None or not error.needed:
         return error
     context = goal.tokens[0]
-    held = lambda tokens: step.layout.nbytes(tokens, goal.batch) + _workspace(step, goal.batch, tokens, chunk)  # noqa: E731
+    held = lambda tokens: step.layout.nbytes(tokens, goal.batch) + workspace(step, goal.batch, tokens, chunk)  # noqa: E731
     weights = error.needed - held(context)
     low, high = 0, context
     while high - low > max(1, context // 64):
@@ -58,10 +70,44 @@ def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal, ch
     )
 
 
-def _workspace(step: GenerationStep, batch: int, tokens: int, chunk: int) -> int:
-    """Bytes of activations at the end of so many: of a chunk of a prompt, or of one token."""
-    ends = (
-        filled(step, step.program, batch=batch, context=tokens, new=new)
-        for new in (max(1, min(chunk, tokens - 1)), 1)
-    )
-    return max(timeline(end).activation_bytes for end in ends)
+def workspace(step: GenerationStep, batch: int, context: int, chunk: int, *, lean: bool = True) -> int:
+    """Most bytes beside weights and cache in a call whose tokens fill a context: inputs, and activations at
+    its end, of a chunk or of one token.
+
+    `lean`: see `filled`.
+    """
+    most = min(chunk, context)
+    ends = (filled(step, step.program, batch=batch, context=context, new=new, lean=lean) for new in (most, 1))
+    windows = {leaf.layer for leaf in step.layout if leaf.growth is Growth.WINDOW}
+    # a layer of Hugging Face's with a window holds its length as a tensor
+    beside = input_bytes(step.boundary, batch, context, most) + _NUMBER * len(windows)
+    return beside + max(_activation_bytes(_dense(end)) for end in ends)
+
+
+def _activation_bytes(program: Program) -> int:
+    """At the highest instant, with the numbers that operators take as tensors while they run."""
+    found = timeline(program)
+    nodes = {node.name: node for node in program.graph.nodes}
+    peak = max(live + _number_bytes(nodes[name]) for name, live in found.steps)
+    return peak - found.weight_bytes - found.input_bytes
+
+
+def _number_bytes(node: fx.Node) -> int:
+    """Of a number beside a tensor: as torch makes one of it, and once more in the tensor's dtype."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return 0
+    asked = zip(node.args, schema.arguments, strict=False)
+    given = [arg for arg, each in asked if isinstance(arg, int | float) and str(each.type) == "Tensor"]
+    dtype = dtype_of(node)
+    same = dtype is None or dtype is torch.int64 or dtype is torch.float64
+    return len(given) * (_NUMBER + (0 if same or dtype is None else dtype.itemsize))
+
+
+def _dense(program: Program) -> Program:
+    """With an example that lies as tensors of these sizes do, and has no memory either: torch's attention
+    takes another way where rows do not lie side by side.
+    """
+    with fake_mode():
+        like = partial(torch.empty_like, memory_format=torch.contiguous_format)
+        return replace(program, kwargs=tree_map_only(torch.Tensor, like, dict(program.kwargs)))

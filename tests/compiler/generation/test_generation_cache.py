@@ -151,7 +151,7 @@ def cache_of(plan: Plan) -> tuple[str, int, int] | None:
 
 def test_its_form_is_in_the_solve(llama: nn.Module) -> None:
     """Bytes are those of 512 tokens, keys and values, 4 heads of 8; the peak falls by what a narrower form
-    saves.
+    saves, less what widening one head's rows takes.
     """
     own, codes = 512 * 2 * 4 * 8 * 4, 512 * 2 * 4 * (8 + 4)
     smallest = effcompile.plan(llama, TEXT, minimize="memory", **GIVEN)
@@ -161,7 +161,7 @@ def test_its_form_is_in_the_solve(llama: nn.Module) -> None:
     assert cache_of(effcompile.plan(llama, TEXT, **{**GIVEN, "max_error": None})) is None
     exact = effcompile.plan(llama, TEXT, minimize="memory", **{**GIVEN, "max_error": found.cost.error / 1e3})
     assert cache_of(exact) == ("fp32", own, own)
-    assert exact.predicted.peak_bytes - smallest.predicted.peak_bytes >= own - codes
+    assert exact.predicted.peak_bytes - smallest.predicted.peak_bytes >= own - codes - 3 * 512 * 8 * 4
 
 
 def test_what_was_decided_is_built_and_compared(llama: nn.Module) -> None:

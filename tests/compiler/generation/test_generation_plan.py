@@ -172,3 +172,16 @@ def test_the_batch_is_rows_of_the_cache() -> None:
     assert Request(goal=goal, batch="4").goal.batch == 4
     with pytest.raises(effcompile.UsageError, match="batch"):
         Request(goal=goal, batch="auto")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "mamba", "jamba", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(("context", "batch"), [(64, 1), (700, 1), (40, 3)])
+def test_an_exact_plans_peak_is_predicted_to_the_byte(kind: str, context: int, batch: int) -> None:
+    """The oracle is torch's allocator, over a prompt of the whole context; 700 tokens are two chunks."""
+    model = tiny(kind, **({"n_positions": 1024} if kind == "gpt2" else {"max_position_embeddings": 1024}))
+    executable = effcompile.optimize(
+        model, {"input_ids": ids(2, 24)}, mode="generation", context=context, batch=batch, prompt=16, new=4,
+        backend="torch-eager", passes=["rows"],
+    )  # fmt: skip
+    assert executable.plan.measured is not None
+    assert executable.plan.measured.peak_bytes == executable.plan.predicted.peak_bytes
