@@ -199,7 +199,7 @@ def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
 
 
 def _attempts(subject: _Subject, dynamic: Dynamic) -> Iterator[_Attempt]:
-    """The user's own shapes, or batch and sequence, then batch; at last nothing dynamic."""
+    """The user's own shapes, or batch and sequence, then each alone; at last nothing dynamic."""
     static: list[dict[int, Any]] = [{} for _ in subject.leaves]
     if isinstance(dynamic, Mapping):
         named = [_given_axes(dynamic, leaf) for leaf in subject.leaves]
@@ -207,7 +207,8 @@ def _attempts(subject: _Subject, dynamic: Dynamic) -> Iterator[_Attempt]:
     elif dynamic is not False:
         wanted = dynamic_axes.candidates(subject.leaves, subject.still)
         batch = [{axis: expected for axis, expected in axes.items() if axis == 0} for axes in wanted]
-        for choice in (wanted, batch) if wanted != batch else (batch,):
+        rest = [{axis: expected for axis, expected in axes.items() if axis != 0} for axes in wanted]
+        for choice in (wanted, batch, rest) if wanted != batch else (batch,):
             if any(choice):
                 yield _Attempt(
                     axes=[dict.fromkeys(axes, torch.export.Dim.AUTO) for axes in choice], wanted=choice
@@ -310,17 +311,16 @@ def _clean(module: fx.GraphModule, subject: _Subject) -> None:
 
 
 def _only_example(program: Program) -> str | None:
-    """The guard that keeps a dynamic graph from every size but the example's; None where another size is
-    admitted.
+    """The guard that keeps a dynamic graph from every size but the example's, or from that one (a batch of 1,
+    traced as 2); None where both are admitted.
     """
     here = sizes_of(program)
-    if not here or second_sizes(program, lambda sizes: allowed(program, sizes)) is not None:
-        return None
-    args, kwargs = resized(program, {name: size + max(2, size // 2) for name, size in here.items()})
-    return (
-        unmet_guard(program.module, program.module.meta["effcompile_domain"].guards, args, kwargs)
-        or "sizes of the example"
-    )
+    tried, guards = here, program.module.meta["effcompile_domain"].guards
+    if not here or allowed(program, here):
+        if not here or second_sizes(program, lambda sizes: allowed(program, sizes)) is not None:
+            return None
+        tried = {name: size + max(2, size // 2) for name, size in here.items()}
+    return unmet_guard(program.module, guards, *resized(program, tried)) or "sizes of the example"
 
 
 def _tensors(outputs: Outputs) -> list[torch.Tensor]:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quiet_libraries(*names: str) -> Iterator[None]:
-    """Within, the named libraries log errors only, and what this thread logs on the root logger itself is
-    dropped below an error.
+def quiet_libraries(*names: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Within, the named libraries log errors only (or from another level on), and what this thread logs on
+    the root logger itself is dropped below an error.
     """
     loggers = {logger: logger.level for logger in map(logging.getLogger, names)}
     mine = threading.get_ident()
@@ -21,13 +21,13 @@ def quiet_libraries(*names: str) -> Iterator[None]:
 
     logging.root.addFilter(of_another_thread_or_an_error)
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(level)
     try:
         yield
     finally:
         logging.root.removeFilter(of_another_thread_or_an_error)
-        for logger, level in loggers.items():
-            logger.setLevel(level)
+        for logger, before in loggers.items():
+            logger.setLevel(before)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ and packed convolution weights) is not visible here.
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effcompile.core import gpu, torch_compat
+from effcompile.core.quiet import quiet_libraries
 from effcompile.core.torch_compat_aot import writes
 from effcompile.core.types import Value
 from effcompile.estimate.layouts import (
@@ -82,7 +84,9 @@ def graph_storages(graph: fx.Graph, given: Callable[[fx.Node], object]) -> Stora
 
     `given`: placeholder or get_attr node, asked for in graph order → its (real or fake) value.
     """
-    return _Tracer(graph, given).run()
+    # torch logs an error for each operator that takes no fake tensors, and what capture saw stands in for it
+    with quiet_libraries("torch._subclasses.fake_tensor", level=logging.CRITICAL):
+        return _Tracer(graph, given).run()
 
 
 class Allocations(TorchDispatchMode):
@@ -209,7 +213,10 @@ class _Tracer:
         if node.target is operator.getitem:
             value = self.values[node.args[0]]  # type: ignore[index]
             if not isinstance(value, StorageLayout | torch.Tensor):
-                return value[node.args[1]], 0
+                try:
+                    return value[node.args[1]], 0
+                except (IndexError, TypeError):  # of a value whose length depends on data
+                    return self._described(self._captured(node)), 0
         try:
             key, seen = key_of(node, self.values, self.allocated, self.settings)
         except Unlike:

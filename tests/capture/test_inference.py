@@ -8,9 +8,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.as_module import as_module
+from effcompile.backends.torch.lowered import lower_eager
 from effcompile.capture import capture, variants, verify_capture
 from effcompile.core.errors import CaptureError, InputsError, UsageError
-from effcompile.ir.export import reexport, refresh_shapes, resized, sizes_of
+from effcompile.ir.export import allowed, reexport, refresh_shapes, resized, sizes_of
 from effcompile.ir.program import module_path, shape_of
 
 aten = torch.ops.aten
@@ -326,3 +327,26 @@ def test_an_input_that_is_written_and_returned() -> None:
     program = capture(DoublesItsInput(), (x.clone(), y))
     assert [spec.shape for spec in program.outputs] == [("batch", "seq")] * 2
     torch.testing.assert_close(program.module(x.clone(), y), (2 * x, 2 * x + y))
+
+
+class OfSeveral(nn.Module):
+    """Rows of one input for each of another's, as Git lays captions beside images: for one of each torch's
+    guard says that the product of both is not 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x_NSC: torch.Tensor, y_MC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        rows = self.up(y_MC).repeat(x_NSC.size(0) // y_MC.size(0), 1)
+        return torch.cat([x_NSC, rows[:, None]], dim=1)
+
+
+def test_a_graph_that_leaves_the_example_out_is_not_taken() -> None:
+    model, x, y = OfSeveral().eval(), torch.randn(1, 6, 4), torch.randn(1, 4)
+    program = capture(model, (x, y))
+    assert allowed(program, sizes_of(program))
+    for length in (6, 9):
+        given = torch.randn(1, length, 4), y
+        torch.testing.assert_close(lower_eager(program)(*given)[0], model(*given))

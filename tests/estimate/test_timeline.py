@@ -1,9 +1,12 @@
+import logging
+
 import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
+from effcompile.capture import capture
 from effcompile.estimate.storages import storages
 from effcompile.estimate.timeline import timeline
 from effcompile.ir.program import Program
@@ -226,3 +229,24 @@ def test_planning_on_the_meta_device(capture):
         program = capture(Stack(), torch.empty(8, 64))
     real = capture(Stack(), torch.randn(8, 64))
     assert timeline(program).peak_bytes == timeline(real).peak_bytes
+
+
+class ByCounts(nn.Module):
+    """Rows in parts whose sizes depend on data, as JetMoE gives tokens to experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        parts = x.split(torch.bincount(chosen, minlength=3)[:3].tolist())
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+
+
+def test_a_split_by_data_has_memory(caplog: pytest.LogCaptureFixture) -> None:
+    model = ByCounts().eval()
+    program = capture(model, (torch.randn(9, 8), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])), dynamic=False)
+    (split,) = [node for node in program.graph.nodes if "split" in str(node.target)]
+    held = storages(program)
+    assert len(held.of[split]) == 3 and all(held.nbytes[s] > 0 for s in held.of[split])
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
