@@ -25,6 +25,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.timing import faster_half_median, interleaved
 from effcompile.core.types import Forward, HFModel, Kwargs, Outputs
+from effcompile.ir.cache import Growth
 from effcompile.ir.figures import Totals
 from effcompile.ir.formats import FP32
 from effcompile.ir.plan import Plan
@@ -167,8 +168,8 @@ def _extra(model: HFModel, batch: int) -> Kwargs:
 def peak_bytes(
     stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, goal: Goal, room: CacheRoom
 ) -> int:
-    """Most bytes of weights, cache and workspace: of a prompt of the whole context, which no later token
-    exceeds, and of one token.
+    """Most bytes of weights, cache and workspace: of a prompt of the whole context, and of its last token
+    alone, or of a first one where the cache cannot be cut.
 
     torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at
     the end of the context.
@@ -180,8 +181,13 @@ def peak_bytes(
     keep = {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
 
     def whole() -> None:
-        for tokens in (context, 1):
-            stepper(**{key: _ids(model, goal, tokens), name: new_cache(model)}, **extra, **keep)
+        cache = new_cache(model)
+        stepper(**{key: _ids(model, goal, context), name: cache}, **extra, **keep)
+        if all(leaf.growth in (Growth.FULL, Growth.SOURCE) for leaf in stepper.step.layout):
+            cache.crop(-1)
+        else:
+            cache = new_cache(model)
+        stepper(**{key: _ids(model, goal, 1), name: cache}, **extra, **keep)
 
     if isinstance(parts["step"], TorchLowered):  # it has run: what a first call makes and keeps is there
         with torch_compat_memory.watched_memory(model.device.type) as peak:
