@@ -12,10 +12,9 @@ from torch import fx
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.types import Outputs
-from effcompile.estimate import kept
-from effcompile.estimate.kept import Range
 from effcompile.ir.program import Program
-from effcompile.machine.hardware import package_versions
+
+Range = tuple[float, int]  # scale, zero point
 
 
 def activation_ranges(
@@ -32,6 +31,10 @@ def activation_ranges(
         raise LoweringError(
             "int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them."
         )
+    # both with msgspec, which kernels alone do without
+    from effcompile.estimate import kept
+    from effcompile.machine.hardware import package_versions
+
     ordered = [node for node in program.graph.nodes if node in nodes]  # as they stand, in any process
 
     def observed() -> list[Range]:

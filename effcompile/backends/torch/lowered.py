@@ -14,7 +14,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import msgspec
 import torch
 from torch import fx
 from torch.export.graph_signature import ConstantArgument, InputKind
@@ -33,7 +32,6 @@ from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_me
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
 from effcompile.core.types import Forward, Outputs
-from effcompile.estimate.kept import of_code
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
@@ -219,6 +217,10 @@ def lower_inductor(program: Program) -> TorchLowered:
     """Compile the edited graph at the example's shapes, weights frozen into it, packed once for these shapes
     and all others.
     """
+    import msgspec  # which kernels alone do without
+
+    from effcompile.estimate.kept import of_code
+
     code = of_code(program, _what_compiles(torch.get_num_threads()))
     module = flatten(program)
     packed = packed_weights(module)
@@ -317,6 +319,8 @@ def _what_compiles(threads: int) -> str:
 
 def _words(graph: fx.Graph) -> list[str]:
     """The kernels of a graph, each as a text."""
+    import msgspec
+
     module = graph.owning_module
     assert module is not None
     return [msgspec.json.encode(signature).decode() for *_, signature in found.signatures(module)]

@@ -20,6 +20,7 @@ from torch import nn
 import effcompile
 from effcompile.capture.generation import capture_step
 from effcompile.core.errors import EffcompileError, GuardError, UsageError
+from effcompile.runtime.generation.steps import carried_out
 
 Change = Callable[[Any], Undo]
 ONES = torch.ones(2, 9, dtype=torch.int64)
@@ -216,11 +217,19 @@ def test_a_cache_of_other_rows_is_refused(both: Planned, rows: int) -> None:
         both[1](ids(3 - rows, 5), past_key_values=cache)
 
 
-def test_what_a_backend_cannot_run_is_told(both: Planned) -> None:
+def test_a_cache_of_another_model_is_refused(both: Planned) -> None:
     cache = transformers.DynamicCache(config=both[0].config)
     cache.update(torch.randn(1, 4, 4, 8), torch.randn(1, 4, 4, 8), 0)
-    with pytest.raises(EffcompileError, match="failed with these inputs"):
+    with pytest.raises(GuardError, match="which the planned model does not"):
         both[1](ids(1, 5), past_key_values=cache)
+
+
+def test_what_a_backend_cannot_run_is_told() -> None:
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [tensors[0] @ tensors[1]]
+
+    with pytest.raises(EffcompileError, match="failed with these inputs"):
+        carried_out(run, [torch.ones(2, 3), torch.ones(2, 3)])
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
