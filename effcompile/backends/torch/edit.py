@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.calibrate import activation_ranges
+from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.backends.torch.chains import fuse_chains, narrow_projections
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.backends.torch.followers import fuse_followers
@@ -22,7 +22,6 @@ from effcompile.backends.torch.packing import packs
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.torch_compat_aot import writes
-from effcompile.estimate.kept import Range
 from effcompile.ir.formats import FP32, INT8_STATIC, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import group_codes, two_of_four
