@@ -17,6 +17,13 @@ from effcompile.runtime.inputs import as_captured
 from effcompile.search.request import Task
 from effcompile.sites.attention.normalise import normalised
 
+#: The check at the sizes that were traced, and what helps where it fails, or where only another size's does.
+_EXAMPLE = "example"
+_OF_TRACING = (
+    "With these inputs the model computes something else where it is traced: it branches on being traced, or "
+    "on the values of a mask. Of a Hugging Face model try model.set_attn_implementation('eager')."
+)
+_OF_SIZES = "Capture it with static shapes (--static, dynamic=False)."
 #: `Program.left` of a program whose attentions stay as the model writes them.
 LEFT_AS_WRITTEN = {
     "": Unsupported("fused, it rounds otherwise, and this model makes more of that than an exact plan allows")
@@ -57,8 +64,8 @@ def verified(task: Task) -> tuple[Program, tuple[Reason, ...]]:
         if not check.passed:
             raise CaptureError(
                 f"The captured graph of {program.name} differs from the model on {check.name}: relative "
-                f"error {format_error(check.error)}{f' ({check.note})' if check.note else ''}. Capture it "
-                "with static shapes (--static)."
+                f"error {format_error(check.error)}{f' ({check.note})' if check.note else ''}. "
+                f"{_OF_TRACING if check.name == _EXAMPLE else _OF_SIZES}"
             )
     program = without_unproven_ones(program, task.model)
     return program, (Equals(inputs=tuple(Of(check.name, check.note) for check in checks)),)
