@@ -54,7 +54,16 @@ def calibration_texts(
     if given:
         read = _translated if model.config.is_encoder_decoder else _continued
         texts = [read(model, step, args, kwargs, at, context) for at, (args, kwargs) in enumerate(given)]
-        return texts, f"the user's: {sum(text.tokens.numel() for text in texts)} tokens"
+        behind = any(
+            kwargs.get(name) is not None for _, kwargs in given for name in ("decoder_input_ids", "labels")
+        )
+        count = sum(text.tokens.numel() for text in texts)
+        if model.config.is_encoder_decoder and not behind:
+            return (
+                texts,
+                f"{count} tokens that the model itself writes behind the user's inputs (sampled, seed 0)",
+            )
+        return texts, f"the user's: {count} tokens"
     tokens, vocabulary = min(_TOKENS, context), model.config.get_text_config(decoder=True).vocab_size
     seen = min(tokens, _SENSED)
     if step.encoder is not None:
