@@ -315,9 +315,11 @@ def _only_example(program: Program) -> str | None:
     traced as 2); None where both are admitted.
     """
     here = sizes_of(program)
+    if not here:
+        return None
     tried, guards = here, program.module.meta["effcompile_domain"].guards
-    if not here or allowed(program, here):
-        if not here or second_sizes(program, lambda sizes: allowed(program, sizes)) is not None:
+    if allowed(program, here):
+        if second_sizes(program, lambda sizes: allowed(program, sizes)) is not None:
             return None
         tried = {name: size + max(2, size // 2) for name, size in here.items()}
     return unmet_guard(program.module, guards, *resized(program, tried)) or "sizes of the example"

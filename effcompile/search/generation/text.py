@@ -66,21 +66,19 @@ def calibration_texts(
         return texts, f"the user's: {count} tokens"
     tokens, vocabulary = min(_TOKENS, context), model.config.get_text_config(decoder=True).vocab_size
     seen = min(tokens, _SENSED)
-    if step.encoder is not None:
-        drawn = torch.randint(
-            min(3, vocabulary - 1), vocabulary, (_ROWS, tokens), generator=torch.Generator().manual_seed(0)
-        )
-        source = {
-            name: value[:1].expand(_ROWS, *value.shape[1:]) for name, value in step.encoder.kwargs.items()
-        }
-        made = _behind(model, step, drawn.to(model.device), _encoded(model, step, source))
-        return [replace(made, whole=False)], f"{_ROWS} rows of {seen} random tokens (seed 0)"
-    first = torch.randint(
-        min(3, vocabulary - 1), vocabulary, (_ROWS, 1), generator=torch.Generator().manual_seed(0)
-    )
-    written = _written(model, first.to(model.device), tokens, {})
-    said = f"{_ROWS} rows of {seen} tokens that the model itself writes (sampled, seed 0)"
-    return [CalibrationText(tokens=written, whole=False)], said
+    drawn = torch.randint(
+        min(3, vocabulary - 1),
+        vocabulary,
+        (_ROWS, 1 if step.encoder is None else tokens),
+        generator=torch.Generator().manual_seed(0),
+    ).to(model.device)
+    if step.encoder is None:
+        written = _written(model, drawn, tokens, {})
+        said = f"{_ROWS} rows of {seen} tokens that the model itself writes (sampled, seed 0)"
+        return [CalibrationText(tokens=written, whole=False)], said
+    source = {name: value[:1].expand(_ROWS, *value.shape[1:]) for name, value in step.encoder.kwargs.items()}
+    made = _behind(model, step, drawn, _encoded(model, step, source))
+    return [replace(made, whole=False)], f"{_ROWS} rows of {seen} random tokens (seed 0)"
 
 
 def sensed(texts: Sequence[CalibrationText]) -> list[CalibrationText]:
