@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from effcompile.core.errors import InputsError
 from effcompile.search.generation.text import CalibrationText, as_inputs, calibration_texts, sensed
 
 
+@cache
 def step_of(kind: str) -> tuple[Any, GenerationStep]:
     torch.manual_seed(0)
     model = whisper() if kind == "whisper" else tiny(kind)
@@ -118,8 +120,9 @@ def test_errors_of_a_planned_translation_are_of_the_users_texts() -> None:
     ],
 )
 def test_texts_that_a_translation_cannot_be_measured_on(given: dict[str, torch.Tensor], words: str) -> None:
+    model, step = step_of("t5")
     with pytest.raises(InputsError, match=words):
-        effcompile.plan(tiny("t5"), given, mode="generation", context=24, prompt=8, new=4, max_error=0.1)
+        calibration_texts(model, step, [((), given)], 24)
 
 
 def test_texts_are_whole_by_default() -> None:
