@@ -33,6 +33,17 @@ class _Known:
     fix: str
 
 
+_READS_VALUES = _Known(
+    r"GuardOnDataDependent|data-dependent expression|data-dependent control "
+    r"flow|DataDependentOutput|_local_scalar_dense",
+    "Python that depends on the values in a tensor (an `if`, a slice bound, `.item()`, `int(tensor)`)",
+    "decide on shapes instead, or use torch.where or torch.cond",
+)
+_SHAPED_BY_VALUES = _Known(
+    r"DynamicOutputShape|nonzero|unbacked",
+    "an operator whose output shape depends on the data",
+    "use a mask of fixed shape instead of selecting elements",
+)
 #: First match wins. Patterns are searched in `ExceptionType: message`, and then in the line of the user's
 #: that raised.
 _KNOWN = (
@@ -60,17 +71,8 @@ _KNOWN = (
         "give no `labels` but inputs of other names, which the forward does not take, and the loss beside "
         "the model: loss=lambda outputs, inputs: F.ctc_loss(...) of padded targets and their lengths",
     ),
-    _Known(
-        r"GuardOnDataDependent|data-dependent expression|data-dependent control "
-        r"flow|DataDependentOutput|_local_scalar_dense",
-        "Python that depends on the values in a tensor (an `if`, a slice bound, `.item()`, `int(tensor)`)",
-        "decide on shapes instead, or use torch.where or torch.cond",
-    ),
-    _Known(
-        r"DynamicOutputShape|nonzero|unbacked",
-        "an operator whose output shape depends on the data",
-        "use a mask of fixed shape instead of selecting elements",
-    ),
+    _READS_VALUES,
+    _SHAPED_BY_VALUES,
     _Known(
         r"Constraints violated|not all values of|specialized",
         "an axis that was asked to be dynamic and that the code makes constant",
@@ -99,6 +101,12 @@ _GRADIENT = _Known(
 _TAKES_GRADIENT = re.compile(
     r"autograd\.grad\(|func\.(grad|grad_and_value|vjp|jvp|jacrev|hessian)\(|\.backward\("
 )
+
+
+def depends_on_values(error: BaseException) -> bool:
+    """Whether torch.export could not follow Python or a shape into the values of a tensor."""
+    head = f"{type(error).__name__}: {error}"
+    return any(re.search(known.pattern, head, re.IGNORECASE) for known in (_READS_VALUES, _SHAPED_BY_VALUES))
 
 
 def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
@@ -138,6 +146,15 @@ def place_of(error: BaseException, model: nn.Module | None = None) -> str:
         return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]} (somewhere in forward)"
     except (TypeError, OSError):
         return "in the model's forward"
+
+
+def place_here() -> str:
+    """The innermost line of the user's code that is being run, as `place_of` writes it."""
+    frames = (frame for frame in reversed(traceback.extract_stack()) if _is_users(frame.filename))
+    return next(
+        (f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" for frame in frames),
+        "place unknown",
+    )
 
 
 def _takes_gradient(model: nn.Module) -> str | None:

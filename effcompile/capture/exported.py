@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -17,11 +18,16 @@ class Exported:
 
     front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the
     forward returned. configurations: what of the model's configurations was read while it was traced.
+    knowing: it is traced with what is known of the inputs' values; read: those that were read, and the lines
+    that do. left: attributes that the forward changes and does not depend on.
     """
 
     front: fx.GraphModule | None = None
     layout: OutputLayout | None = None
     configurations: ConfigReads = field(default_factory=ConfigReads)
+    knowing: bool = False
+    read: Mapping[str, str] = field(default_factory=dict)
+    left: frozenset[str] = frozenset()
 
     def keep(self, front: fx.GraphModule, layout: OutputLayout | None) -> None:
         """Graphs within the graph are changed in place on their way to autograd: such a forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,8 @@ from effcompile.capture import axes as dynamic_axes
 from effcompile.capture import cleanup
 from effcompile.capture.calls import CallChecks
 from effcompile.capture.config_reads import ConfigReads, recording
-from effcompile.capture.diagnose import capture_error, place_of
+from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
+from effcompile.capture.known_values import VALUES_FIXED, KnownValues, around_forward, refuse_main
 from effcompile.capture.memory import as_it_was
 from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
 from effcompile.capture.state import ModelGuards
@@ -36,12 +38,13 @@ _SAME = 1e-5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     """One way to export: torch.export's word for each axis of each leaf (`axes`) or the user's
-    own (`given`).
+    own (`given`); `knowing` the values of integer inputs or not.
     """
 
     axes: Sequence[Mapping[int, Any]]
     wanted: Sequence[Mapping[int, bool]]
     given: Mapping[str, Any] | None = None
+    knowing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +198,9 @@ def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
     assert error is not None
     if isinstance(error, EffcompileError):
         raise error
+    if depends_on_values(error):
+        with contextlib.suppress(Exception):
+            return _export(subject, replace(attempt, knowing=True))
     raise capture_error(error, subject.model) from error
 
 
@@ -249,12 +255,27 @@ def _export(subject: _Subject, attempt: _Attempt) -> Program:
     """One export and its clean-up."""
     args, kwargs = grow(subject.args, subject.kwargs, attempt.axes)
     shapes = dict(attempt.given) if attempt.given else shapes_for(subject.model, args, kwargs, attempt.axes)
-    with torch_compat.quiet_export():
+    known = KnownValues() if attempt.knowing else None
+    given = [(leaf.name, leaf.tensor) for leaf in subject.leaves]
+    with torch_compat.quiet_export(), around_forward(subject.model, given, known):
         exported, module = functional(
             torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False)
         )
     with stage("tidy the captured graph"):
-        return _tidied(subject, attempt, exported, module)
+        program = _tidied(subject, attempt, exported, module)
+    if known is None:
+        return program
+    return _with_values(subject, program, refuse_main(subject.model, given, known.read))
+
+
+def _with_values(subject: _Subject, program: Program, read: Mapping[str, str]) -> Program:
+    """The program of the example's values alone of the inputs that the model's Python has read."""
+    inputs = [
+        replace(spec, values=tuple(leaf.tensor.flatten().tolist())) if leaf.name in read else spec
+        for leaf, spec in zip(subject.leaves, program.inputs, strict=True)
+    ]
+    said = [Because(VALUES_FIXED, (name, place)) for name, place in read.items()]
+    return replace(program, inputs=tuple(inputs), fixed=(*said, *program.fixed))
 
 
 def _tidied(

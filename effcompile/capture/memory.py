@@ -31,16 +31,20 @@ _NAMED = 3
 
 
 @contextlib.contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[list[str]]:
     """Attributes of the model's modules and of the user's own objects in them, and what lists, dicts and sets
     hold, are put back after.
+
+    Yields the places of those that were, in the end.
     """
-    before = [(holder, holder.copy()) for _, holder in _holders(model)]
+    before = [(place, holder, holder.copy()) for place, holder in _holders(model)]
+    changed: list[str] = []
     try:
-        yield
+        yield changed
     finally:
-        for holder, held in before:
-            if any(True for _ in _differing(holder, held)):
+        for place, holder, held in before:
+            if keys := [key for key, _, _ in _differing(holder, held)]:
+                changed += [f"{place}.{key}" for key in keys]
                 holder.clear()
                 (holder.extend if isinstance(holder, list | deque) else holder.update)(held)
 
@@ -114,7 +118,7 @@ def written_into(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = was
 
 
-def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> frozenset[str]:
     """Refuse a forward that reads again what an earlier call kept outside of buffers.
 
     All is put back as it was.
@@ -126,13 +130,16 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
         model: as it trains.
         loss: calls it, and returns the loss without a gradient.
 
+    Returns:
+        Places of what the forward leaves at each call and the loss does not depend on.
+
     Raises:
         CaptureError: the second loss is another one.
     """
     if any(
         tensor.is_meta or torch_compat.is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())
     ):
-        return  # planned for a machine that is not here: there are no values to compare
+        return frozenset()  # planned for a machine that is not here: there are no values to compare
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def put_back() -> None:
@@ -158,7 +165,7 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
             again = run() if changed else first
         except RuntimeError:
             # under an autocast that the model does not bear, say: whoever runs the step tells it
-            return
+            return frozenset()
         finally:
             put_back()
     if not torch.allclose(again, first, rtol=_SAME, atol=0.0, equal_nan=True):
@@ -168,3 +175,4 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
             f"{float(first):.6g}, and {float(again):.6g} when it was called again. A graph has no memory but "
             "buffers. Keep it in one (register_buffer), or give it as an input."
         )
+    return frozenset(changed)

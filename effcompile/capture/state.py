@@ -112,6 +112,12 @@ class ModelGuards:
         elif (changed := self._sums.changed()) is not None:
             raise self._overwritten(changed)
 
+    def leave(self, places: Collection[str]) -> None:
+        """Do not follow these attributes: the forward changes them, and does not depend on them."""
+        if places:
+            self._without |= frozenset(places)
+            self._snapshot = self._taken_at_capture()
+
     def check_weights(self) -> None:
         """See `ir.guards.StateGuards`."""
         if (changed := self._sums.changed_anywhere()) is not None:

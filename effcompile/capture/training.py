@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import mends as known
 from effcompile.capture import training_graph
 from effcompile.capture.config_reads import recording
-from effcompile.capture.diagnose import capture_error, place_of
+from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
 from effcompile.capture.draws import no_python_randomness
 from effcompile.capture.exported import Exported, copied
+from effcompile.capture.known_values import VALUES_FIXED, KnownValues, around_forward, refuse_main
 from effcompile.capture.memory import as_it_was, refuse_memory, written_into
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
@@ -117,16 +118,20 @@ def capture_training(
         tensors=tensors, refill=refill, exported=exported or Exported(),
     )  # fmt: skip
     first = subject.exported.front is None
-    with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
-        step = _step(subject, _joint(subject))
+    with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject) as written:
+        joint = _joint(subject)
+        inputs.fix_values(subject.exported.read)
+        subject.mends += [Because(VALUES_FIXED, read) for read in subject.exported.read.items()]
+        step = _step(subject, joint)
     read = subject.exported.configurations
     beside = {} if loss is None else {"loss": loss}
     state = ModelGuards(
         model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read, beside=beside
     )
-    if first and state.may_keep:
+    if first and (written or state.may_keep):
         with torch.random.fork_rng(devices=_devices(model)):
-            refuse_memory(model, lambda: _loss_alone(subject))
+            subject.exported.left = refuse_memory(model, lambda: _loss_alone(subject))
+    state.leave(subject.exported.left)
     return replace(step, state=state)
 
 
@@ -195,6 +200,11 @@ def _joint(subject: _Subject) -> training_graph.JointGraph:
                 joint = _joined(subject, _export_front)
                 subject.mends += said
                 return joint
+    if depends_on_values(first):
+        subject.exported.knowing = True
+        with contextlib.suppress(Exception):
+            return _joined(subject, _known_front)
+        subject.exported.knowing = False
     with contextlib.suppress(Exception):
         joint = _joined(subject, _dynamo_front)
         subject.mends.append(Because(_DYNAMO, (why,)))
@@ -237,15 +247,19 @@ def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
 
 def _traced(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
     subject = module.subject
+    known = KnownValues() if subject.exported.knowing else None
     with (
         no_python_randomness(),
         TraceableCTC(),
         torch_compat_aot.python_gradients() as noted,
         recording(subject.model, subject.exported.configurations),
+        around_forward(module, subject.inputs.named, known),
     ):
         front = torch.export.export(module, tuple(tensors), strict=False).module(check_guards=False)
     if noted:
         raise _PythonGradientError(noted[0])
+    if known is not None:
+        subject.exported.read = refuse_main(subject.model, subject.inputs.named, known.read)
     assert isinstance(front, fx.GraphModule)
     return front
 
@@ -323,13 +337,15 @@ def _loss_alone(subject: _Subject) -> Tensor:
 
 
 @contextlib.contextmanager
-def _mended(subject: _Subject) -> Iterator[None]:
+def _mended(subject: _Subject) -> Iterator[list[str]]:
     """The model as it is traced: no key/value cache, and what HuggingFace or torch cannot be
     traced without.
+
+    Yields what tracing put back, in the end: attributes that the forward writes.
     """
     model = subject.model
     with contextlib.ExitStack() as stack:
-        stack.enter_context(as_it_was(model))
+        written = stack.enter_context(as_it_was(model))
         if any(isinstance(module, nn.LSTM) for module in model.modules()):
             # oneDNN's layer is traced as inference has it
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
@@ -340,7 +356,7 @@ def _mended(subject: _Subject) -> Iterator[None]:
         if known._has_torch_transformer(model):
             stack.enter_context(torch_compat.traceable_transformer())
         subject.mends += known._apply(stack, known._loss_type(model, subject.kwargs))
-        yield
+        yield written
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ at capture.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.calls import CallChecks
 from effcompile.core import gpu
-from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.errors import GuardError, InputsError, clipped
 from effcompile.core.types import Args, Inputs, Kwargs, Value
 from effcompile.ir.guards import Guard
+from effcompile.ir.values import check_values
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
@@ -45,8 +46,20 @@ class StepInputs:
             )
         self._kinds = [_kind(tensor) for _, tensor in self.call.tensors]
         self._differentiated = [tensor.requires_grad for _, tensor in self.call.tensors]
+        self._values: dict[int, torch.Tensor] = {}
         # as the capture has them
         self._strides = [tensor.detach().clone().stride() for _, tensor in self.call.tensors]
+
+    @property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """The example's tensors in the order of `leaves`, by the place where they stand."""
+        return [(str(place), tensor) for place, tensor in self.call.tensors]
+
+    def fix_values(self, names: Collection[str]) -> None:
+        """Refuse other values of these inputs than the example's."""
+        self._values = {
+            at: tensor.detach().clone() for at, (name, tensor) in enumerate(self.named) if name in names
+        }
 
     @property
     def copied_bytes(self) -> int:
@@ -74,6 +87,8 @@ class StepInputs:
                 self._refuse_gradient(at)
             if tensor.stride() != self._strides[at]:
                 found[at] = _strided(tensor, self._strides[at])
+        for at, planned in self._values.items():
+            check_values(str(self.call.tensors[at][0]), found[at], planned)
         return found
 
     def forward_part(self, args: Args, kwargs: Kwargs) -> Inputs:
@@ -88,6 +103,12 @@ class StepInputs:
         """What is checked of the arguments."""
         for (place, _), kind in zip(self.call.tensors, self._kinds, strict=True):
             yield Guard(kind="input", place=place.guarded, expected=_text(kind))
+        for at, planned in self._values.items():
+            yield Guard(
+                kind="input",
+                place=f"{self.call.tensors[at][0].guarded}.values",
+                expected=clipped(str(planned.tolist())),
+            )
         yield from self.call.listed()
 
     def _refuse(self, at: int, tensor: torch.Tensor) -> None:

@@ -159,7 +159,7 @@ def _padded(program: Program, base: Variant) -> Inputs | None:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         spec = next(specs)
-        if not _is_mask(spec, leaf):
+        if not _is_mask(spec, leaf) or spec.values is not None:
             return leaf
         changed = True
         mask, token = leaf.clone(), _token_value(spec, leaf)

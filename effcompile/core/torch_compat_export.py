@@ -32,6 +32,32 @@ def graphs_of(exported: torch.export.ExportedProgram) -> list[fx.Graph]:
 
 
 @contextlib.contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """Within, tensors with values are computed on as if nothing were traced around it."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextlib.contextmanager
+def unchecked_values() -> Iterator[None]:
+    """Within, checks that all values of a tensor are true (torch._check_tensor_all) are left out, which would
+    read them.
+    """
+    was = getattr(torch, "_check_tensor_all", None)
+    if was is None:
+        yield
+        return
+    with _TURN:
+        vars(torch)["_check_tensor_all"] = lambda condition, message=None: None
+        try:
+            yield
+        finally:
+            vars(torch)["_check_tensor_all"] = was
+
+
+@contextlib.contextmanager
 def swift_onnx() -> Iterator[None]:
     """Within, torch.onnx.export and onnxscript's optimiser leave out what changes nothing, two thirds of an
     export of BERT-base.

@@ -50,8 +50,7 @@ def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inp
     """
     generator = torch.Generator().manual_seed(seed)
     leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
-    rows = [_rows_indexed(program, node) for node in program.graph.nodes if node.op == "placeholder"]
-    rows += [None] * (len(leaves) - len(rows))
+    rows = _rows(program, len(leaves))
     return [
         pytree.tree_unflatten(
             [_drawn(leaf, limit, generator) for leaf, limit in zip(leaves, rows, strict=False)], structure
@@ -68,8 +67,7 @@ def stress_inputs(program: Program) -> list[tuple[str, Args, Kwargs]]:
     Masks are kept.
     """
     leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
-    rows = [_rows_indexed(program, node) for node in program.graph.nodes if node.op == "placeholder"]
-    rows += [None] * (len(leaves) - len(rows))
+    rows = _rows(program, len(leaves))
     found = []
     for what, change in _STRESSES.items():
         changed = [
@@ -122,6 +120,17 @@ def _drawn(leaf: object, rows: int | None, generator: torch.Generator) -> Value:
     if rows is None or rows <= 2 or leaf.dtype is torch.bool:
         return leaf
     return torch.randint(0, rows, leaf.shape, generator=generator).to(leaf)
+
+
+def _rows(program: Program, leaves: int) -> list[int | None]:
+    """`_rows_indexed` of each leaf of the inputs; None also of one whose values are fixed."""
+    fixed = {spec.name for spec in program.inputs if spec.values is not None}
+    names = iter(program.inputs)
+    given = pytree.tree_leaves((program.args, dict(program.kwargs)))
+    kept = [isinstance(leaf, torch.Tensor) and next(names).name in fixed for leaf in given]
+    holders = program.graph.find_nodes(op="placeholder")
+    rows = [None if keep else _rows_indexed(program, node) for node, keep in zip(holders, kept, strict=False)]
+    return rows + [None] * (leaves - len(rows))
 
 
 def _rows_indexed(program: Program, node: fx.Node) -> int | None:

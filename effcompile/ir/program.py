@@ -28,11 +28,16 @@ Dim = int | str  # a fixed size, or the name of a dynamic axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Name, dtype and shape of one graph input or output; dynamic axes are names."""
+    """Name, dtype and shape of one graph input or output; dynamic axes are names.
+
+    Attributes:
+        values: what an input must be, row by row; None: anything of its shape.
+    """
 
     name: str
     dtype: str
     shape: tuple[Dim, ...]
+    values: tuple[int, ...] | None = None
 
 
 class Output(enum.Enum):

@@ -23,6 +23,7 @@ class TensorInput:
             `inputs['batch']['mask']`.
         sizes: of its axes, a name where the size is free; equal names are equal sizes.
         rows: its values are at least 0 and below this; 0: they are not looked up.
+        values: all of them, row by row, where no others are taken.
     """
 
     name: str
@@ -31,6 +32,7 @@ class TensorInput:
     device: str
     sizes: tuple[int | str, ...]
     rows: int = 0
+    values: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from effcompile.ir.guards import described
 from effcompile.ir.plan import Plan
 from effcompile.ir.saved import PLAN, check_artifact
 from effcompile.ir.signature import Signature, TensorInput
+from effcompile.ir.values import check_values, planned_values
 from effcompile.machine.hardware import this_hardware
 from effcompile.machine.memory import give_back
 from effcompile.runtime.carry import carried
@@ -103,6 +104,8 @@ class Artifact:
             raise GuardError(f"{refusal}. Plan again for other sizes.", place="inputs")
         for given, tensor in zip(self.signature.inputs, tensors, strict=True):
             _check_rows(given, tensor)
+            if given.values is not None:
+                check_values(given.name, tensor, planned_values(given.values, tensor))
         return [tensor.contiguous() for tensor in tensors]
 
     def _found(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
@@ -213,6 +216,14 @@ def _opened(folder: Path) -> Artifact:
         line.partition(" ")[0] for line in plan.inputs
     ]:
         raise FormatError(f"{str(folder / PLAN)!r} does not say what its artifact takes. {_AGAIN}")
+    for given in plan.signature.inputs:
+        sizes = [size for size in given.sizes if isinstance(size, int)]
+        known = len(sizes) == len(given.sizes)
+        if given.values is not None and not (known and math.prod(sizes) == len(given.values)):
+            raise FormatError(
+                f"{str(folder / PLAN)!r} gives {len(given.values)} values for {given.name}, whose sizes are "
+                f"{list(given.sizes)}. {_AGAIN}"
+            )
     backends, _ = usable_backends(plan.backend)
     opened = backends[0].open(folder, plan)
     give_back()  # what was read of the file beside what the runtime made of it: the weights are held once
@@ -235,12 +246,17 @@ def _generated(plan: Plan) -> dict[str, torch.Tensor]:
             f"{_INPUT_SHARE}th of this machine's memory. Give inputs of your own: `effcompile run --inputs`."
         )
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(sizes, generator=generator).to(dtype)
-        if dtype.is_floating_point
-        else torch.ones(sizes, dtype=dtype)
-        for name, sizes, dtype in specs
-    }
+    given = plan.signature.inputs if plan.signature is not None else ()
+    fixed = {each.name: each.values for each in given if each.values is not None}
+
+    def made(name: str, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+        if name in fixed and len(fixed[name]) == math.prod(sizes):
+            return planned_values(fixed[name], torch.empty(sizes, dtype=dtype))
+        if dtype.is_floating_point:
+            return torch.randn(sizes, generator=generator).to(dtype)
+        return torch.ones(sizes, dtype=dtype)
+
+    return {name: made(name, sizes, dtype) for name, sizes, dtype in specs}
 
 
 def _spec(line: str) -> tuple[str, list[int], torch.dtype]:

@@ -12,13 +12,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.indices import bounded_inputs
-from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.errors import GuardError, InputsError, clipped
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.export import allowed, domain_of, size_at, sizes_of
 from effcompile.ir.guards import Guard
 from effcompile.ir.program import Program, TensorSpec
 from effcompile.ir.signature import Signature, TensorInput, told
 from effcompile.ir.structure import returned_of
+from effcompile.ir.values import check_values, planned_values
 
 #: Kinds of calls (shapes, dtypes, devices) that are remembered as accepted.
 _REMEMBERED = 256
@@ -42,6 +43,11 @@ class GraphInputs:
         self._devices = [tensor.device for tensor in program.flat_inputs()]
         self._kinds = {type(tensor) for tensor in program.flat_inputs()} | {torch.Tensor, torch.nn.Parameter}
         self._bounds = tuple(_bounds(program))
+        self._values = [
+            (at, planned_values(spec.values, tensor))
+            for at, (spec, tensor) in enumerate(zip(program.inputs, program.flat_inputs(), strict=True))
+            if spec.values is not None
+        ]
         self._accepted: set[_Seen] = set()
 
     def fitting(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -58,6 +64,8 @@ class GraphInputs:
             self._accepted.add(seen)
         for bound in self._bounds:
             check_index(self._program.inputs[bound.index].name, tensors[bound.index], bound.size)
+        for at, wanted in self._values:
+            check_values(self._program.inputs[at].name, tensors[at], wanted)
         return [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -93,6 +101,7 @@ class GraphInputs:
                     device=str(device),
                     sizes=s.shape,
                     rows=rows.get(at, 0),
+                    values=s.values,
                 )
                 for at, (s, device, (place, _)) in enumerate(
                     zip(program.inputs, self._devices, call.tensors, strict=True)
@@ -118,6 +127,10 @@ class GraphInputs:
                 place=place.guarded,
                 expected=f"{spec.dtype} [{' × '.join(map(str, spec.shape))}] on {device}",
             )
+            if spec.values is not None:
+                yield Guard(
+                    kind="input", place=f"{place.guarded}.values", expected=clipped(str(list(spec.values)))
+                )
         for bound in self._bounds:
             yield Guard(
                 kind="input",

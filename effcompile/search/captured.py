@@ -13,6 +13,7 @@ from effcompile.core.findings import Equals, Of
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.units import format_error
 from effcompile.ir.program import Program
+from effcompile.ir.values import check_values
 from effcompile.runtime.inputs import as_captured
 from effcompile.search.request import Task
 from effcompile.sites.attention.normalise import normalised
@@ -79,11 +80,13 @@ def _with_calibration(program: Program, task: Task) -> Program:
     """The program with the user's calibration inputs, positional and by keyword as at capture.
 
     Raises:
-        InputsError: others than the example has.
+        InputsError: others than the example has. GuardError: other values where the example's are fixed.
     """
     signature = inspect.signature(task.model.forward)
-    given = task.request.calibration or ()
-    return replace(
-        program,
-        calibration=tuple(as_captured(program, signature, tuple(args), kwargs) for args, kwargs in given),
-    )
+    given = [as_captured(program, signature, tuple(a), kw) for a, kw in task.request.calibration or ()]
+    for args, kwargs in given:
+        found = zip(program.flat_inputs(args, kwargs), program.flat_inputs(), strict=False)
+        for spec, (tensor, planned) in zip(program.inputs, found, strict=False):
+            if spec.values is not None:
+                check_values(f"calibration: {spec.name}", tensor, planned)
+    return replace(program, calibration=tuple(given))
