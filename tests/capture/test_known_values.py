@@ -1,0 +1,227 @@
+"""Inputs whose values a model's Python reads: fixed at the example's, refused where they are others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import effcompile
+from effcompile.capture import capture, verify_capture
+from effcompile.capture.training import capture_training
+from effcompile.core.errors import CaptureError, GuardError
+
+SIZES = torch.tensor([3, 5])
+
+
+def values_of(program: Any) -> dict[str, tuple[int, ...] | None]:
+    return {spec.name: spec.values for spec in program.inputs}
+
+
+class Pieces(nn.Module):
+    """Cuts its input into pieces whose lengths are given as a tensor, as Qwen2-VL does its patches."""
+
+    def __init__(self, join: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.join = nn.Linear(6, 6), join
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(sizes[0])):  # torch.export alone does not follow this
+            x = self.layer(x)
+        return self.join(x, sizes, flags)
+
+
+def by_list(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return torch.cat([piece.softmax(0) for piece in x.split(sizes.tolist())])
+
+
+def by_branch(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x.tanh() if (sizes > 3).any() else x
+
+
+def by_repeats(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    starts = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))[:-1]
+    place = torch.arange(len(x)) - starts.repeat_interleave(sizes)
+    return x * place[:, None]
+
+
+def by_mask(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    kept = x[flags]
+    out = torch.zeros_like(x)
+    out[flags] = kept.cumsum(0)
+    return out + len(kept)
+
+
+def by_size(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    grown: torch.Tensor = torch.nn.functional.interpolate(x[None, None], size=(sizes[0], sizes[1]))
+    return grown[0, 0]
+
+
+def by_writes(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    """A table that is written through a view with what follows from the input x is known no longer."""
+    table = torch.zeros(8, dtype=torch.int64)
+    table[:2] = sizes
+    first, rest = table[:2].tolist(), table[2:]
+    rest += (x[2:, 0] > 0).long()  # unknown
+    return x[: first[0]] * table[: first[0], None]
+
+
+@pytest.mark.parametrize(
+    ("join", "fixed"),
+    [
+        (by_list, {"sizes"}),
+        (by_branch, {"sizes"}),
+        (by_repeats, {"sizes"}),
+        (by_mask, {"flags", "sizes"}),
+        (by_size, {"sizes"}),
+        (by_writes, {"sizes"}),
+    ],
+)
+def test_what_was_read_is_fixed_and_nothing_else(join: Any, fixed: set[str]) -> None:
+    torch.manual_seed(0)
+    model = Pieces(join).eval()
+    given = (torch.randn(8, 6), SIZES, torch.tensor([True, False] * 4))
+    program = capture(model, given)
+    assert {name for name, values in values_of(program).items() if values is not None} == fixed
+    assert all(check.passed for check in verify_capture(program, model))
+    other = (-given[0], *given[1:])  # what is not known stays an input of the graph
+    torch.testing.assert_close(program.module(*other), model(*other))
+    assert any(
+        "which the model's Python reads" in str(said) and "test_known" in str(said) for said in program.fixed
+    )
+
+
+def by_unknown(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    """What is written with something unknown may not be answered from what it was."""
+    table = sizes.clone()
+    seen = table.view(-1)
+    table.mul_((x.sum() > 0).long())
+    return x if seen.tolist()[0] else -x
+
+
+def test_what_is_overwritten_is_not_answered_from_before() -> None:
+    model = Pieces(by_unknown).eval()
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        capture(model, (torch.randn(8, 6), SIZES, torch.ones(8, dtype=torch.bool)))
+
+
+class Reader(nn.Module):
+    """Reads its own tokens."""
+
+    main_input_name = "ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)[: int(ids.max())]
+
+
+def test_a_plan_of_one_text_is_refused() -> None:
+    with pytest.raises(CaptureError, match="depends on the values in a tensor"):
+        capture(Reader().eval(), (torch.tensor([1, 2, 3, 2]),))
+
+
+def qwen() -> transformers.Qwen2_5_VLForConditionalGeneration:
+    vision = {
+        "depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 48,
+        "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    text = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(
+            text_config=text, vision_config=vision, image_token_id=98, video_token_id=97,
+            vision_start_token_id=96, vision_end_token_id=95,
+        )
+    )  # fmt: skip
+
+
+def asked(grid: tuple[int, int] = (4, 4), at: int = 3) -> dict[str, torch.Tensor]:
+    """Two rows of 12 tokens, four of which are one image's, as the model's processor gives them."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 90, (2, 12), generator=generator)
+    ids[:, at : at + 4], ids[:, at - 1] = 98, 96
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(32, 96, generator=generator),
+        "image_grid_thw": torch.tensor([[1, *grid]] * 2),
+        "mm_token_type_ids": (ids == 98).int(),
+    }
+
+
+def test_images_and_text_are_planned_saved_and_held_to_their_grid(tmp_path: Path) -> None:
+    model = qwen().eval()
+    planned = effcompile.optimize(model, asked(), backend="torch-eager")
+    with torch.no_grad():
+        torch.testing.assert_close(planned(**asked()).logits, model(**asked()).logits, rtol=1e-4, atol=1e-5)
+        other = {**asked(), "input_ids": torch.where(asked()["input_ids"] < 90, 7, asked()["input_ids"])}
+        torch.testing.assert_close(planned(**other).logits, model(**other).logits, rtol=1e-4, atol=1e-5)
+    guarded = {guard.place: guard.expected for guard in planned.plan.guards}
+    assert guarded["inputs['image_grid_thw'].values"] == "[1, 4, 4, 1, 4, 4]"
+    assert guarded["inputs['input_ids'].values"] == "0 to 98"
+    planned.save(tmp_path / "saved")
+    opened = effcompile.load(tmp_path / "saved")
+    torch.testing.assert_close(opened(**asked())["logits"], planned(**asked()).logits)
+    for given in (asked((2, 8)), asked(at=5)):
+        for forward in (planned, opened):
+            with pytest.raises(GuardError, match="other values than when the plan was made"):
+                forward(**given)
+
+
+def test_other_grids_are_planned_anew_or_run_eagerly() -> None:
+    model = qwen().eval()
+    planned = effcompile.optimize(model, asked(), backend="torch-eager", on_change="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(planned(**asked((2, 8))).logits, model(**asked((2, 8))).logits)
+
+
+def test_calibration_of_another_grid_is_refused() -> None:
+    with pytest.raises(GuardError, match="calibration: image_grid_thw has other values"):
+        effcompile.plan(qwen().eval(), asked(), calibration=[asked((2, 8))], max_error=0.1)
+
+
+def test_training_on_images_is_the_models_own() -> None:
+    model = qwen().train()
+    given = {**asked(), "labels": asked()["input_ids"]}
+    planned = effcompile.optimize(model, given, mode="training", minimize="memory")
+    wanted = torch.autograd.grad(model(**given).loss, list(model.parameters()), allow_unused=True)
+    planned(**given).loss.backward()  # the model's own call before has left another object behind
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+    with pytest.raises(GuardError, match="other values than when the plan was made"):
+        planned(**{**given, **asked((2, 8))})
+
+
+class Counts(nn.Module):
+    """Leaves behind what it saw, and reads it again or does not."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layer, self.reads, self.last = nn.Linear(4, 4), reads, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.layer(x).square().mean() + (self.last if self.reads else 0.0)
+        self.last = loss.detach()
+        return loss
+
+
+def test_what_a_forward_leaves_behind_is_followed_only_where_it_is_read() -> None:
+    model = Counts(reads=False)
+    step = capture_training(model, (torch.ones(2, 4),))
+    model(torch.ones(2, 4))
+    assert step.state is not None
+    step.state.check()
+    with pytest.raises(CaptureError, match="reads it at the next call"):
+        capture_training(Counts(reads=True), (torch.ones(2, 4),))
