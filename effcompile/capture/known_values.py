@@ -15,7 +15,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -137,7 +136,7 @@ class KnownValues(TorchFunctionMode):
             return all(id(tensor) in self._known for tensor in tensors[1:])
         return all(id(tensor) in self._known for tensor in tensors) if tensors else name in _MAKES
 
-    def _at_example(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Value] | None:
+    def _at_example(self, func: Callable[..., Value], args: Args, kwargs: Kwargs) -> tuple[Value] | None:
         """The call's result at the example; None where it cannot be had."""
 
         def value(leaf: object) -> object:
@@ -182,7 +181,7 @@ class KnownValues(TorchFunctionMode):
                 self._keep(tensor, value, sources)
         return traced
 
-    def _unknown(self, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> Value:
+    def _unknown(self, func: Callable[..., Value], name: str, args: Args, kwargs: Kwargs) -> Value:
         """A call with something that is not known. Sizes that are known tensors become numbers
         (`interpolate(x, size=(height, width))`).
         """

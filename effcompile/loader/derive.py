@@ -16,6 +16,7 @@ from torch import nn
 from effcompile.core.errors import InputsError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
+from effcompile.loader.images_in_text import image_token, with_image
 from effcompile.loader.source import Reading
 
 _TOKENS, _IMAGE, _SAMPLES = 128, 224, 16000
@@ -92,6 +93,9 @@ class _Maker:
             value = self._named(name)
             if value is not None:
                 made[name] = value
+        if {"input_ids", "pixel_values"} <= made.keys() and image_token(self.config) is not None:
+            vision = _settings(self.config.get("vision_config"))
+            made = with_image(self.model, self.parameters, self.config, vision, made)
         if self.training and made:
             made |= self._labels(made)
         return made or None
@@ -223,7 +227,7 @@ class _Maker:
     # ------------------------------------------------------------ figures
 
     def _vocabulary(self) -> int:
-        found = self.config.get("vocab_size") or _settings(self.config.get("text_config")).get("vocab_size")
+        found = _settings(self.config.get("text_config")).get("vocab_size") or self.config.get("vocab_size")
         return found if isinstance(found, int) else 0
 
     def _images_only(self) -> bool:
@@ -257,6 +261,10 @@ class _Maker:
         return self._floats(self.batch, self._channels(), *(self._sizes() or (_IMAGE, _IMAGE)))
 
     def _ids(self, rows: int) -> torch.Tensor:
+        if rows < 1:
+            raise InputsError(
+                f"{type(self.model).__name__} has a table of {rows} rows to look up in. {_GIVE}."
+            )
         return torch.randint(rows, (self.batch, self._tokens()), generator=self.generator)
 
     def _floats(self, *sizes: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
+from vision_language_models import asked, qwen
 
 import effcompile
 from effcompile.capture import capture, verify_capture
@@ -126,38 +126,6 @@ class Reader(nn.Module):
 def test_a_plan_of_one_text_is_refused() -> None:
     with pytest.raises(CaptureError, match="depends on the values in a tensor"):
         capture(Reader().eval(), (torch.tensor([1, 2, 3, 2]),))
-
-
-def qwen() -> transformers.Qwen2_5_VLForConditionalGeneration:
-    vision = {
-        "depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 48,
-        "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
-    }  # fmt: skip
-    text = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 64,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
-    }  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.Qwen2_5_VLForConditionalGeneration(
-        transformers.Qwen2_5_VLConfig(
-            text_config=text, vision_config=vision, image_token_id=98, video_token_id=97,
-            vision_start_token_id=96, vision_end_token_id=95,
-        )
-    )  # fmt: skip
-
-
-def asked(grid: tuple[int, int] = (4, 4), at: int = 3) -> dict[str, torch.Tensor]:
-    """Two rows of 12 tokens, four of which are one image's, as the model's processor gives them."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 90, (2, 12), generator=generator)
-    ids[:, at : at + 4], ids[:, at - 1] = 98, 96
-    return {
-        "input_ids": ids,
-        "pixel_values": torch.randn(32, 96, generator=generator),
-        "image_grid_thw": torch.tensor([[1, *grid]] * 2),
-        "mm_token_type_ids": (ids == 98).int(),
-    }
 
 
 def test_images_and_text_are_planned_saved_and_held_to_their_grid(tmp_path: Path) -> None:
