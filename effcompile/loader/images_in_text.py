@@ -13,7 +13,7 @@ from effcompile.core.types import Kwargs, Value
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 #: Around an image, where a configuration names them.
 _BEFORE, _AFTER = ("vision_start_token_id", "boi_token_id"), ("vision_end_token_id", "eoi_token_id")
-_SIDE = 224  # of an image, in pixels
+_SIDE = 16  # of an image, in patches: 224 pixels of 14
 _TEXT = 8  # tokens at the least beside an image
 
 
@@ -79,7 +79,7 @@ def _patches(vision: Kwargs, like: torch.Tensor) -> dict[str, Value]:
         channels = int(vision.get("in_channels") or vision["in_chans"])
     except (KeyError, TypeError, ValueError):
         return {}
-    side, rows = max(_SIDE // patch // merged, 1) * merged, len(like)
+    side, rows = max(_SIDE // merged, 1) * merged, len(like)
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(rows * side**2, channels * frames * patch**2, generator=generator)
     return {
