@@ -35,10 +35,10 @@ def without_unproven_ones(program: Program, model: nn.Module) -> Program:
     """
     domain, fixed = domain_of(program), []
     with as_reference(model), torch.no_grad():
-        for axes, sizes in list(_ones(program)):
+        for axes, tried in list(_ones(program)):
             if any(gone <= axes for gone in domain.not_one):
                 continue
-            reason = _objection(program, model, sizes)
+            reason = _objection(program, model, tried)
             if reason is not None:
                 domain = replace(domain, not_one=(*domain.not_one, axes))
                 text = (
@@ -50,33 +50,43 @@ def without_unproven_ones(program: Program, model: nn.Module) -> Program:
     return replace(program, fixed=(*program.fixed, *fixed)) if fixed else program
 
 
-def _ones(program: Program) -> Iterator[tuple[frozenset[str], dict[str, int]]]:
-    """Axes to be 1, singly, then together, and sizes at which they are: others as small as the
-    graph admits.
+def _ones(program: Program) -> Iterator[tuple[frozenset[str], list[dict[str, int]]]]:
+    """Axes to be 1, singly, then together, and sizes at which they are: others as small as the graph admits,
+    and as they are. Where they are 1 at the example nothing is to be shown.
     """
     here = sizes_of(program)
     for count in range(1, _TOGETHER + 1):
         for axes in combinations(here, count):
             others = [dict.fromkeys(here, small) for small in (2, 3)] + [here]
             tried = [given | dict.fromkeys(axes, 1) for given in others]
-            found = next((sizes for sizes in tried if allowed(program, sizes)), None)
-            if found is not None and found != here:
+            found = [sizes for sizes in tried if allowed(program, sizes)]
+            if found and here not in found:
                 yield frozenset(axes), found
 
 
-def _objection(program: Program, model: nn.Module, sizes: dict[str, int]) -> str | None:
-    """Why the graph is not the model at these sizes, or None."""
-    args, kwargs = resized(program, sizes)
-    try:
-        ours = program.module(*args, **kwargs)
-    except Exception:
-        return None
-    try:
-        theirs = model(*args, **kwargs)
-    except Exception as error:
-        return f"the model itself raises there: {first_line(error)}"
-    apart = relative_error(ours, theirs)
-    return f"the model goes another way there (relative error {apart:.1e})" if apart > _limit(ours) else None
+def _objection(program: Program, model: nn.Module, tried: list[dict[str, int]]) -> str | None:
+    """Why the graph is not the model at the first of these sizes that the model itself takes, or at any;
+    None.
+
+    A text that was cut short may have lost what the model looks for, its image.
+    """
+    raised = None
+    for sizes in tried:
+        args, kwargs = resized(program, sizes)
+        try:
+            ours = program.module(*args, **kwargs)
+        except Exception:
+            return None
+        try:
+            theirs = model(*args, **kwargs)
+        except Exception as error:
+            raised = raised or f"the model itself raises there: {first_line(error)}"
+            continue
+        apart = relative_error(ours, theirs)
+        return (
+            f"the model goes another way there (relative error {apart:.1e})" if apart > _limit(ours) else None
+        )
+    return raised
 
 
 def _limit(outputs: object) -> float:

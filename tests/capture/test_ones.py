@@ -7,12 +7,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from vision_language_models import gemma
 
 import effcompile
 from effcompile.capture.inference import capture
 from effcompile.capture.ones import without_unproven_ones
 from effcompile.core.errors import GuardError
-from effcompile.ir.export import allowed
+from effcompile.ir.export import allowed, sizes_of
+from effcompile.loader.derive import derive
+from effcompile.loader.source import Reading
 from effcompile.machine.machines import load_target
 
 
@@ -72,3 +75,15 @@ def test_the_plan_says_it_and_the_call_refuses_it() -> None:
     with pytest.raises(GuardError, match="seq=1"):
         run(torch.randn(2, 1, 8))
     assert run(torch.randn(1, 2, 8)).shape == (1, 8, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_text_cut_short_of_its_image_is_no_reason_to_refuse_one_row(rows: int) -> None:
+    """At few tokens the model raises, for its image is not among them; at the example's it takes one row."""
+    model = gemma().eval()
+    given = derive(model, Reading(shape=(rows, 0)), "model.py")
+    program = without_unproven_ones(capture(model, given.args, given.kwargs), model)
+    sizes = sizes_of(program)
+    assert sizes["batch"] == rows
+    assert allowed(program, sizes) and allowed(program, {**sizes, "batch": 1})
+    assert not allowed(program, {**sizes, "seq": 1})
