@@ -17,6 +17,7 @@ from effcompile.capture.calls import CallChecks
 from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
 from effcompile.capture.known_values import VALUES_FIXED, KnownValues, around_forward, refuse_main
+from effcompile.capture.layouts import keep_strides
 from effcompile.capture.memory import as_it_was
 from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
 from effcompile.capture.state import ModelGuards
@@ -326,6 +327,7 @@ def _clean(module: fx.GraphModule, subject: _Subject) -> None:
     refresh_shapes(module, subject.args, subject.kwargs)
     cleanup.refuse_layouts(module.graph)
     cleanup.drop_copies(module.graph)
+    keep_strides(module.graph)
     cleanup.name_modules(module.graph)
     module.graph.lint()
     module.recompile()

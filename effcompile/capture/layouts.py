@@ -36,3 +36,28 @@ def lay_out_plainly(graph: fx.Graph) -> None:
                     "val": torch.empty_like(value, memory_format=torch.contiguous_format),
                 }
             node.update_arg(at, copies[operand])
+
+
+def keep_strides(graph: fx.Graph) -> None:
+    """A copy that lies as it did while it was traced of what `as_strided` takes apart by its place in memory
+    (Longformer's overlapping windows): where a pass has laid it out otherwise, that would be something else.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        operand = node.args[0]
+        value = operand.meta["val"]
+        order = sorted(range(value.dim()), key=lambda axis: -value.stride(axis))
+        if not all(type(n) is int for n in (*value.shape, *value.stride())):
+            continue
+        if not value.permute(order).is_contiguous() or value.storage_offset():
+            continue  # it has gaps: nothing that could be made again
+        with graph.inserting_before(node):
+            laid = graph.call_function(aten.permute.default, (operand, order))
+            laid.meta["val"] = value.permute(order)
+            copy = graph.call_function(
+                aten.clone.default, (laid,), {"memory_format": torch.contiguous_format}
+            )
+            copy.meta["val"] = torch.empty_like(laid.meta["val"], memory_format=torch.contiguous_format)
+            back = [order.index(axis) for axis in range(value.dim())]
+            same = graph.call_function(aten.permute.default, (copy, back))
+            same.meta["val"] = copy.meta["val"].permute(back)
+        node.update_arg(0, same)

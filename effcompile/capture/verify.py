@@ -21,7 +21,7 @@ from effcompile.core.findings import Padding
 from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
 from effcompile.core.types import Args, Forward, Inputs, Kwargs, Outputs
-from effcompile.ir.export import allowed, mend_views, resized, sizes_of
+from effcompile.ir.export import allowed, resized, run_mended, sizes_of
 from effcompile.ir.figures import Check
 from effcompile.ir.program import Program, TensorSpec
 
@@ -57,24 +57,11 @@ def verify_capture(program: Program, model: nn.Module) -> list[Check]:
     """
     with as_reference(model):
         wanted = _guarded(lambda args, kwargs: model(*args, **kwargs))
-        found = _guarded(partial(_run, program))
+        found = _guarded(partial(run_mended, program))
         return [
             _check(program, variant, wanted, found, partial(_why_not_alike, model, wanted))
             for variant in _variants(program, _accepts(program, model))
         ]
-
-
-def _run(program: Program, args: Args, kwargs: Kwargs) -> Outputs:
-    """What the captured graph returns.
-
-    Views that it has and that are none with the kernels' real layouts are mended for good.
-    """
-    try:
-        return program.module(*args, **kwargs)
-    except RuntimeError:
-        if not mend_views(program.module, args, {name: kwargs[name] for name in program.kwargs}):
-            raise
-        return program.module(*args, **kwargs)
 
 
 def variants(program: Program) -> list[Variant]:

@@ -12,6 +12,7 @@ from effcompile.core.errors import VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.stages import stage, without
 from effcompile.core.units import format_error
+from effcompile.ir.export import run_mended
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.passes import Pass
@@ -44,7 +45,7 @@ def apply_passes(
                 reference = (
                     program.module(*program.args, **program.kwargs) if reference is None else reference
                 )
-                result = edited.module(*edited.args, **edited.kwargs)
+                result = run_mended(edited, edited.args, edited.kwargs)
             error = relative_error(result, reference)
             if not error <= (EXACT_TOLERANCE if example is None else example.limit(plan.goal, error)):
                 done = f" after {', '.join(before)}" if before else ""

@@ -111,6 +111,18 @@ def mend_views(module: fx.GraphModule, args: Args, kwargs: Kwargs) -> bool:
     return views.mended
 
 
+def run_mended(program: Program, args: Args, kwargs: Kwargs) -> Outputs:
+    """What the graph returns; views that it has and that are none as the kernels lay out their results are
+    mended for good.
+    """
+    try:
+        return program.module(*args, **kwargs)
+    except RuntimeError:
+        if not mend_views(program.module, args, {name: kwargs[name] for name in program.kwargs}):
+            raise
+        return program.module(*args, **kwargs)
+
+
 class _Views(fx.Interpreter):
     """Runs a graph, and changes every view that cannot be taken."""
 
