@@ -5,6 +5,7 @@ else.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from effcompile.core.errors import EffcompileError
 from effcompile.core.files import keep, read_kept
 
 
-def recalled(path: Path, kind: Any, most_bytes: int, what: str) -> Any:
-    """The value of a file, validated as msgspec does; None where there is none, or none of this kind."""
+def recalled(
+    path: Path, kind: Any, most_bytes: int, what: str, hook: Callable[[type, object], Any] | None = None
+) -> Any:
+    """The value of a file, validated as msgspec does; None where there is none, or none of this kind. `hook`:
+    makes what msgspec cannot.
+    """
     try:
-        return msgspec.json.decode(read_kept(path, most_bytes, what), type=kind)
+        return msgspec.json.decode(read_kept(path, most_bytes, what), type=kind, dec_hook=hook)
     except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -16,7 +16,6 @@ from typing import Annotated
 
 import msgspec
 import torch
-from torch import fx
 
 from effcompile.core.files import cache_folder
 from effcompile.core.kept_json import recalled, remember
@@ -24,6 +23,7 @@ from effcompile.core.types import Inputs
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.recorder import leaves_of
 from effcompile.estimate.sensitivity import Progress, Sensitivity, measure
+from effcompile.ir import content
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
 
@@ -141,7 +141,7 @@ def rehearsed(
         return emulate()
     digest = hashlib.sha256(f"{of}\0{chosen}".encode())
     for tensor in inputs:
-        _add(digest, tensor)
+        content.add(digest, tensor)
     path = cache_folder() / "rehearsed" / f"{digest.hexdigest()}.json"
     error: float | None = recalled(path, _Error, _MOST_BYTES, "a kept error")
     if error is None and (error := emulate()) is not None:
@@ -166,7 +166,7 @@ def _hash(program: Program, inputs: Iterable[object], asked: str, code: Sequence
     digest = hashlib.sha256(f"{torch.__version__}\0{_code(code)}\0{asked}".encode())
     try:
         for part in itertools.chain(_graph(program), inputs):
-            _add(digest, part)
+            content.add(digest, part)
     except (NotImplementedError, RuntimeError, TypeError):
         return None
     return digest.hexdigest()
@@ -174,27 +174,10 @@ def _hash(program: Program, inputs: Iterable[object], asked: str, code: Sequence
 
 def _graph(program: Program) -> Iterator[str | torch.Tensor | None]:
     """Every node with its arguments, and the tensors behind it."""
-    for node in program.graph.nodes:
-        target = (
-            node.target
-            if isinstance(node.target, str)
-            else f"{getattr(node.target, '__module__', '')}.{node.target}"
-        )
-        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.name)
-        yield f"{node.op}:{node.name}:{target}:{arguments};"
+    for node, line in content.lines(program.graph):
+        yield line
         if node.op == "get_attr":
             yield program.tensor(node)
-
-
-def _add(digest: hashlib._Hash, part: object) -> None:
-    """A tensor by its dtype, shape and bytes; anything else by how it is written."""
-    if not isinstance(part, torch.Tensor):
-        digest.update(repr(part).encode())
-        return
-    if type(part) not in (torch.Tensor, torch.nn.Parameter):
-        raise TypeError(f"a {type(part).__name__} is not read by its bytes")
-    digest.update(f"{part.dtype}{tuple(part.shape)};".encode())
-    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _code(names: Sequence[str]) -> str:

@@ -110,7 +110,7 @@ class Declined:
         check_reasons(f"the declined option {self.option!r} at {self.site!r}", self.reason)
 
 
-def _reason(wanted: type, data: object) -> Reason:
+def as_reason(wanted: type, data: object) -> Reason:
     """A reason of a saved plan by its kind; a sentence in plans that are older than reasons as data.
 
     Raises:
@@ -127,7 +127,7 @@ def _reason(wanted: type, data: object) -> Reason:
         raise ValueError(
             f"a reason of the kind {clipped(repr(kind), 120)} is not known; there are {', '.join(KINDS)}"
         )
-    return msgspec.convert(data, KINDS[kind], dec_hook=_reason)
+    return msgspec.convert(data, KINDS[kind], dec_hook=as_reason)
 
 
 #: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a
@@ -298,7 +298,7 @@ class Plan:
             )
         try:
             plan = msgspec.convert(
-                {k: v for k, v in data.items() if k not in ("format", "version")}, cls, dec_hook=_reason
+                {k: v for k, v in data.items() if k not in ("format", "version")}, cls, dec_hook=as_reason
             )
             wrong = objection(plan)
         except (msgspec.ValidationError, UsageError, RecursionError) as error:

@@ -30,6 +30,7 @@ from effcompile.passes.training.base import Case
 from effcompile.passes.training.optimizer_ways import StatesOption
 from effcompile.proof.spool import Spool
 from effcompile.proof.training import on_device, updates, verify
+from effcompile.proof.training.agreed import AGAIN, Proven
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64, rounded_otherwise
 from effcompile.proof.training.in_parts import eager_in_parts, inseparable, without_dropout
@@ -103,10 +104,18 @@ def verified(
     original = _Original(
         work=work, case=prepared.case, folder=prepared.cut.host.folder, room=room, refusal=refusal
     )
-    wanted, checks, notes = None, list[Check](), list[Reason]()
+    proven = None if refusal is None else Proven.of(work, prepared, plan, found)
+    wanted, loss, checks, notes = None, None, list[Check](), list[Reason]()
     try:
-        wanted = original.once({} if originals is None else originals)
-        checks = _checked(original, plan, runner, found, wanted)
+        held = None if proven is None or originals else proven.held()
+        if held is not None:
+            checks, loss = held
+            notes.append(AGAIN)
+        else:
+            wanted = original.once({} if originals is None else originals)
+            checks, loss = _checked(original, plan, runner, found, wanted), wanted.loss
+            if proven is not None:
+                proven.keep(loss, checks)
         if refusal is not None and products_in_fp32(work.model):
             notes.append(Because(_IN_FP32))
     except NoRoomError as error:
@@ -151,7 +160,6 @@ def verified(
         plan = replace(plan, measured_baseline=before)
     else:
         plan = replace(plan, notes=(*plan.notes, Unmeasured(because=refusal or "does not fit")))
-    loss = None if wanted is None else wanted.loss
     return Verified(_finished(work, runner, plan, states), excess(peak, plan.goal.memory), loss)
 
 

@@ -44,7 +44,11 @@ def keep_times(plan: Plan, planned: float, original: float | None) -> None:
 
 
 def _path(plan: Plan) -> Path:
+    return cache_folder() / "steps" / f"{hashlib.sha256(repr(what_runs(plan)).encode()).hexdigest()}.json"
+
+
+def what_runs(plan: Plan) -> tuple[object, ...]:
+    """The step, what was decided, and what runs it: the machine, the packages and our kernels."""
     decided = [(d.site, d.kind, d.option, sorted(d.settings.items())) for d in plan.decisions]
     machine = (this_hardware(), native.fingerprint(), sorted(plan.versions.items()))
-    parts = (machine, plan.fingerprint, plan.goal, plan.inputs, sorted(decided, key=repr))
-    return cache_folder() / "steps" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
+    return machine, plan.fingerprint, plan.goal, plan.inputs, sorted(decided, key=repr)

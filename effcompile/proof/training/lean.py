@@ -49,8 +49,7 @@ def lean(model: nn.Module, inputs: LeafInputs, gradients: Spool, room: Room) -> 
         for name, tensor in differentiated(model, inputs):
             if tensor.requires_grad:
                 stack.callback(tensor.register_post_accumulate_grad_hook(_leaving(name, gradients)).remove)
-        if products_in_fp32(model):
-            stack.enter_context(_Wide())
+        stack.enter_context(wide_products(model))
         yield
 
 
@@ -59,6 +58,11 @@ def products_in_fp32(model: nn.Module) -> bool:
     far.
     """
     return any(pays(parameter.dtype, parameter.device.type) for parameter in model.parameters())
+
+
+def wide_products(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Within, products are those of a lean run of a model."""
+    return _Wide() if products_in_fp32(model) else contextlib.nullcontext()
 
 
 class _Wide(TorchDispatchMode):

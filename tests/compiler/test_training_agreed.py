@@ -1,0 +1,158 @@
+"""A comparison with the model's own step that was kept holds where everything is as it was, to the bit, and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from train_helpers import gpt2, skips
+
+from effcompile.compiler import optimize_training
+from effcompile.core.errors import VerificationError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+from effcompile.machine.room import Room
+from effcompile.proof.spool import Spool
+from effcompile.proof.training import agreed, confirm
+
+pytestmark = pytest.mark.usefixtures("crowded")
+
+
+@pytest.fixture
+def crowded(quick_training: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As if the original did not fit; and what was compared is kept for this test."""
+    monkeypatch.setattr(Room, "refusal", lambda self, more, whole: "needs 19 GiB")
+    monkeypatch.setattr(agreed, "cache_folder", lambda: tmp_path)
+
+
+@pytest.fixture
+def leanly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one with every lean run of an original step."""
+    runs, lean = list[str](), confirm.lean
+    monkeypatch.setattr(confirm, "lean", lambda *args: runs.append("run") or lean(*args))  # type: ignore[func-returns-value]
+    return runs
+
+
+def plan(model: nn.Module, batch: dict[str, Any], **goal: Any) -> Plan:
+    passes = ["checkpoint"]
+    return optimize_training(model, (), batch, goal=Goal(mode="training", **goal), passes=passes).plan
+
+
+@pytest.mark.parametrize("make", [gpt2, skips])
+def test_the_same_bits_are_not_compared_twice(make: Any, leanly: list[str]) -> None:
+    first = plan(*make())
+    assert leanly == ["run"] and agreed.AGAIN not in first.notes
+    again = plan(*make())
+    assert leanly == ["run"] and agreed.AGAIN in again.notes
+    assert [(c.name, c.error, c.limit) for c in again.checks] == [
+        (c.name, c.error, c.limit) for c in first.checks
+    ]
+    assert "today the same bits" in str(again.checks[0].note) and again.measured is not None
+    assert Plan.from_dict(again.to_dict()) == again
+
+
+def other_weight(model: nn.Module, batch: dict[str, Any]) -> None:
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1e-3
+
+
+def other_input(model: nn.Module, batch: dict[str, Any]) -> None:
+    batch["x"] = batch["x"] + 1e-3
+
+
+def hooked(model: nn.Module, batch: dict[str, Any]) -> None:
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def hooked_module(model: nn.Module, batch: dict[str, Any]) -> None:
+    next(model.children()).register_full_backward_pre_hook(lambda module, gradient: None)
+
+
+def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreed, "_own_code", lambda: "another release")
+
+
+def other_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+
+
+@pytest.mark.parametrize("change", [other_weight, other_input, hooked, hooked_module])
+def test_of_another_step_the_original_is_run(
+    change: Callable[[nn.Module, dict[str, Any]], None], leanly: list[str]
+) -> None:
+    plan(*skips())
+    model, batch = skips()
+    change(model, batch)
+    assert agreed.AGAIN not in plan(model, batch).notes and len(leanly) == 2
+
+
+@pytest.mark.parametrize("change", [other_code, other_environment])
+def test_by_other_code_or_settings_the_original_is_run(
+    change: Callable[[pytest.MonkeyPatch], None], leanly: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(*skips())
+    change(monkeypatch)
+    assert agreed.AGAIN not in plan(*skips()).notes and len(leanly) == 2
+
+
+def test_a_planned_step_that_errs_since_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan(*skips())
+    put, seen = Spool.put, list[str]()
+
+    def spoilt(self: Spool, name: str, value: Tensor | None) -> None:
+        first = name == "head.weight" and name not in seen  # the planned step's comes first
+        seen.append(name)
+        put(self, name, value * 1.01 if first and value is not None else value)
+
+    monkeypatch.setattr(Spool, "put", spoilt)
+    with pytest.raises(VerificationError, match="largest at head"):
+        plan(*skips())
+
+
+class Branching(nn.Module):
+    """What it computes while it is traced is not all that it does."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if not torch.compiler.is_compiling() and type(x) is Tensor:
+            h = h * Branching.scale
+        return nn.functional.cross_entropy(self.last(h), y)
+
+
+def test_a_model_that_no_graph_shows_to_be_another_is_found(
+    leanly: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(Branching().train(), skips()[1])
+    plan(Branching().train(), skips()[1])
+    assert leanly == ["run"]
+    monkeypatch.setattr(Branching, "scale", 1.5)
+    with pytest.raises(VerificationError):
+        plan(Branching().train(), skips()[1])
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda text: text[:40], lambda text: text.replace('"limit":0', '"limit":-1'), lambda text: "[]"]
+)
+def test_a_file_that_is_none_of_ours_is_as_none(
+    spoil: Callable[[str], str], leanly: list[str], tmp_path: Path
+) -> None:
+    plan(*skips())
+    (kept,) = (tmp_path / "agreements").iterdir()
+    text = kept.read_text()
+    assert spoil(text) != text
+    kept.write_text(spoil(text))
+    assert agreed.AGAIN not in plan(*skips()).notes and len(leanly) == 2
+    assert agreed.AGAIN in plan(*skips()).notes
