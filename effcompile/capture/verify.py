@@ -5,9 +5,10 @@ mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -44,6 +45,9 @@ _STEPS: tuple[Callable[[int], int], ...] = (
 Variant = tuple[str, Args, Kwargs]
 Sizes = dict[str, int]
 
+#: Graph → the sizes at which it ran: other values of these sizes run, too.
+_RAN = WeakKeyDictionary[nn.Module, list[Sizes]]()
+
 
 def verify_capture(program: Program, model: nn.Module) -> list[Check]:
     """Compare `program.module` with the original model on every variant of the example inputs; errors are
@@ -55,13 +59,19 @@ def verify_capture(program: Program, model: nn.Module) -> list[Check]:
     Raises:
         InputsError: the model itself raises with the example inputs.
     """
+    accepted = list[Sizes]()
     with as_reference(model):
         wanted = _guarded(lambda args, kwargs: model(*args, **kwargs))
         found = _guarded(partial(run_mended, program))
-        return [
-            _check(program, variant, wanted, found, partial(_why_not_alike, model, wanted))
-            for variant in _variants(program, _accepts(program, model))
-        ]
+        checks, before = list[Check](), None
+        for variant in _variants(program, _accepts(program, model, accepted)):
+            theirs = wanted(*variant[1:])
+            why_not_alike = partial(_why_not_alike, model, wanted)
+            checks.append(_check(program, variant, theirs, before, wanted, found, why_not_alike))
+            before = theirs
+    if all(check.passed for check in checks):
+        _RAN.setdefault(program.module, []).extend(accepted)
+    return checks
 
 
 def variants(program: Program) -> list[Variant]:
@@ -183,12 +193,15 @@ def _is_mask(spec: TensorSpec, tensor: torch.Tensor) -> bool:
 def _check(
     program: Program,
     variant: Variant,
+    theirs: object,
+    before: object,
     wanted: Callable[..., object],
     found: Callable[..., object],
     why_not_alike: Callable[[Args, Kwargs], str],
 ) -> Check:
+    """`theirs`: what the model returns. `before`: for the variant before, from which a padded one is made."""
     name, args, kwargs = variant
-    theirs, ours = wanted(args, kwargs), found(args, kwargs)
+    ours = found(args, kwargs)
     if isinstance(theirs, Exception):
         if name == "example":
             raise InputsError(
@@ -216,7 +229,7 @@ def _check(
                 (why_not_alike(args, kwargs),),
             ),
         )
-    return _with_sensitivity(check, program, variant, theirs, wanted) if name.startswith("padded") else check
+    return _with_sensitivity(check, theirs, before) if name.startswith("padded") else check
 
 
 class _DrawError(Exception):
@@ -245,11 +258,8 @@ def _why_not_alike(model: nn.Module, wanted: Callable[..., object], args: Args, 
     return "none of its operators is known to be random"
 
 
-def _with_sensitivity(
-    check: Check, program: Program, variant: Variant, theirs: object, wanted: Callable[..., object]
-) -> Check:
+def _with_sensitivity(check: Check, theirs: object, unmasked: object) -> Check:
     """State how much the pad changes the model's own output: an error of 0 proves nothing where that is 0."""
-    unmasked = wanted(*_unpadded(program, variant))
     effect = math.inf if isinstance(unmasked, Exception) else relative_error(theirs, unmasked)
     return replace(
         check,
@@ -257,17 +267,6 @@ def _with_sensitivity(
         if math.isfinite(effect)
         else Because("the model itself raises without the padding"),
     )
-
-
-def _unpadded(program: Program, variant: Variant) -> Inputs:
-    """The padded variant's inputs with the example's mask again."""
-    sizes: Mapping[str, int] = {
-        dim: tensor.shape[axis]
-        for spec, tensor in zip(program.inputs, program.flat_inputs(variant[1], variant[2]), strict=True)
-        for axis, dim in enumerate(spec.shape)
-        if isinstance(dim, str) and dim.isidentifier()
-    }
-    return resized(program, sizes)
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -296,15 +295,23 @@ def _guarded(call: Callable[..., object]) -> Forward:
     return run
 
 
-def _accepts(program: Program, module: nn.Module) -> Callable[[Sizes], bool]:
-    """Whether `module` runs with the program's inputs at the given sizes."""
+def _accepts(
+    program: Program, module: nn.Module, accepted: list[Sizes] | None = None
+) -> Callable[[Sizes], bool]:
+    """Whether `module` runs with the program's inputs at the given sizes, which are then among
+    `accepted`.
+    """
+    ran = _RAN.setdefault(module, []) if accepted is None else accepted
 
     def runs(sizes: Sizes) -> bool:
+        if (whole := sizes_of(program) | sizes) in ran:
+            return True
         args, kwargs = resized(program, sizes)
         try:
             module(*args, **kwargs)
         except Exception:
             return False
+        ran.append(whole)
         return True
 
     return runs

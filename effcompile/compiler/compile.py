@@ -167,9 +167,9 @@ def _best_of(
         best = _finish(shop, outcomes, told)
         if not machine.here or effort.is_low() or asked.goal.minimize != "time":
             return best
-        if undecided(plans, told, best.plan.seconds_measured):
+        if undecided(plans, told, race.took(best.plan)):
             best = _finish(shop, outcomes, told)  # a second look takes a fraction of a build
-        if late := undecided(plans, told, took := best.plan.seconds_measured):
+        if late := undecided(plans, told, took := race.took(best.plan)):
             outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
             best = _finish(shop, outcomes, told)
         race.keep(best.plan)

@@ -9,8 +9,9 @@ are the weights'. The best is built, verified and timed again each time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated
@@ -51,11 +52,15 @@ class KeptRace(msgspec.Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """The backends' plans of one model, and those of them that earlier races leave open."""
+    """The backends' plans of one model, and those of them that earlier races leave open.
+
+    before: backend → seconds when these same plans were timed before.
+    """
 
     path: Path
     plans: list[tuple[Backend, Plan]]
     candidates: list[Candidate]
+    before: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -72,6 +77,7 @@ class Race:
         text = "not built: {seconds} beside {seconds} when these plans were timed in turn, {name}"
         return cls(
             path=path,
+            before=kept.seconds,
             plans=[(backend, plan) for backend, plan in plans if backend.name not in lost],
             candidates=[
                 replace(c, note=Because(text, (lost[c.backend], best, kept.day))) if c.backend in lost else c
@@ -79,12 +85,18 @@ class Race:
             ],
         )
 
+    def took(self, plan: Plan) -> float:
+        """The least that a plan was measured to take, now or when it was timed before: others' work on the
+        machine only adds to it.
+        """
+        return min(plan.seconds_measured, self.before.get(plan.backend, math.inf))
+
     def keep(self, plan: Plan) -> None:
-        """Keep what the candidates of a plan took, where several were timed in turn and the best as
-        predicted: another minute's prices are taken anew.
+        """Keep what the candidates of a plan took, where several were timed in turn, or none was before, and
+        the best as predicted: another minute's prices are taken anew.
         """
         told = {c.backend: c.measured_seconds for c in plan.candidates if c.measured_seconds}
-        if len(told) < 2 or plan.misjudged is not None:
+        if (len(told) < 2 and (self.before or not told)) or plan.misjudged is not None:
             return
         found = KeptRace(seconds=told, day=date.today().isoformat(), busy=bool(busy()))
         remember(self.path, found, _MOST_FILES)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,25 @@ def test_a_model_that_counts_its_calls_is_said_to() -> None:
     check = verify_capture(capture(model, (torch.ones(2, 4),)), model)[0]
     assert not check.passed
     assert "its forward writes calls, in evaluation mode, too" in str(check.note)
+
+
+def test_nothing_is_run_twice_with_the_same_inputs() -> None:
+    model = Masked()
+    program = capture(model, (), inputs())
+    ran = {"model": 0, "graph": 0}
+
+    def count(name: str) -> None:
+        ran[name] += 1
+
+    model.register_forward_pre_hook(lambda *_: count("model"))
+    program.module.register_forward_pre_hook(lambda *_: count("graph"))
+    checks = verify_capture(program, model)
+    assert len(checks) == 3 and str(checks[-1].note).startswith("padding changes the output by ")
+    # and once to see whether the model takes the second shape
+    assert ran == {"model": 4, "graph": 3}
+    assert len(variants(program)) == 3 and ran["graph"] == 3  # the graph ran at these sizes
+    shorter = {name: value[:, :6] for name, value in program.kwargs.items()}
+    assert len(variants(replace(program, kwargs=shorter))) == 3 and ran["graph"] == 4  # and not at those
 
 
 def test_variants_need_no_model() -> None:

@@ -125,6 +125,45 @@ def test_what_was_not_borne_out_or_not_timed_beside_another_is_not_kept(
     assert open_ones(race()) == list(NAMES)
 
 
+def test_what_a_plan_took_is_the_least_that_was_seen(raced: Any) -> None:
+    race, ran = raced
+    plan = ran(1.0, 2.0)
+    now = replace(plan, measured=replace(plan.predicted, seconds=1.1))
+    assert race().took(now) == 1.1  # nothing is known yet
+    race().keep(replace(plan, candidates=plan.candidates[:1]))
+    assert race().took(now) == 1.0 and race().took(replace(now, backend="onnxruntime")) == 1.1
+    assert race().took(replace(now, measured=replace(now.measured, seconds=0.9))) == 0.9
+    race().keep(ran(1.0, 2.0))
+    race().keep(replace(plan, candidates=plan.candidates[:1]))  # what beat another is not forgotten
+    assert open_ones(race()) == ["torch-eager"]
+
+
+def test_what_is_as_fast_as_before_is_not_looked_at_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from effcompile.compiler import measure
+
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
+    monkeypatch.setattr("effcompile.ir.plan.Plan.misjudged", None)
+    looks, asked, took = list[float](), list[float](), iter([1.0, 1.2, 0.9])
+
+    def compared(program: Any, model: Any, outcomes: Any) -> dict[str, float]:
+        looks.append(next(took))
+        return {"original": 1.0, "torch-eager": looks[-1]}
+
+    def undecided(plans: Any, told: Any, seconds: float) -> list[Any]:
+        asked.append(seconds)
+        return []
+
+    monkeypatch.setattr(measure, "compare", compared)
+    monkeypatch.setattr("effcompile.compiler.compile.undecided", undecided)
+    torch.manual_seed(0)
+    model, x = Small().eval(), torch.randn(4, 64)
+    plans = [effcompile.optimize(model, (x,), backend="torch-eager").plan for _ in range(3)]
+    assert looks == [1.0, 1.2, 0.9] and sorted(set(asked)) == [0.9, 1.0]
+    assert [plan.seconds_measured for plan in plans] == looks  # what is told is of the run
+
+
 def test_a_file_that_is_none_of_ours_is_not_believed(raced: Any) -> None:
     race, ran = raced
     race().keep(ran(1.0, 2.0))
