@@ -185,7 +185,11 @@ def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Forward]:
     # Dynamo cannot trace export's guards and hooks, and makes its own
     module = exported.module(check_guards=not inductor)
     assert isinstance(module, fx.GraphModule)
-    run = _compile(fx.GraphModule(module, module.graph), None) if inductor else by_few_rows(pack(module))
+    run = (
+        _compiled_when_called(fx.GraphModule(module, module.graph), path)
+        if inductor
+        else by_few_rows(pack(module))
+    )
 
     def call(*args: object, **kwargs: object) -> Any:
         with torch.inference_mode(False), torch.no_grad():
@@ -288,6 +292,26 @@ class _Shaped:
         if self._eager is None:
             self._eager = pack(flatten(self._program), self._packed)
         return self._eager(*inputs)
+
+
+def _compiled_when_called(module: fx.GraphModule, path: Path) -> Forward:
+    """The graph of a file, compiled at the first call; its code is kept by the file's bytes, for the next
+    process that loads it.
+    """
+    with path.open("rb") as content:
+        bytes_of = hashlib.file_digest(content, "sha256").hexdigest()
+    made = list[Forward]()
+
+    def call(*args: object, **kwargs: object) -> Any:
+        if made:
+            return made[0](*args, **kwargs)
+        code = f"{bytes_of} {_what_compiles(torch.get_num_threads())}"
+        with torch_compat_inductor.read_as_compiled(lambda _: (), code) as (reader, _):  # one at a time
+            if not made:
+                made.append(_compile(module, reader))
+            return made[0](*args, **kwargs)
+
+    return call
 
 
 def _compile(module: fx.GraphModule, reader: Any | None) -> Forward:

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch_formats import lacking
 
-from effcompile.backends.torch import TorchEager, TorchInductor
+from effcompile.backends.torch import TorchEager, TorchInductor, load
 from effcompile.backends.torch import edit as torch_edit
 from effcompile.backends.torch import lowered as lowered_module
 from effcompile.backends.torch import read_back as found
@@ -150,6 +150,27 @@ def test_code_of_packed_weights_is_generated_once_and_told_as_it_was(generated: 
     assert first.applied == again.applied
     assert {site: again.applied[site] for site in program.tags} == program.tags
     assert torch.equal(first(program.args[0])[0], again(program.args[0])[0])
+
+
+@pytest.mark.skipif(lacking("int8_dynamic") is not None, reason="no such kernel here")
+def test_code_of_a_saved_model_is_generated_once_for_each_content(
+    generated: _Generated, tmp_path: Path
+) -> None:
+    program = dynamic()
+    x, lowered = program.args[0], TorchInductor().lower(program, None, [])
+    wanted, (path, *_) = lowered(x)[0], lowered.save(tmp_path / "one")
+    generated.now()
+    for of_cache in ((0, 1), (1, 0)):
+        run = load(path)
+        found_there, again = run(x), run(x)
+        assert torch.allclose(found_there, wanted, atol=1e-4) and torch.equal(found_there, again)
+        assert generated.now() == of_cache
+    with torch.no_grad():
+        next(iter(program.module.parameters()))[0, 0] += 1  # one element, of the same sizes
+    other, *_ = TorchInductor().lower(program, None, []).save(tmp_path / "other")
+    generated.now()
+    assert torch.allclose(load(other)(x), TorchEager().lower(program, None, [])(x)[0], atol=1e-4)
+    assert generated.now() == (0, 1)
 
 
 @pytest.mark.skipif(lacking("int8_dynamic") is not None, reason="no such kernel here")
