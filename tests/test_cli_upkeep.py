@@ -3,12 +3,14 @@ answers by itself.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import effcompile
 from effcompile import cli
 from effcompile.backends import BACKENDS as REAL_BACKENDS
 from effcompile.core import names
@@ -97,6 +99,21 @@ def test_the_cache_is_shown_and_removed(
     assert run(capsys, "cache", "clean")[0] == 0
     assert list(folder.iterdir()) == []
     assert run(capsys, "cache", "clean")[0] == 0
+
+
+def test_all_that_is_kept_is_cleaned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every name that a source puts into the cache's folder."""
+    kept = re.compile(r'cache_folder\(\) / f?"([^"{]+)')
+    texts = (file.read_text() for file in sorted(Path(effcompile.__file__).parent.rglob("*.py")))
+    names = {name for text in texts for name in kept.findall(text)}
+    assert {"agreements", "races", "native"} <= names
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
+    for name in names:
+        (tmp_path / name).write_text("kept")
+    assert run(capsys, "cache", "clean")[0] == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cache_that_is_a_folder_of_others_is_left_alone(

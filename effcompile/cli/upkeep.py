@@ -112,6 +112,7 @@ def _clean(folder: Path) -> None:
         "rates-",
         "races",
         "steps",
+        "agreements",
         "rehearsed",
         "ranges",
         "sessions",
