@@ -227,12 +227,17 @@ class Program(Traced):
 
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers, each storage once."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+        return stored_bytes(self.module)
 
     def parameter_count(self) -> int:
         """Number of distinct parameter elements."""
         return sum({id(p): p.numel() for p in self.module.parameters()}.values())
+
+
+def stored_bytes(*modules: torch.nn.Module) -> int:
+    """Bytes of the parameters and buffers of all of them, each storage once."""
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def evaluated(formula: str, sizes: Mapping[str, int]) -> int | float:

@@ -126,7 +126,7 @@ class Attention(Pass):
                 options.append(Option(form=carried, cost=cost, by=self.name, note=note))
         if not context.goal.exact and options and not site.ours:
             narrower = [self._int8(site, names, context, options[0])] if self.int8 else []
-            if self.bf16 and context.goal.mode == "inference" and dtype_of(site.node) is torch.float32:
+            if self.bf16 and context.goal.mode != "training" and dtype_of(site.node) is torch.float32:
                 narrower.append(self._narrower(BF16, site, context, options[0]))
             options += [option for option in narrower if isinstance(option, Option)]
             yield from (option for option in narrower if isinstance(option, Declined))

@@ -71,6 +71,7 @@ class Context:
         formats: what a dense linear may be held in under this goal, fp32 first.
         stored: the format that stands behind "fp32" here: what the model's own linears are held in.
         lacks: says why the backend has no such kernel on any machine; None where it may have.
+        elsewhere: storages that other graphs of the model read → whether one of them counts their bytes.
     """
 
     goal: Goal
@@ -80,6 +81,7 @@ class Context:
     formats: tuple[WeightFormat, ...] = (FP32,)
     stored: WeightFormat = FP32
     lacks: Callable[[KernelCall], Reason | None] = lambda call: None
+    elsewhere: Mapping[int, bool] = field(default_factory=dict)
 
 
 @runtime_checkable

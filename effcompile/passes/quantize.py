@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -70,7 +71,7 @@ class Quantize(Pass):
         }
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
-        tables = _Tables(program, with_embeddings=self.embeddings)
+        tables = _Tables(program, with_embeddings=self.embeddings, elsewhere=context.elsewhere)
         if context.goal.exact:
             for held in self.formats if tables.linears else ():
                 yield no_error_allowed("linear", held.name, self.name)
@@ -185,11 +186,13 @@ class _Tables:
 
     The first site that reads a table *owns* it: its fp32 option carries the bytes, the others' fp32 option
     costs none and requires the owner to be fp32 (both are). A quantised reader adds its own copy. Where
-    something that is no site reads the table, or two readers have one name, the fp32 table stays whatever is
-    chosen: every option of the owner carries it.
+    something that is no site reads the table, or another graph, or two readers have one name, the fp32 table
+    stays whatever is chosen: every option of the owner carries it, once for all graphs.
     """
 
-    def __init__(self, program: Program, *, with_embeddings: bool) -> None:
+    def __init__(
+        self, program: Program, *, with_embeddings: bool, elsewhere: Mapping[int, bool] = MappingProxyType({})
+    ) -> None:
         self.linears = linears(program)
         names = {site.site for site in self.linears}
         found = embeddings(program) if with_embeddings else []
@@ -203,9 +206,9 @@ class _Tables:
             assert value is not None
             key = _storage(value)
             self._key[site.site] = key
-            self._bytes[key] = value.numel() * value.element_size()
+            self._bytes[key] = 0 if elsewhere.get(key) else value.numel() * value.element_size()
             self._readers[key].append(site.site)
-        self._pinned = _read_otherwise(program, {s.node for s in readers}, self._readers)
+        self._pinned = _read_otherwise(program, {s.node for s in readers}, self._readers) | set(elsewhere)
 
     def baseline_bytes(self, site: LinearSite | EmbeddingSite) -> int:
         return self._bytes[self._key[site.site]] if self._owns(site) else 0

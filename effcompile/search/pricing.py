@@ -75,7 +75,7 @@ def search_for(
     """
     options = {} if goal.exact else measured_options(passes)
     if backends and "attention" in options:
-        options["attention"] = tuple(form for form in options["attention"] if _is_had(form, backends))
+        options["attention"] = tuple(form for form in options["attention"] if is_had(form, backends))
     measured, text = _sensitivity(program, goal, passes, options, progress)
     notes = (*machine.notes, *stored_notes(program), *program.mends, *program.fixed)
     return Search(
@@ -85,7 +85,7 @@ def search_for(
     )  # fmt: skip
 
 
-def _is_had(form: Form, backends: Sequence[Backend]) -> bool:
+def is_had(form: Form, backends: Sequence[Backend]) -> bool:
     """Whether one of the backends has the kernel of an attention."""
     call = KernelCall(kernel=f"attention/{form.word}", dims=(1, 1, 1, 1, 1))
     return any(backend.lacks(call) is None for backend in backends)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from effcompile.estimate.timeline import timeline
-from effcompile.ir.program import Program
-from effcompile.passes import Choice
+from effcompile.ir.program import Program, stored_bytes
+from effcompile.passes import Choice, Pass
 from effcompile.search.refine import Constraints
 
 #: The backend whose graphs write where they read what they go on from.
@@ -18,16 +18,22 @@ FREE = Constraints()
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """One way in which a model is called: its graph at these sizes, and how often."""
+    """One way in which a model is called: its graph at these sizes, and how often.
+
+    graph: of one graph an option is one choice in all its regimes. passes: that decide about it; None: the
+    search's.
+    """
 
     name: str
     program: Program
     calls: float = 1
+    graph: str = ""
+    passes: tuple[Pass, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regimes:
-    """How a model is called, and what memory has to hold for it. An option is one choice for all of them.
+    """How a model is called, and what memory has to hold for it.
 
     weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: of those
     what a runtime that copies what it is given to go on from holds once more.
@@ -47,16 +53,39 @@ class Regimes:
             each=(Regime(name="call", program=program),), weight_bytes=memory.weight_bytes, kept_bytes=kept
         )
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of weights alone, without constants of the graphs."""
+        return stored_bytes(*(regime.program.module for regime in self.each))
+
+    def elsewhere(self, regime: Regime) -> dict[int, bool]:
+        """Storages of tensors that other graphs read → whether one of them comes before."""
+        found: dict[int, bool] = {}
+        graphs = list(dict.fromkeys(each.graph for each in self.each))
+        for other in self.each:
+            for node in other.program.graph.find_nodes(op="get_attr") if other.graph != regime.graph else ():
+                if (tensor := other.program.tensor(node)) is not None:
+                    before = graphs.index(other.graph) < graphs.index(regime.graph)
+                    storage = tensor.untyped_storage()._cdata
+                    found[storage] = found.get(storage, False) or before
+        return found
+
     def kept(self, backend: str) -> int:
         """Bytes beside the weights at the highest instant on a backend."""
         return self.kept_bytes + (0 if backend == IN_PLACE else self.copied_bytes)
 
 
 def merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iterator[Choice]:
-    """Choices of all regimes as one: an option's seconds are those of all its calls.
+    """Choices of all regimes of a graph as one: an option's seconds are those of all its calls.
 
     What one regime does not offer is offered by none.
     """
+    for graph in dict.fromkeys(regime.graph for regime in regimes):
+        places = [at for at, regime in enumerate(regimes) if regime.graph == graph]
+        yield from _of_one_graph([regimes[at] for at in places], [made[at] for at in places])
+
+
+def _of_one_graph(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iterator[Choice]:
     first, *others = ({choice.site: choice for choice in of_regime} for of_regime in made)
     for site, choice in first.items():
         twins = [choice, *(of_regime[site] for of_regime in others if site in of_regime)]

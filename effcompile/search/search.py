@@ -155,7 +155,7 @@ class Search:
             regime.calls * estimate(regime.program, target, BASELINE).seconds for regime in regimes.each
         )
         peak = regimes.weight_bytes + regimes.kept_bytes
-        return Totals(seconds=seconds, weight_bytes=self.program.weight_bytes(), peak_bytes=peak, error=0.0)
+        return Totals(seconds=seconds, weight_bytes=regimes.stored_bytes, peak_bytes=peak, error=0.0)
 
     def _proposal(self, backend: Backend) -> Proposal:
         name = backend.name
@@ -165,7 +165,14 @@ class Search:
                 formats=self.formats, stored=stored_format(self.program),
                 lacks=cache(partial(_lacks, backend, self.machine.target)),
             )  # fmt: skip
-            found = [propose_all(self.passes, regime.program, context) for regime in self.regimes.each]
+            found = [
+                propose_all(
+                    self.passes if regime.passes is None else regime.passes,
+                    regime.program,
+                    replace(context, elsewhere=self.regimes.elsewhere(regime)),
+                )
+                for regime in self.regimes.each
+            ]
             made = [choices for choices, _ in found]
             choices = (*merged(self.regimes.each, made), *(self.beside if name == IN_PLACE else ()))
             first, *others = (declined for _, declined in found)

@@ -19,7 +19,7 @@ from effcompile.backends.torch.measure import measure
 from effcompile.backends.torch.on_gpu import Recorded, on_gpu
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.ir.formats import W4, W8_CHANNEL
+from effcompile.ir.formats import BF16, W4, W8_CHANNEL
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.cold import FEW_ROWS
@@ -28,17 +28,22 @@ from effcompile.ops import row_program
 
 #: Weights below which a linear is left as it is.
 _LEAST = 1 << 16
+#: Weights below which reading half of their bytes saves less than two more calls of regions take, some 70 us.
+_SMALL = 1 << 20
 
 
 def _breaks_regions(call: KernelCall) -> Unsupported | None:
-    """Why a linear of few rows is not offered in torch's own formats of weights alone: one between ours ends
-    the region that they are in (regions.py), which no price of a linear tells.
+    """Why a linear of few rows is not offered in torch's own formats of weights alone, and a small one not in
+    bf16: one between ours ends the region that they are in (regions.py), which no price of a linear tells.
     """
-    if call.format is None or call.format.family not in (W4.family, W8_CHANNEL.family):
+    if call.format is None or call.format.family not in (W4.family, W8_CHANNEL.family, BF16.family):
         return None
-    few = call.dims[0] <= FEW_ROWS and call.dims[1] * call.dims[2] >= _LEAST
-    if not few or not row_program.available():
+    weights = call.dims[1] * call.dims[2]
+    if call.dims[0] > FEW_ROWS or weights < _LEAST or not row_program.available():
         return None
+    if call.format.family == BF16.family:
+        said = "for few rows it ends the call of all layers, which costs more than its fewer bytes save"
+        return Unsupported(said) if weights < _SMALL else None
     return Unsupported(
         "for few rows int8_groups and int4_groups read as little, and stay in one call of all layers"
     )

@@ -34,7 +34,7 @@ from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturat
 from effcompile.core.types import Forward, Outputs
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
-from effcompile.ir.program import Program
+from effcompile.ir.program import Program, stored_bytes
 from effcompile.machine import huge_pages
 from effcompile.ops.bf16_attention import bf16_attention
 from effcompile.ops.bf16_attention import told as attentions_told
@@ -213,7 +213,7 @@ def lower_eager(program: Program) -> TorchLowered:
         run=by_few_rows(module),
         applied=applied,
         settings={"threads": torch.get_num_threads(), **_kernels(program)},
-        weight_bytes=_artifact_bytes(program),
+        weight_bytes=artifact_bytes(program),
     )
 
 
@@ -248,7 +248,7 @@ def lower_inductor(program: Program) -> TorchLowered:
             "other_shapes": "run uncompiled, weights packed",
             **_kernels(program),
         },
-        weight_bytes=_artifact_bytes(program),
+        weight_bytes=artifact_bytes(program),
     )
 
 
@@ -360,11 +360,10 @@ def _try(run: Callable[..., object], program: Program) -> None:
         ) from error
 
 
-def _artifact_bytes(program: Program) -> int:
-    """Bytes of the weights that the edited graph reads, each storage once."""
-    module = fx.GraphModule(program.module, program.graph)  # keeps only what the graph reads
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+def artifact_bytes(*programs: Program) -> int:
+    """Bytes of the weights that the edited graphs read, each storage once."""
+    # such a module keeps only what its graph reads
+    return stored_bytes(*(fx.GraphModule(program.module, program.graph) for program in programs))
 
 
 def _line(error: BaseException) -> str:

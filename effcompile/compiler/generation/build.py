@@ -20,7 +20,6 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, HFModel, Kwargs
 from effcompile.core.units import format_bytes
-from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.figures import Candidate
 from effcompile.ir.footprint import excess
@@ -35,13 +34,13 @@ from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
 from effcompile.search.corrected import corrected
-from effcompile.search.generation.cases import scored
+from effcompile.search.generation.errors import option_errors
 from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
-from effcompile.search.generation.text import CalibrationText, as_inputs, calibration_texts, sensed
+from effcompile.search.generation.text import CalibrationText, calibration_texts, longest_source
 from effcompile.search.machine import Machine, resolve
-from effcompile.search.pricing import formats, measured_options, plans_for, replaced_weights
+from effcompile.search.pricing import formats, measured_options, plans_for
 from effcompile.search.progress import Progress, entry
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.regimes import Regimes
@@ -53,11 +52,12 @@ from effcompile.search.shortlist import not_built, undecided, worth_building
 BACKENDS = ("torch-eager", "onnxruntime")
 #: What decides about it unless passes are named.
 PASSES = ("rows", "quantize")
+#: And about an encoder before it, where an error is allowed: its calls have many rows.
+OF_ENCODERS = ("attention", "quantize")
 #: Tokens of a prompt that are prefilled at once: longer ones in chunks of so many.
 CHUNK = 512
 #: Solves until the measured error and peak are within the limits.
 _ROUNDS = 4
-_SENSITIVITY_SECONDS = 10.0  # half of it for gradients: by one pass a plan's error was predicted within 7 %
 #: Times the best predicted objective that is still built and timed: of two backends' predictions one was up
 #: to 1.2 times as far from what was measured as the other.
 SHORTLIST = 1.25
@@ -65,12 +65,13 @@ SHORTLIST = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What carrying out a plan needs. `said`: where the texts are from."""
+    """What carrying out a plan needs. `said`: where the texts are from. `before`: passes of an encoder."""
 
     model: HFModel
     step: GenerationStep
     goal: Goal
     passes: tuple[Pass, ...]
+    before: tuple[Pass, ...]
     room: CacheRoom
     texts: tuple[CalibrationText, ...]
     said: str
@@ -155,7 +156,8 @@ def _finished(
     """
     goal = bench.goal
     with bench.progress.step("measure"):
-        found = measured.compared(bench.model, {o.plan.backend: o.lowered for o in outcomes}, goal)
+        steps = {o.plan.backend: o.lowered for o in outcomes}
+        found = measured.compared(bench.model, steps, goal, longest_source(bench.texts))
     totals = {o.plan.backend: found.each[o.plan.backend].total(goal) for o in outcomes}
     small = lambda outcome: outcome.plan.measured.peak_bytes or 0  # noqa: E731
     best = min(outcomes, key=small if goal.minimize == "memory" else lambda o: totals[o.plan.backend])
@@ -276,8 +278,11 @@ def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:
     )
     with progress.step("calibration text"):
         texts, said = calibration_texts(model, step, given, context)
+    asked = (*(task.request.passes or ()), *named)
+    before = tuple(each for each in load_passes(asked, OF_ENCODERS) if each.name in OF_ENCODERS)
     return Bench(
-        model=model, step=step, goal=goal, passes=load_passes((*(task.request.passes or ()), *named), PASSES),
+        model=model, step=step, goal=goal, passes=load_passes(asked, PASSES),
+        before=() if goal.exact or step.encoder is None else before,
         room=CacheRoom(context=context, chunk=CHUNK), texts=tuple(texts), said=said, progress=progress,
     )  # fmt: skip
 
@@ -288,25 +293,12 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
     step, goal, texts = bench.step, bench.goal, bench.texts
     machine = resolve(task.request.target, backends, gpu.place_of(task.model))
     with bench.progress.step("measure sensitivity"):
-        found = _sensitivity(step, goal, bench.passes, sensed(texts))
+        found = option_errors(step, goal, (*bench.passes, *bench.before), texts, backends)
         beside = cache_choice(step, bench.model, goal, machine.target, texts)
     return Shop(
-        bench=bench, machine=machine, sensitivity=found, beside=beside, regimes=regimes_of(step, goal, CHUNK)
-    )
-
-
-def _sensitivity(
-    step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[CalibrationText]
-) -> Sensitivity:
-    """Error of every low-precision option at the logits of these texts."""
-    if goal.exact:
-        return Sensitivity(errors={}, method="the goal allows no error")
-    program = scored(step.program)
-    inputs = [as_inputs(text, step.layout, program.kwargs) for text in texts]
-    weights = replaced_weights(passes, program)
-    return kept.measured(
-        program, inputs, measured_options(passes), weights=weights, budget_seconds=_SENSITIVITY_SECONDS
-    )
+        bench=bench, machine=machine, sensitivity=found, beside=beside,
+        regimes=regimes_of(step, goal, CHUNK, longest_source(texts), bench.before),
+    )  # fmt: skip
 
 
 def _settle(
@@ -359,19 +351,23 @@ def _lowered(bench: Bench, backend: Backend, plan: Plan, told: Sequence[Told]) -
         program = step.program
         for each in bench.passes:
             program = each.apply(program, plan)
+        for each in bench.before:
+            step = step.before(partial(each.apply, plan=plan))
         lowered, parts = lower_step(step, program, backend, plan, bench.room, bench.texts)
     with bench.progress.step(f"compare {backend.name}"):
         stepper = Stepper(lowered, type(bench.model).forward, bench.model.config)
         found = checks(stepper, bench.model, told, bench.goal)
     with bench.progress.step(f"peak of {backend.name}"):
-        peak = measured.peak_bytes(stepper, parts, bench.model, bench.goal, bench.room)
+        peak = measured.peak_bytes(stepper, parts, bench.model, bench.goal, longest_source(bench.texts))
     plan = replace(
         plan,
         checks=tuple(found),
         settings=dict(parts["step"].settings),
         measured=replace(plan.predicted, seconds=None, peak_bytes=peak),
     )
-    applied = {**parts["step"].applied, CACHE: form_of(lowered.layout)}
+    applied = {CACHE: form_of(lowered.layout)}
+    for part in parts.values():
+        applied |= part.applied
     decisions = tuple(
         replace(d, applied=applied[d.site].name if d.site in applied else d.applied) for d in plan.decisions
     )

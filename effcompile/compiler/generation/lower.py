@@ -42,12 +42,11 @@ def lower_step(
         program.flat_inputs()
     ]
     graphs = {"step": program, "source": step.source, "encoder": step.encoder}
+    ranges = {"step": calibration, "encoder": [list(text.source.values()) for text in texts if text.source]}
     made: dict[str, Lowered] = {}
     for name, graph in graphs.items():
         if graph is not None:
-            made[name] = backend.lower(
-                graph, plan, calibration if graph is program else [graph.flat_inputs()]
-            )
+            made[name] = backend.lower(graph, plan, ranges.get(name) or [graph.flat_inputs()])
             made[name].tune(graph.flat_inputs())
     tables = {
         name: rows

@@ -4,8 +4,8 @@ and single tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -18,6 +18,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.types import HFModel, Kwargs
 from effcompile.ir.figures import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
+from effcompile.runtime.generation.executable import LoweredEncoder
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.search.generation.text import CalibrationText
 
@@ -36,12 +37,14 @@ _OF_STATES = 1e-3
 class Told:
     """What the model itself says of a text: logits at each position, of its own forward without a cache.
 
-    `rounding`: how far they are from those of the model in float64; it runs the model when called.
+    `source`: what the encoder is given. `rounding`: how far they are from those in float64; it runs
+    the model when called.
     """
 
     text: torch.Tensor
     logits: torch.Tensor
     extra: Kwargs
+    source: Mapping[str, torch.Tensor]
     rounding: Callable[[], float]
 
 
@@ -57,6 +60,7 @@ def told_by(model: HFModel, texts: Sequence[CalibrationText], goal: Goal) -> lis
                 text=text,
                 logits=logits,
                 extra=extra,
+                source=each.source,
                 rounding=cache(partial(_rounding, wide, text, extra, logits)),
             )
         )
@@ -89,6 +93,7 @@ def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -
     limit = goal.tolerance if not goal.exact else _ROUNDING
     found: dict[str, tuple[float, float]] = {}
     for one in told:
+        one = encoded(stepper, one)
         for name, sizes in _ways(one.text.shape[1]):
             logits = forced(stepper, model, one, sizes)
             error, loss = (
@@ -102,6 +107,14 @@ def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -
         Check(name=name, error=error, limit=limit, note=Nats(change=loss) if not goal.exact else None)
         for name, (error, loss) in found.items()
     ]
+
+
+def encoded(stepper: Stepper, told: Told) -> Told:
+    """With what the lowered encoder makes of its input in the place of the model's own."""
+    if not told.source:
+        return told
+    encoder = LoweredEncoder(stepper.step, tuple(told.source))
+    return replace(told, extra={**told.extra, "encoder_outputs": encoder(**told.source)})
 
 
 def _ways(tokens: int) -> Iterator[tuple[str, list[int]]]:

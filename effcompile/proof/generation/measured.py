@@ -16,8 +16,9 @@ from torch import fx
 
 from effcompile.backends.base import Lowered
 from effcompile.backends.torch import TorchLowered
+from effcompile.backends.torch.lowered import artifact_bytes
 from effcompile.capture.caches import HFCache, as_now, cache_name, new_cache
-from effcompile.capture.generation import encoder_inputs, encoder_output
+from effcompile.capture.generation import encoder_output
 from effcompile.capture.mends import evaluating
 from effcompile.core import torch_compat_memory
 from effcompile.core.findings import TokenRates
@@ -30,8 +31,9 @@ from effcompile.ir.figures import Totals
 from effcompile.ir.formats import FP32
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.runtime.generation.executable import LoweredEncoder
 from effcompile.runtime.generation.stepper import Stepper
-from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
+from effcompile.runtime.generation.steps import LoweredStep
 from effcompile.sites.parts import embeddings, linears
 
 ORIGINAL = "original"
@@ -46,14 +48,15 @@ _READ, _STREAM = "read", 1 << 27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Of a prefill of the prompt, and of one token behind it."""
+    """Of a prefill of the prompt, and of one token behind it; of an encoder before them."""
 
     prefill: float
     decode: float
+    encoder: float = 0.0
 
     def total(self, goal: Goal) -> float:
         """Of a prompt and all its new tokens."""
-        return self.prefill + goal.tokens[2] * self.decode
+        return self.encoder + self.prefill + goal.tokens[2] * self.decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +69,15 @@ class Interleaved:
     stream: float
 
 
-def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> Interleaved:
-    """All of them in turn, again and again: on a busy machine their ratios hold."""
+def compared(
+    model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal, source: Mapping[str, torch.Tensor]
+) -> Interleaved:
+    """All of them in turn, again and again: on a busy machine their ratios hold.
+
+    `source`: what an encoder is given.
+    """
     _, prompt, _ = goal.tokens
-    extra = _extra(model, goal.batch)
+    extra = _extra(model, goal.batch, source)
     runs: dict[str, Any] = {ORIGINAL: partial(_original, model)}
     runs |= {name: Stepper(step, type(model).forward, model.config) for name, step in steps.items()}
     ids = _ids(model, goal, prompt)
@@ -86,6 +94,11 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> In
         if max(map(max, called.values())) < _LONG:
             called = interleaved(prefills, 2, repeats=1)
         first = {name: min(times) for name, times in called.items()}
+        encoders: dict[str, Callable[[], object]] = {ORIGINAL: _encoder(model)} if source else {}
+        encoders |= {name: LoweredEncoder(step, tuple(source)) for name, step in steps.items() if source}
+        given = _rows(source, goal.batch)
+        encoding = {name: partial(encoder, **given) for name, encoder in encoders.items()}
+        before = {name: min(times) for name, times in interleaved(encoding, 2, repeats=1).items()}
         decodes: dict[str, Callable[[], object]] = {
             name: partial(
                 _decode, run, {key: ids[:, :1], **extra, cache_name(model): ready[name]}, as_now(ready[name])
@@ -99,7 +112,10 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> In
             for name, times in interleaved(decodes, _ROUNDS, repeats=1).items()
         }
     return Interleaved(
-        each={name: Seconds(prefill=first[name], decode=each[name]) for name in runs},
+        each={
+            name: Seconds(prefill=first[name], decode=each[name], encoder=before.get(name, 0.0))
+            for name in runs
+        },
         stream=buffer.nbytes / each[_READ],
     )
 
@@ -150,23 +166,37 @@ def _decode(run: Forward, given: Kwargs, before: Callable[[], None]) -> None:
     before()
 
 
-def _extra(model: HFModel, batch: int) -> Kwargs:
+def _encoder(model: HFModel) -> Callable[..., Outputs]:
+    return partial(model.get_encoder(), return_dict=True)
+
+
+def _rows(source: Mapping[str, torch.Tensor], batch: int) -> dict[str, torch.Tensor]:
+    """The first row of what an encoder is given, so many times."""
+    return {name: value[:1].expand(batch, *value.shape[1:]).contiguous() for name, value in source.items()}
+
+
+def _extra(model: HFModel, batch: int, source: Mapping[str, torch.Tensor]) -> Kwargs:
     """The encoder's output, which a decoder reads."""
-    if not model.config.is_encoder_decoder:
+    if not source:
         return {}
-    inputs = {
-        name: value[:1].expand(batch, *value.shape[1:]) for name, value in encoder_inputs(model).items()
-    }
     with torch.no_grad():
-        return {
-            "encoder_outputs": encoder_output(
-                model.get_encoder()(**inputs, return_dict=True).last_hidden_state
-            )
-        }
+        hidden = _encoder(model)(**_rows(source, batch)).last_hidden_state
+    return {"encoder_outputs": encoder_output(hidden)}
+
+
+def weight_bytes(parts: Mapping[str, Lowered]) -> int:
+    """Of all graphs; those of torch share what they hold alike."""
+    ours = [part.program for part in parts.values() if isinstance(part, TorchLowered)]
+    others = (part.weight_bytes for part in parts.values() if not isinstance(part, TorchLowered))
+    return artifact_bytes(*ours) + sum(others)
 
 
 def peak_bytes(
-    stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, goal: Goal, room: CacheRoom
+    stepper: Stepper,
+    parts: Mapping[str, Lowered],
+    model: HFModel,
+    goal: Goal,
+    source: Mapping[str, torch.Tensor],
 ) -> int:
     """Most bytes of weights, cache and workspace: of a prompt of the whole context, and of its last token
     alone, or of a first one where the cache cannot be cut.
@@ -174,13 +204,14 @@ def peak_bytes(
     torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at
     the end of the context.
     """
-    weights = sum(part.weight_bytes for name, part in parts.items() if name != "encoder")
+    weights = weight_bytes(parts)
     context = goal.tokens[0]
     key, name = stepper.step.boundary.tokens, stepper.step.boundary.cache
-    extra = _extra(model, goal.batch)
     keep = {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
+    given = _rows(source, goal.batch)
 
     def whole() -> None:
+        extra = {"encoder_outputs": LoweredEncoder(stepper.step, tuple(source))(**given)} if source else {}
         cache = new_cache(model)
         stepper(**{key: _ids(model, goal, context), name: cache}, **extra, **keep)
         if all(leaf.growth in (Growth.FULL, Growth.SOURCE) for leaf in stepper.step.layout):
@@ -193,7 +224,8 @@ def peak_bytes(
         with torch_compat_memory.watched_memory(model.device.type) as peak:
             whole()
         return weights + peak()
-    return _of_runtime(stepper, parts["step"], model, goal, extra) or weights
+    found = _of_runtime(stepper, parts["step"], model, goal, _extra(model, goal.batch, source))
+    return weights + (0 if found is None else found - parts["step"].weight_bytes)
 
 
 def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, extra: Kwargs) -> int | None:
@@ -228,9 +260,7 @@ def told(
     context, prompt, new = goal.tokens
     peak = plan.measured.peak_bytes if plan.measured else None
     error = max((check.error for check in plan.checks), default=0.0)
-    totals = Totals(
-        seconds=mine.total(goal), weight_bytes=parts["step"].weight_bytes, peak_bytes=peak, error=error
-    )
+    totals = Totals(seconds=mine.total(goal), weight_bytes=weight_bytes(parts), peak_bytes=peak, error=error)
     cache = lowered.layout.nbytes(context, goal.batch)
     weights = parts["step"].weight_bytes
     held = lambda tokens: lowered.layout.nbytes(tokens, goal.batch)  # noqa: E731
@@ -255,6 +285,16 @@ def told(
             (int(read), int(read / mine.decode)),
         ),
         *(beside if found.stream else ()),
+        *(
+            [
+                Because(
+                    "the encoder takes {seconds} of the time; that of the model itself {seconds}",
+                    (mine.encoder, theirs.encoder),
+                )
+            ]
+            if mine.encoder
+            else []
+        ),
         Because("cache of {} tokens: {} bytes", (context, cache)),
         *(
             [Because("of the cache {} bytes are states, of one size whatever the context", (states,))]

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.edit_attentions import share_heads
 from effcompile.capture.generation import GenerationStep
+from effcompile.core.types import Args, Kwargs
 from effcompile.ir.cache import CacheLeaf, Growth
 from effcompile.ir.export import refresh_shapes
 from effcompile.ir.program import Program
@@ -25,10 +26,26 @@ aten = torch.ops.aten
 
 def sized(step: GenerationStep, program: Program, *, batch: int, past: int, new: int) -> Program:
     """The program at an example of these sizes, its nodes' shapes too. Nothing is computed."""
-    args, kwargs = (), _example(step, program, batch=batch, past=past, new=new)
+    return at_inputs(program, (), _example(step, program, batch=batch, past=past, new=new))
+
+
+def at_inputs(program: Program, args: Args, kwargs: Kwargs) -> Program:
+    """The program at these inputs as its example, its nodes' shapes too. Nothing is computed."""
     copy = program.editable("sized")
     refresh_shapes(copy.module, args, kwargs)
     return replace(copy, args=args, kwargs=kwargs, history=program.history)
+
+
+def behind(step: GenerationStep, positions: int) -> GenerationStep:
+    """The step behind an encoder's output of so many positions."""
+    given = dict(step.program.kwargs)
+    given["past"] = [
+        leaf.new_zeros(()).expand(*leaf.shape[:2], positions, leaf.shape[3])
+        if what.growth is Growth.SOURCE
+        else leaf
+        for leaf, what in zip(given["past"], step.layout, strict=True)
+    ]
+    return replace(step, program=replace(step.program, kwargs=given))
 
 
 def _example(step: GenerationStep, program: Program, *, batch: int, past: int, new: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The regimes of a generation: a prompt once, and each new token behind a cache.
+"""The regimes of a generation: an encoder once, a prompt once, and each new token behind a cache.
 
 The search itself is search/search.py's.
 
-    seconds = calls of the prefill × prefill + new tokens × decode
+    seconds = encoder + calls of the prefill × prefill + new tokens × decode
     bytes = weights once + cache of the whole context + workspace
 
 A linear's format is one choice for both; errors and limits add up as they do for a forward call.
@@ -11,23 +11,43 @@ A linear's format is one choice for both; errors and limits add up as they do fo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+
+import torch
 
 from effcompile.capture.generation import GenerationStep
 from effcompile.core.goal import Goal
-from effcompile.search.generation.cases import filled
+from effcompile.estimate.timeline import timeline
+from effcompile.ir.program import shape_of, stored_bytes
+from effcompile.passes import Pass
+from effcompile.search.generation.cases import at_inputs, behind, filled
 from effcompile.search.generation.room import workspace
 from effcompile.search.regimes import Regime, Regimes
 
 
-def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:
+def regimes_of(
+    step: GenerationStep,
+    goal: Goal,
+    chunk: int,
+    source: Mapping[str, torch.Tensor],
+    passes: tuple[Pass, ...] = (),
+) -> Regimes:
     """Both, and what memory has to hold at the end of the context: the cache, and the activations of a chunk
     or of a token.
+
+    Of an encoder-decoder its encoder, too, at `source`, and what makes the keys of cross-attention; `passes`
+    decide about these two.
     """
     context, prompt, new = goal.tokens
+    before = list(_encoding(step, goal, source, passes)) if step.encoder is not None else []
+    positions = shape_of(before[0].program.tensor_results()[0])[1] if before else 0
+    step = behind(step, positions) if before else step
     beside, copied = (workspace(step, goal.batch, context, chunk, lean=lean) for lean in (True, False))
     chunk = min(chunk, prompt)
     at = lambda end, count: filled(step, step.program, batch=goal.batch, context=end, new=count)  # noqa: E731
-    cache_bytes = step.layout.nbytes(context, goal.batch)
+    kept = step.layout.nbytes(context, goal.batch, positions) + beside
+    encoding = (timeline(regime.program) for regime in before)
+    graphs = (step.program, *(regime.program for regime in before))
     return Regimes(
         each=(
             Regime(
@@ -36,8 +56,24 @@ def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:
                 calls=math.ceil(prompt / chunk),
             ),
             Regime(name="decode", program=at(min(context, prompt + max(1, new // 2)), 1), calls=new),
+            *before,
         ),
-        weight_bytes=step.program.weight_bytes(),
-        kept_bytes=cache_bytes + beside,
-        copied_bytes=cache_bytes + copied - beside,
+        weight_bytes=stored_bytes(*(graph.module for graph in graphs)),
+        kept_bytes=max(kept, *(of.activation_bytes + of.input_bytes for of in encoding), 0),
+        copied_bytes=step.layout.nbytes(context, goal.batch) + copied - beside,
     )
+
+
+def _encoding(
+    step: GenerationStep, goal: Goal, source: Mapping[str, torch.Tensor], passes: tuple[Pass, ...]
+) -> Iterator[Regime]:
+    """What runs once before the first token."""
+    assert step.encoder is not None
+    assert step.source is not None
+    given = {name: value[:1].expand(goal.batch, *value.shape[1:]) for name, value in source.items()}
+    encoder = at_inputs(step.encoder, (), given)
+    yield Regime(name="encoder", program=encoder, graph="encoder", passes=passes)
+    hidden, tokens = step.source.args
+    (made,) = (shape_of(node) for node in encoder.tensor_results())
+    args = (hidden.new_zeros(()).expand(made), tokens[:1, :1].expand(goal.batch, 1))
+    yield Regime(name="source", program=at_inputs(step.source, args, {}), graph="source", passes=passes)

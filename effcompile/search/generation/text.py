@@ -30,12 +30,14 @@ class CalibrationText:
     Attributes:
         tokens: ids (rows, tokens); of an encoder-decoder the decoder's.
         extra: what the model's forward takes beside them: an encoder's output, and its mask.
+        source: what the encoder is given, by name and in its order.
         cross: what a step caches of that output, leaf by leaf.
         whole: options' errors are measured on all of it.
     """
 
     tokens: torch.Tensor
     extra: Kwargs = field(default_factory=dict)
+    source: Mapping[str, torch.Tensor] = field(default_factory=dict)
     cross: tuple[torch.Tensor, ...] = ()
     whole: bool = True
 
@@ -77,8 +79,14 @@ def calibration_texts(
         said = f"{_ROWS} rows of {seen} tokens that the model itself writes (sampled, seed 0)"
         return [CalibrationText(tokens=written, whole=False)], said
     source = {name: value[:1].expand(_ROWS, *value.shape[1:]) for name, value in step.encoder.kwargs.items()}
-    made = _behind(model, step, drawn, _encoded(model, step, source))
+    made = _behind(model, step, drawn, source)
     return [replace(made, whole=False)], f"{_ROWS} rows of {seen} random tokens (seed 0)"
+
+
+def longest_source(texts: Sequence[CalibrationText]) -> Mapping[str, torch.Tensor]:
+    """What the encoder is given of the longest; nothing where there is none."""
+    sources = [text.source for text in texts if text.source]
+    return max(sources, key=lambda source: next(iter(source.values()))[0].numel(), default={})
 
 
 def sensed(texts: Sequence[CalibrationText]) -> list[CalibrationText]:
@@ -114,24 +122,22 @@ def _translated(
             f"calibration[{at}] has no {main} for the encoder, as a tensor of {like.dim()} dimensions. Give "
             f"{{{main!r}: …}}, and the text behind it as 'decoder_input_ids' or 'labels' if there is one."
         )
-    inputs = {main: source}
-    if "attention_mask" in taken:
-        mask = given.get("attention_mask")
-        inputs["attention_mask"] = torch.ones_like(source) if mask is None else mask
-    extra = _encoded(model, step, inputs)
+    mask = given.get("attention_mask")
+    brought = {main: source, "attention_mask": torch.ones_like(source) if mask is None else mask}
+    inputs = {name: brought[name] for name in taken}
     if given.get("decoder_input_ids") is not None:
         tokens = _ids(given["decoder_input_ids"], "decoder_input_ids", at)
     elif given.get("labels") is not None:
         tokens = _shifted(model, _ids(given["labels"], "labels", at))
     else:
         first = source.new_full((len(source), 1), _start(model), dtype=torch.int64)
-        tokens = _written(model, first, min(_TOKENS, context), extra)
+        tokens = _written(model, first, min(_TOKENS, context), _encoded(model, step, inputs))
     if len(tokens) != len(source):
         raise InputsError(
             f"calibration[{at}] has {len(source)} rows of {main} and {len(tokens)} of the text behind it. "
             "Give as many."
         )
-    return _behind(model, step, tokens[:, :context], extra)
+    return _behind(model, step, tokens[:, :context], inputs)
 
 
 def _shifted(model: HFModel, labels: torch.Tensor) -> torch.Tensor:
@@ -157,15 +163,17 @@ def _encoded(model: HFModel, step: GenerationStep, inputs: Kwargs) -> Kwargs:
     return {"encoder_outputs": encoder_output(hidden), **masks}
 
 
-def _behind(model: HFModel, step: GenerationStep, tokens: torch.Tensor, extra: Kwargs) -> CalibrationText:
-    """A text behind an encoder's output, with what a step caches of that."""
-    names = step.boundary
+def _behind(
+    model: HFModel, step: GenerationStep, tokens: torch.Tensor, source: Mapping[str, torch.Tensor]
+) -> CalibrationText:
+    """A text behind what an encoder is given, with what a step caches of its output."""
+    names, extra = step.boundary, _encoded(model, step, source)
     given = {names.tokens: tokens[:, :1], names.cache: new_cache(model), **extra}
     with evaluating(model), torch.no_grad():
         outputs = model(**given, use_cache=True, return_dict=True)
     leaves = zip(leaves_of(outputs[names.cache], step.layout), step.layout, strict=True)
     cross = tuple(leaf for leaf, what in leaves if what.growth is Growth.SOURCE)
-    return CalibrationText(tokens=tokens, extra=extra, cross=cross)
+    return CalibrationText(tokens=tokens, extra=extra, source=source, cross=cross)
 
 
 def _ids(found: object, name: str, at: int) -> torch.Tensor:
