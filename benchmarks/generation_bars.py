@@ -1,11 +1,11 @@
 """What planned generations keep: encoder-decoders beside generate(), declared memories, the time of planning.
 
-    python benchmarks/generation_bars.py seq2seq [--max-error 0.05] [--new 64,128]  # T5, BART, Whisper
+    python benchmarks/generation_bars.py seq2seq [--max-error 0.01] [--new 16,64,128,224]  # T5, BART, Whisper
     python benchmarks/generation_bars.py states [--max-error 0.6]       # Mamba, Mamba-2, Jamba, Qwen3-Next
     python benchmarks/generation_bars.py budgets                       # ten memories, three models
     python benchmarks/generation_bars.py planning [--shape qwen2.5-0.5b]   # seconds, cold
 
-Weights are random. Texts of exact plans must be equal; of others only the times are told.
+Weights are random. Texts of exact plans must be equal; of others it is told of how many inputs they are.
 """
 
 from __future__ import annotations
@@ -112,19 +112,28 @@ def made(kind: str, settings: dict[str, Any]) -> Any:
 
 
 def seq2seq(options: argparse.Namespace) -> None:
-    """Each planned once, for the longest text, and timed at every length."""
+    """Each planned once, for the longest text, and timed at every length; each round has its own input."""
     lengths = sorted(int(each) for each in options.new.split(","))
     for kind in options.models.split(","):
         model = made(kind, _SEQ2SEQ[kind])
-        text = torch.randint(3, 2000, (1, 128))
-        sound = torch.randn(1, 80, 3000)
-        given = {"input_features": sound} if kind == "whisper" else {"input_ids": text}
+        given = [
+            {"input_features": torch.randn(1, 80, 3000)}
+            if kind == "whisper"
+            else {"input_ids": torch.randint(3, 2000, (1, 128))}
+            for _ in range(options.rounds)
+        ]
         longest = lengths[-1]
         goal = {"context": 2 * longest, "prompt": 1, "new": longest, "max_error": options.max_error}
-        planned = effcompile.optimize(model, inputs=given, mode="generation", backend=options.backend, **goal)
+        planned = effcompile.optimize(
+            model, inputs=given[0], mode="generation", backend=options.backend, **goal
+        )
         for new in lengths:
             how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-            race(kind, planned, model, given, how, options.rounds)
+            race(kind, planned, model, given, how)
+        seconds = [note for note in planned.plan.notes if "encoder takes" in str(note)]
+        error = planned.plan.measured.error
+        print(f"    error {error:.1e}, predicted {planned.plan.predicted.seconds:.3f} s,", end=" ")
+        print(f"measured {planned.plan.measured.seconds:.3f} s for {longest} tokens;", *seconds, flush=True)
 
 
 def states(options: argparse.Namespace) -> None:
@@ -134,23 +143,24 @@ def states(options: argparse.Namespace) -> None:
         goal = {"context": 128 + 2 * new, "prompt": 128, "new": new, "max_error": options.max_error}
         planned = effcompile.optimize(model, mode="generation", backend="torch-eager", **goal)
         how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-        race(kind, planned, model, {"input_ids": torch.randint(3, 2000, (1, 128))}, how, options.rounds)
+        text = {"input_ids": torch.randint(3, 2000, (1, 128))}
+        race(kind, planned, model, [text] * options.rounds, how)
         print(*(f"    {note}" for note in planned.plan.notes if isinstance(note, TokenRates)), sep="\n")
 
 
-def race(
-    kind: str, planned: Any, model: Any, given: dict[str, Any], how: dict[str, Any], rounds: int
-) -> None:
-    """Both in turn, and a line of it."""
+def race(kind: str, planned: Any, model: Any, given: list[dict[str, Any]], how: dict[str, Any]) -> None:
+    """Both in turn, an input after the other, and a line of it."""
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
-    tokens: dict[str, torch.Tensor] = {}
-    for _ in range(rounds):
+    alike = 0
+    for each in given:
+        tokens: dict[str, torch.Tensor] = {}
         for name, one in (("ours", planned), ("theirs", model)):
             start = time.perf_counter()
-            tokens[name] = one.generate(**given, **how)
+            tokens[name] = one.generate(**each, **how)
             times[name].append(time.perf_counter() - start)
+        alike += torch.equal(*tokens.values())
     ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
-    same = "equal" if torch.equal(*tokens.values()) else "other tokens"
+    same = f"{alike} of {len(given)} texts equal"
     print(
         f"{kind:8} {how['max_new_tokens']:4} tokens: generate() {statistics.median(times['theirs']):6.3f} s, "
         f"ours {statistics.median(times['ours']):6.3f} s, {ratio:.2f} times faster; {same}; "

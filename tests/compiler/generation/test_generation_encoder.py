@@ -1,0 +1,151 @@
+"""Encoders of generations: planned with their step, compared at the logits, counted in seconds and bytes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generation_models import bare, captured, ids, tiny
+from torch import nn
+
+import effcompile
+from effcompile.backends.torch.backend import TorchEager
+from effcompile.capture.generation import capture_step
+from effcompile.core.cost import Cost
+from effcompile.core.goal import Goal
+from effcompile.ir.formats import BF16, FP32, Form
+from effcompile.machine.target import linear_call
+from effcompile.ops import row_program
+from effcompile.passes import Choice, Option
+from effcompile.proof.generation.check import checks, told_by
+from effcompile.runtime.generation.executable import GenerationExecutable
+from effcompile.search.generation.joined import joined, joined_inputs
+from effcompile.search.generation.text import calibration_texts
+from effcompile.search.regimes import Regime, merged
+from effcompile.sites.parts import linears
+
+GOAL: dict[str, Any] = {"mode": "generation", "context": 24, "prompt": 4, "new": 8, "backend": "torch-eager"}
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_its_graphs_together_are_the_model(kind: str) -> None:
+    model = tiny(kind)
+    step = capture_step(model)
+    given = {"input_ids": ids(2, 9), "decoder_input_ids": ids(2, 6, seed=2)}
+    texts, _ = calibration_texts(model, step, [((), given)], 24)
+    whole = joined(step, texts[0])
+    _, inputs = joined_inputs(step, texts[0])
+    with torch.no_grad():
+        (found,) = whole.module(*torch.utils._pytree.tree_leaves(inputs))
+        torch.testing.assert_close(found, model(**given).logits, rtol=1e-4, atol=1e-5)
+    names = [site.site for site in linears(whole)]
+    assert len(set(names)) == len(names)  # none of a graph is taken for another's
+    of_parts = {s.site for part in (step.encoder, step.source, step.program) for s in linears(part)}  # type: ignore[arg-type]
+    assert set(names) == of_parts
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_keys_of_cross_attention_are_made_without_the_layers(kind: str) -> None:
+    step = captured(kind)[1]
+    assert step.source is not None
+    assert {s.site.rpartition(".")[2] for s in linears(step.source)} <= {"k", "v", "k_proj", "v_proj"}
+
+
+@pytest.fixture(scope="module")
+def least() -> tuple[nn.Module, GenerationExecutable]:
+    """A model whose table encoder, decoder and head share, planned for least memory."""
+    model = tiny("t5", d_model=64, d_kv=16, d_ff=96)
+    assert model.shared.weight is model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight  # type: ignore[union-attr]
+    goal = {**GOAL, "max_error": 0.5, "minimize": "memory"}
+    return model, effcompile.optimize(model, inputs={"input_ids": ids(2, 40)}, **goal)
+
+
+def test_its_linears_are_decided_and_found(least: tuple[nn.Module, GenerationExecutable]) -> None:
+    decisions = [d for d in least[1].plan.decisions if d.site.startswith("encoder.") and d.kind == "linear"]
+    assert decisions
+    assert all(d.option == d.applied for d in decisions)
+    assert any(d.option != "fp32" and d.cost.error_squared > 0 for d in decisions)
+    found = {site: form.name for site, form in least[1].parts["encoder"].applied.items()}
+    assert {d.site: d.option for d in decisions}.items() <= found.items()
+
+
+def test_bytes_are_those_of_all_graphs(least: tuple[nn.Module, GenerationExecutable]) -> None:
+    """A table that three of them read once, and in fp32: the encoder looks it up."""
+    plan = least[1].plan
+    assert plan.predicted is not None
+    assert plan.measured is not None
+    assert plan.predicted.weight_bytes == pytest.approx(plan.measured.weight_bytes, rel=0.02)
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for part in least[1].parts.values()
+        for t in (*part.run.parameters(), *part.run.buffers())  # type: ignore[attr-defined]
+    }
+    assert sum(held.values()) == pytest.approx(plan.measured.weight_bytes, rel=0.05)
+
+
+def test_its_seconds_are_told(least: tuple[nn.Module, GenerationExecutable]) -> None:
+    assert any("the encoder takes" in str(note) for note in least[1].plan.notes)
+
+
+def test_a_saved_one_says_the_same(least: tuple[nn.Module, GenerationExecutable], tmp_path: Path) -> None:
+    model, executable = least
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    said = executable.generate(ids(2, 9), **how)
+    assert torch.equal(effcompile.load(executable.save(tmp_path / "out")).generate(ids(2, 9), **how), said)
+    again = effcompile.optimize(model, inputs={"input_ids": ids(2, 40)}, plan=executable.plan, **GOAL)
+    assert torch.equal(again.generate(ids(2, 9), **how), said)
+
+
+def test_an_encoder_that_errs_is_found() -> None:
+    """The check gives the decoder what the lowered encoder makes, and not the model's own."""
+    model, executable = bare(captured("t5"))
+    texts, _ = calibration_texts(model, captured("t5")[1], [((), {"input_ids": ids(2, 9)})], 24)
+    goal = Goal.of(mode="generation", context=24)
+    told = told_by(model, texts, goal)
+    assert all(check.passed for check in checks(executable.stepper, model, told, goal))
+    right = executable.lowered.encoder
+    assert right is not None
+    step = replace(executable.lowered, encoder=lambda *flat: [right(*flat)[0] * 1.1])
+    executable.stepper.step = step
+    found = checks(executable.stepper, model, told, goal)
+    executable.stepper.step = executable.lowered
+    assert not any(check.passed for check in found)
+
+
+def test_exact_plans_leave_it_as_it_is() -> None:
+    plan = effcompile.plan(tiny("bart"), {"input_ids": ids(1, 9)}, **GOAL)
+    assert not [d for d in plan.decisions if d.site.startswith("encoder.")]
+
+
+def test_what_one_graph_does_not_have_another_may() -> None:
+    """Regimes of one graph decide together, those of another for themselves."""
+    program = captured("t5")[1].program
+
+    def choice(site: str, seconds: float) -> Choice:
+        options = tuple(
+            Option(form=Form(weights=held), cost=Cost(seconds=seconds), by="") for held in (FP32, BF16)
+        )
+        return Choice(site=site, kind="linear", baseline="fp32", options=options)
+
+    regimes = [
+        Regime(name="prefill", program=program, calls=2),
+        Regime(name="decode", program=program, calls=10),
+        Regime(name="encoder", program=program, graph="encoder"),
+    ]
+    found = {
+        each.site: each.options[0].cost.seconds
+        for each in merged(
+            regimes, [[choice("a", 1.0), choice("only", 1.0)], [choice("a", 3.0)], [choice("b", 5.0)]]
+        )
+    }
+    assert found == {"a": 32.0, "b": 5.0}
+
+
+@pytest.mark.skipif(not row_program.available(), reason="no kernels are compiled here")
+def test_a_small_linear_of_few_rows_is_not_offered_in_bf16() -> None:
+    """It would end the region that its neighbours are in."""
+    lacks = TorchEager().lacks
+    assert "ends the call" in str(lacks(linear_call(BF16, (1, 384, 384))))
+    assert "ends the call" not in str(lacks(linear_call(BF16, (64, 384, 384))))
+    assert "ends the call" not in str(lacks(linear_call(BF16, (1, 4096, 4096))))
