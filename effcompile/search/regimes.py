@@ -21,7 +21,7 @@ class Regime:
     """One way in which a model is called: its graph at these sizes, and how often.
 
     graph: of one graph an option is one choice in all its regimes. passes: that decide about it; None: the
-    search's.
+    search's. beside: seconds of a call that are no operator's.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Regime:
     calls: float = 1
     graph: str = ""
     passes: tuple[Pass, ...] | None = None
+    beside: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,7 +196,7 @@ class Search:
                 *(choice.covers for choice in of_regime if choice.site in decided)
             )
             predicted = estimate(regime.program, target, backend, overrides=dict.fromkeys(covered, 0.0))
-            seconds += regime.calls * predicted.seconds
+            seconds += regime.calls * (predicted.seconds + regime.beside)
             alone = (call for node, calls in predicted.calls.items() if node not in covered for call in calls)
             roof += regime.calls * sum(map(target.roof, alone))
         own = total([choice.option(choice.baseline).cost for choice in choices])

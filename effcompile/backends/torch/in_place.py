@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
+from effcompile.backends.torch.direct import direct
 from effcompile.backends.torch.regions import with_regions, without_dispatcher
 from effcompile.core.errors import LoweringError
 from effcompile.ops.append import append
@@ -26,7 +27,7 @@ def in_place(
     module: fx.GraphModule, capacities: Mapping[int, int], narrow: Collection[int] = ()
 ) -> fx.GraphModule:
     """As `appending`, with what lies between appends and attentions as few calls: for few tokens."""
-    return with_regions(appending(module, capacities, narrow))
+    return direct(with_regions(appending(module, capacities, narrow)))
 
 
 def in_place_of_many(
@@ -35,7 +36,7 @@ def in_place_of_many(
     """As `appending`, for many tokens: each value is freed after its last reader, which a call of many
     operators does not.
     """
-    return without_dispatcher(appending(module, capacities, narrow))
+    return direct(without_dispatcher(appending(module, capacities, narrow)))
 
 
 def appending(

@@ -34,6 +34,7 @@ from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
 from effcompile.search.corrected import corrected
+from effcompile.search.generation.calls import call_seconds
 from effcompile.search.generation.errors import option_errors
 from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
 from effcompile.search.generation.regimes import regimes_of
@@ -294,10 +295,11 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
     machine = resolve(task.request.target, backends, gpu.place_of(task.model))
     with bench.progress.step("measure sensitivity"):
         found = option_errors(step, goal, (*bench.passes, *bench.before), texts, backends)
+        called = call_seconds(step, bench.model, goal) if machine.here else 0.0
         beside = cache_choice(step, bench.model, goal, machine.target, texts)
     return Shop(
         bench=bench, machine=machine, sensitivity=found, beside=beside,
-        regimes=regimes_of(step, goal, CHUNK, longest_source(texts), bench.before),
+        regimes=regimes_of(step, goal, CHUNK, longest_source(texts), bench.before, called),
     )  # fmt: skip
 
 

@@ -31,12 +31,13 @@ def regimes_of(
     chunk: int,
     source: Mapping[str, torch.Tensor],
     passes: tuple[Pass, ...] = (),
+    beside_call: float = 0.0,
 ) -> Regimes:
     """Both, and what memory has to hold at the end of the context: the cache, and the activations of a chunk
     or of a token.
 
     Of an encoder-decoder its encoder, too, at `source`, and what makes the keys of cross-attention; `passes`
-    decide about these two.
+    decide about these two. `beside_call`: seconds of a call of the step that are no operator's.
     """
     context, prompt, new = goal.tokens
     before = list(_encoding(step, goal, source, passes)) if step.encoder is not None else []
@@ -54,8 +55,14 @@ def regimes_of(
                 name="prefill",
                 program=at(max(chunk, (prompt + chunk) // 2), chunk),
                 calls=math.ceil(prompt / chunk),
+                beside=beside_call,
             ),
-            Regime(name="decode", program=at(min(context, prompt + max(1, new // 2)), 1), calls=new),
+            Regime(
+                name="decode",
+                program=at(min(context, prompt + max(1, new // 2)), 1),
+                calls=new,
+                beside=beside_call,
+            ),
             *before,
         ),
         weight_bytes=stored_bytes(*(graph.module for graph in graphs)),

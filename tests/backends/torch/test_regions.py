@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from effcompile.backends.torch import regions
-from effcompile.backends.torch.in_place import in_place
+from effcompile.backends.torch.in_place import appending
 from effcompile.ops import few_rows, group_codes, int8_codes, row_program
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.append import append, buffer
@@ -153,7 +153,7 @@ def test_without_kernels_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(row_program, "available", lambda: False)
     plain = block()
     before = [node.target for node in plain.graph.nodes]
-    assert [node.target for node in in_place(plain, {}).graph.nodes] == before
+    assert [node.target for node in regions.with_regions(appending(plain, {})).graph.nodes] == before
 
 
 def layers(
