@@ -18,7 +18,7 @@ import torch
 from effcompile.capture.generation import GenerationStep
 from effcompile.core.goal import Goal
 from effcompile.estimate.timeline import timeline
-from effcompile.ir.program import shape_of, stored_bytes
+from effcompile.ir.program import dtype_of, shape_of, stored_bytes
 from effcompile.passes import Pass
 from effcompile.search.generation.cases import at_inputs, behind, filled
 from effcompile.search.generation.room import workspace
@@ -47,6 +47,10 @@ def regimes_of(
     chunk = min(chunk, prompt)
     at = lambda end, count: filled(step, step.program, batch=goal.batch, context=end, new=count)  # noqa: E731
     kept = step.layout.nbytes(context, goal.batch, positions) + beside
+    for regime in before[:1]:  # its output, and its mask, which every token is given
+        (output,) = regime.program.tensor_results()
+        mask = 8 * goal.batch * positions if step.boundary.source_mask else 0
+        kept += math.prod(shape_of(output)) * (dtype_of(output) or torch.float32).itemsize + mask
     encoding = (timeline(regime.program) for regime in before)
     graphs = (step.program, *(regime.program for regime in before))
     return Regimes(

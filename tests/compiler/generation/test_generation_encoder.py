@@ -113,6 +113,16 @@ def test_an_encoder_that_errs_is_found() -> None:
     assert not any(check.passed for check in found)
 
 
+@pytest.mark.parametrize(("kind", "batch", "source"), [("t5", 1, 0), ("bart", 1, 0), ("bart", 3, 40)])
+def test_peaks_are_foreseen_to_the_byte(kind: str, batch: int, source: int) -> None:
+    """With the encoder's output, which is held while tokens are written."""
+    inputs = {"input_ids": ids(1, source)} if source else None
+    plan = effcompile.optimize(tiny(kind), inputs=inputs, **{**GOAL, "context": 64, "batch": batch}).plan
+    assert plan.predicted is not None
+    assert plan.measured is not None
+    assert plan.predicted.peak_bytes == plan.measured.peak_bytes
+
+
 def test_exact_plans_leave_it_as_it_is() -> None:
     plan = effcompile.plan(tiny("bart"), {"input_ids": ids(1, 9)}, **GOAL)
     assert not [d for d in plan.decisions if d.site.startswith("encoder.")]
