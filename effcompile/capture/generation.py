@@ -198,6 +198,11 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
             "config and its cache. Give a model of transformers, e.g. "
             "AutoModelForCausalLM.from_pretrained(...), or plan its forward with mode = 'inference'."
         )
+    if model.config.is_encoder_decoder and not _known_source(model):
+        raise UsageError(
+            f"The encoder of {type(model).__name__} reads {model.main_input_name} of sizes that its config does "
+            "not say as those of T5, BART and Whisper do. Let it generate as it is."
+        )
     with evaluating(model), torch.no_grad():
         example = _Example.of(model)
         kind = type(type(model).__name__, (StepModule,), {})  # errors name the user's class
@@ -221,9 +226,18 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
             # fx keeps an attention that nobody reads, as one with dropout draws numbers; with it all layers
             source.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
             source.module.recompile()
-            encoder = capture(EncoderModule(model.get_encoder()), (), encoder_inputs(model), dynamic=dynamic)
+            inner = model.get_encoder()
+            kind = type(type(inner).__name__, (EncoderModule,), {})
+            encoder = capture(kind(inner), (), encoder_inputs(model), dynamic=dynamic)
             made = replace(made, source=source, encoder=encoder)
     return made
+
+
+def _known_source(model: HFModel) -> bool:
+    """Whether its encoder reads token ids, or sound as Whisper's does."""
+    sizes = ("max_source_positions", "num_mel_bins")
+    sound = model.main_input_name == "input_features" and all(hasattr(model.config, name) for name in sizes)
+    return sound or model.main_input_name == "input_ids"
 
 
 def encoder_inputs(model: HFModel) -> dict[str, torch.Tensor]:

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from generation_models import captured, ids, tiny
+import transformers
+from generation_models import bare, captured, ids, tiny
 from torch import fx, nn
 
 import effcompile
-from effcompile.backends.torch.direct import direct
+from effcompile.backends.torch.direct import by_expert, direct
 from effcompile.compiler.generation import build
 from effcompile.core.goal import Goal
 from effcompile.search.generation.calls import call_seconds
@@ -60,3 +61,34 @@ def test_direct_calls_compute_the_same_and_look_for_no_weight(monkeypatch: pytes
     targets = {node.target for node in changed.graph.nodes if node.op == "call_function"}
     assert torch.ops.aten.linear.default not in targets
     assert torch.ops.aten.add.Tensor in targets  # with a keyword it stays
+
+
+@pytest.mark.parametrize("tokens", [(0, 1, 1, 3), (9, 9, 9, 9), (0, 0, 0, 0)])
+def test_products_by_expert_are_the_models_own(tokens: tuple[int, ...]) -> None:
+    """With few tokens of an expert and with many, and where a weight does not lie as the kernels read it."""
+    held, ends = torch.randn(4, 40, 24), torch.tensor(tokens)
+    x = torch.randn(int(ends[-1]), 24)
+    for weight in (held.transpose(1, 2), held.transpose(1, 2).contiguous()):
+        starts = [0, *tokens]
+        wanted = torch.cat([x[starts[e] : starts[e + 1]] @ weight[e] for e in range(4)])
+        torch.testing.assert_close(by_expert(x, weight, ends), wanted)
+
+
+def test_a_step_of_experts_calls_no_operator_of_transformers() -> None:
+    graph = bare(captured("mixtral"))[1].lowered.run.graph  # type: ignore[attr-defined]
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert by_expert in targets
+    assert not [each for each in targets if "grouped_mm" in str(each)]
+
+
+def test_an_encoder_of_unknown_inputs_is_refused_in_words() -> None:
+    sizes = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    config = transformers.Speech2TextConfig(d_model=16, vocab_size=32, **sizes)
+    model = transformers.Speech2TextForConditionalGeneration(config).eval()
+    with pytest.raises(effcompile.UsageError, match="reads input_features of sizes"):
+        effcompile.optimize(model, mode="generation", context=16)
