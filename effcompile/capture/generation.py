@@ -200,8 +200,8 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
         )
     if model.config.is_encoder_decoder and not _known_source(model):
         raise UsageError(
-            f"The encoder of {type(model).__name__} reads {model.main_input_name} of sizes that its config does "
-            "not say as those of T5, BART and Whisper do. Let it generate as it is."
+            f"The encoder of {type(model).__name__} reads {model.main_input_name} of sizes that its config "
+            "does not say as those of T5, BART and Whisper do. Let it generate as it is."
         )
     with evaluating(model), torch.no_grad():
         example = _Example.of(model)
