@@ -26,6 +26,20 @@ aten = torch.ops.aten
 SEPARATE, MERGED = "separate", "merged"
 #: Backends whose split of the merged result is a view; on the others it is a copy and is priced as one.
 VIEW_SPLITS = frozenset({"torch-eager", "torch-inductor"})
+#: Operators whose result is their operand's memory.
+_SEEN_OTHERWISE = frozenset(
+    {
+        aten.expand.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.dim,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +161,13 @@ def _merge(program: Program, site: MergeSite) -> list[str]:
 
 def _call(first: LinearSite, w: fx.Node, b: fx.Node | None) -> tuple[Any, tuple[Any, ...]]:
     """The merged operator: what the first member was, with a bias where any member has one."""
+    # what it reads now: a merge before this one may have put another node in the place of `first.x`
+    x = first.node.args[1 if first.node.target is aten.addmm.default else 0]
     if not first.transposed:
-        return aten.linear.default, (first.x, w, *([b] if b else []))
+        return aten.linear.default, (x, w, *([b] if b else []))
     if b is not None:
-        return aten.addmm.default, (b, first.x, w)
-    return aten.matmul.default if len(shape_of(first.x)) > 2 else aten.mm.default, (first.x, w)
+        return aten.addmm.default, (b, x, w)
+    return aten.matmul.default if len(shape_of(first.x)) > 2 else aten.mm.default, (x, w)
 
 
 def _register(program: Program, site: MergeSite) -> tuple[str, str | None]:
@@ -210,11 +226,13 @@ def _annotate(
 
 def _keep_viewable(part: fx.Node) -> None:
     """A member's result was contiguous and a part of the split is not: views that merge axes
-    become reshapes.
+    become reshapes, of what only sees it otherwise, too.
     """
     for user in list(part.users):
         if user.target is aten.view.default and len(shape_of(user)) <= len(shape_of(part)):
             user.target = aten.reshape.default
+        if user.target in _SEEN_OTHERWISE:
+            _keep_viewable(user)
 
 
 def _remove_if_unread(program: Program, node: fx.Node) -> None:

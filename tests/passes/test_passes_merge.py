@@ -81,6 +81,39 @@ def test_transposed_weights_are_stacked_along_their_columns() -> None:
     torch.testing.assert_close(outputs(after)[0], outputs(program)[0], rtol=1e-6, atol=1e-6)
 
 
+class Chained(nn.Module):
+    """Two linears of one input, one of which two others read (a decoder of boxes, layer by layer)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        return torch.cat([self.b(x), self.c(a), self.d(a)], dim=-1)
+
+
+class Turned(nn.Module):
+    """A view of what is turned twice, which it is of a linear's own result alone (Longformer)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, batch, _ = x.shape
+        a, b = (y.view(rows, batch, 2, 4).permute(1, 2, 0, 3) for y in (self.a(x), self.b(x)))
+        return a.reshape(2 * batch, rows, 4) @ b.reshape(2 * batch, rows, 4).mT
+
+
+@pytest.mark.parametrize("model", [Chained(), Turned()])
+def test_merges_of_merges_and_views_of_views(model: nn.Module) -> None:
+    program = capture(model.eval(), (torch.randn(3, 2, 8),), dynamic=False)
+    after = merged(program)
+    assert len(linears(after)) == len(linears(program)) // 2
+    torch.testing.assert_close(outputs(after)[0], outputs(program)[0], rtol=1e-5, atol=1e-6)
+
+
 @settings(max_examples=5, deadline=None)
 @given(widths=st.tuples(*[st.integers(1, 20)] * 3), rows=st.integers(2, 6))
 def test_any_widths_merge(widths: tuple[int, int, int], rows: int) -> None:
