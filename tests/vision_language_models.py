@@ -64,6 +64,27 @@ def qwen() -> transformers.Qwen2_5_VLForConditionalGeneration:
     )  # fmt: skip
 
 
+def qwen3() -> transformers.Qwen3VLForConditionalGeneration:
+    """Adds what its eye saw at the places of the image's tokens, behind the first layers, too."""
+    torch.manual_seed(0)
+    vision = {
+        "depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 48,
+        "patch_size": 4, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16,
+    }  # fmt: skip
+    rope = {
+        "rope_type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 1e4,
+        "mrope_interleaved": True,
+    }
+    text = {**_TEXT, "num_hidden_layers": 2, "head_dim": 8, "rope_parameters": rope}
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, image_token_id=98, video_token_id=97,
+        vision_start_token_id=96, vision_end_token_id=95,
+    )  # fmt: skip
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
 def asked(grid: tuple[int, int] = (4, 4), at: int = 3) -> dict[str, torch.Tensor]:
     """Two rows of 12 tokens, four of which are one image's, as the model's processor gives them."""
     generator = torch.Generator().manual_seed(0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from effcompile.capture.config_reads import ConfigReads
+from effcompile.capture.known_values import Fixed
 from effcompile.capture.training_outputs import OutputLayout
 
 
@@ -18,15 +18,15 @@ class Exported:
 
     front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the
     forward returned. configurations: what of the model's configurations was read while it was traced.
-    knowing: it is traced with what is known of the inputs' values; read: those that were read, and the lines
-    that do. left: attributes that the forward changes and does not depend on.
+    knowing: it is traced with what is known of the inputs' values; fixed: those that it holds for alone.
+    left: attributes that the forward changes and does not depend on.
     """
 
     front: fx.GraphModule | None = None
     layout: OutputLayout | None = None
     configurations: ConfigReads = field(default_factory=ConfigReads)
     knowing: bool = False
-    read: Mapping[str, str] = field(default_factory=dict)
+    fixed: Fixed = field(default_factory=Fixed)
     left: frozenset[str] = frozenset()
 
     def keep(self, front: fx.GraphModule, layout: OutputLayout | None) -> None:

@@ -16,7 +16,7 @@ from effcompile.capture import cleanup
 from effcompile.capture.calls import CallChecks
 from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
-from effcompile.capture.known_values import VALUES_FIXED, KnownValues, around_forward, refuse_main
+from effcompile.capture.known_values import Fixed, KnownValues, around_forward
 from effcompile.capture.layouts import keep_strides
 from effcompile.capture.memory import as_it_was
 from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
@@ -256,27 +256,28 @@ def _export(subject: _Subject, attempt: _Attempt) -> Program:
     """One export and its clean-up."""
     args, kwargs = grow(subject.args, subject.kwargs, attempt.axes)
     shapes = dict(attempt.given) if attempt.given else shapes_for(subject.model, args, kwargs, attempt.axes)
-    known = KnownValues() if attempt.knowing else None
     given = [(leaf.name, leaf.tensor) for leaf in subject.leaves]
-    with torch_compat.quiet_export(), around_forward(subject.model, given, known):
+    known = KnownValues(subject.model, given) if attempt.knowing else None
+    with torch_compat.quiet_export(), around_forward(subject.model, known):
         exported, module = functional(
             torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False)
         )
     with stage("tidy the captured graph"):
         program = _tidied(subject, attempt, exported, module)
-    if known is None:
-        return program
-    return _with_values(subject, program, refuse_main(subject.model, given, known.read))
+    return program if known is None else _of_values(subject, program, known.fixed())
 
 
-def _with_values(subject: _Subject, program: Program, read: Mapping[str, str]) -> Program:
-    """The program of the example's values alone of the inputs that the model's Python has read."""
+def _of_values(subject: _Subject, program: Program, fixed: Fixed) -> Program:
+    """The program of what is fixed of its inputs' values alone."""
     inputs = [
-        replace(spec, values=tuple(leaf.tensor.flatten().tolist())) if leaf.name in read else spec
+        replace(
+            spec,
+            values=tuple(leaf.tensor.flatten().tolist()) if leaf.name in fixed.values else None,
+            counts=fixed.counts.get(leaf.name, ()),
+        )
         for leaf, spec in zip(subject.leaves, program.inputs, strict=True)
     ]
-    said = [Because(VALUES_FIXED, (name, place)) for name, place in read.items()]
-    return replace(program, inputs=tuple(inputs), fixed=(*said, *program.fixed))
+    return replace(program, inputs=tuple(inputs), fixed=(*fixed.said, *program.fixed))
 
 
 def _tidied(

@@ -15,6 +15,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,11 +25,14 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.diagnose import depends_on_values, place_here
 from effcompile.core.errors import CaptureError
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.torch_compat_export import outside_of_tracing, unchecked_values
 from effcompile.core.types import Args, Kwargs, Outputs, Value
 
 #: Said of an input, with the line that reads it.
 VALUES_FIXED = "{name}: fixed at the example's values, which the model's Python reads ({name})"
+#: The same of how often a token is in a text.
+COUNT_FIXED = "{name}: holds {} exactly {} times, as at the example, for sizes follow from it ({name})"
 
 #: Answered from what is known: their result is no tensor.
 _READS = frozenset(
@@ -90,30 +95,78 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a traced tensor is at the example, and the inputs that it follows from."""
+    """What a traced tensor is at the example, and the inputs that it follows from.
+
+    `marks`: the input and the number whose places in it are true here, and nothing else is.
+    """
 
     traced: torch.Tensor
     value: torch.Tensor
     sources: frozenset[str]
+    marks: tuple[str, int] | None = None
+
+
+class Fixed(NamedTuple):
+    """What a graph holds for alone, and how it is said.
+
+    Attributes:
+        values: inputs, by name, whose values are the example's.
+        counts: input → numbers, and how often each is among its values.
+    """
+
+    values: frozenset[str] = frozenset()
+    counts: Mapping[str, tuple[tuple[int, int], ...]] = MappingProxyType({})
+    said: tuple[Reason, ...] = ()
 
 
 class KnownValues(TorchFunctionMode):
     """Entered around a traced forward whose sizes are all fixed.
 
-    Attributes:
-        read: input → the line that reads its values.
+    The model's main input and its labels are kept free, for a plan of their values would hold for one text:
+    of these how often a number is among them may be fixed, where that is enough.
+
+    Args:
+        model: what is traced.
+        given: its inputs' names and values, in the order of their leaves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, given: Sequence[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
-        self.read: dict[str, str] = {}
+        self._model, self._given = type(model).__name__, given
+        main = getattr(model, "main_input_name", None)
+        self._free = {main if main in dict(given) else given[0][0], "labels"}
+        self._read: dict[str, str] = {}
+        self._counts: dict[tuple[str, int], tuple[int, str]] = {}
+        self._names: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
 
-    def know(self, traced: Iterable[torch.Tensor], given: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What the integers among the inputs are at the example: their names and values."""
+    def fixed(self) -> Fixed:
+        """What the traced graph holds for.
+
+        Raises:
+            CaptureError: for one value of an input that is kept free.
+        """
+        for name in self._read.keys() & self._free:
+            raise CaptureError(
+                f"{self._model} reads the values of {name} in Python ({self._read[name]}), so that a plan "
+                "would hold for these alone."
+            )
+        counts: dict[str, tuple[tuple[int, int], ...]] = {}
+        for (name, number), (times, _) in self._counts.items():
+            counts[name] = (*counts.get(name, ()), (number, times))
+        said = [Because(VALUES_FIXED, (name, place)) for name, place in self._read.items()]
+        said += [
+            Because(COUNT_FIXED, (name, number, times, place))
+            for (name, number), (times, place) in self._counts.items()
+        ]
+        return Fixed(frozenset(self._read), counts, tuple(said))
+
+    def know(self, traced: Iterable[torch.Tensor]) -> None:
+        """What the integers among the inputs are at the example."""
         with outside_of_tracing():
-            for tensor, (name, value) in zip(traced, given, strict=True):
+            for tensor, (name, value) in zip(traced, self._given, strict=True):
                 if value.dtype in _INTEGERS:
+                    self._names[id(tensor)] = name
                     self._keep(tensor, value.detach().clone(), frozenset((name,)))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -165,7 +218,8 @@ class KnownValues(TorchFunctionMode):
                 return call()
             self._note(sources)
             return found
-        if name in _SELECTS or (name == "where" and len(args) == 1):
+        sized = name in _MAKES and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(args))
+        if sized or name in _SELECTS or (name == "where" and len(args) == 1):
             return self._fixed(found, sources)
         try:
             traced = call()
@@ -176,10 +230,21 @@ class KnownValues(TorchFunctionMode):
             if any(_memory(value) in map(_memory, self._values()) for value in values):
                 return call()  # a view, of which a constant would be none
             return self._fixed(found, sources)
+        marks = self._marks(name, args)
         for tensor, value in zip(pytree.tree_leaves(traced), values, strict=True):
             if isinstance(tensor, torch.Tensor):
-                self._keep(tensor, value, sources)
+                self._keep(tensor, value, sources, marks)
         return traced
+
+    def _marks(self, name: str, args: Args) -> tuple[str, int] | None:
+        """See `_Known.marks`."""
+        known = self._known.get(id(args[0])) if args else None
+        if known is None:
+            return None
+        if name in ("__eq__", "eq") and type(args[1]) is int and id(args[0]) in self._names:
+            return self._names[id(args[0])], args[1]
+        first = name == "__getitem__" and args[1:] == ((..., 0),) and known.value.shape[-1] == 1
+        return known.marks if first or name in ("contiguous", "to", "unsqueeze") else None
 
     def _unknown(self, func: Callable[..., Value], name: str, args: Args, kwargs: Kwargs) -> Value:
         """A call with something that is not known. Sizes that are known tensors become numbers
@@ -211,10 +276,26 @@ class KnownValues(TorchFunctionMode):
             if known is None or known.value.dtype is not torch.bool or not known.value.dim():
                 found.append(part)
                 continue
+            if known.marks is not None and not known.sources.isdisjoint(self._free):
+                found += self._counted(known, known.marks)
+                continue
             with outside_of_tracing():
                 positions = known.value.nonzero(as_tuple=True)
             found += self._fixed(positions, known.sources)
         return index if all(map(operator.is_, found, parts)) else tuple(found)
+
+    def _counted(self, known: _Known, marks: tuple[str, int]) -> list[torch.Tensor]:
+        """The places where a mask is true, as many as at the example, wherever they are."""
+        with outside_of_tracing():
+            count = int(known.value.sum())
+        self._counts.setdefault(marks, (count, place_here()))
+        flat = known.traced.reshape(-1).to(torch.uint8)
+        places = torch.argsort(flat, descending=True, stable=True)[:count]
+        found: list[torch.Tensor] = []
+        for size in reversed(known.value.shape):
+            found.insert(0, places % size)
+            places = places // size
+        return found
 
     def _fixed(self, found: Value, sources: frozenset[str]) -> Value:
         """Constants in the place of what depends on values."""
@@ -237,18 +318,23 @@ class KnownValues(TorchFunctionMode):
     def _sources(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         return frozenset().union(*(self._known[id(t)].sources for t in tensors if id(t) in self._known))
 
-    def _keep(self, traced: torch.Tensor, value: torch.Tensor, sources: frozenset[str]) -> None:
-        self._known[id(traced)] = _Known(traced, value, sources)
+    def _keep(
+        self, traced: torch.Tensor, value: torch.Tensor, sources: frozenset[str],
+        marks: tuple[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self._known[id(traced)] = _Known(traced, value, sources, marks)
 
     def _note(self, sources: frozenset[str]) -> None:
-        for source in sources - self.read.keys():
-            self.read[source] = place_here()
+        for source in sources - self._read.keys():
+            self._read[source] = place_here()
 
     def _also_of(self, written: torch.Tensor, sources: frozenset[str]) -> None:
         """What was written follows from these inputs, too, and all that shares its memory."""
         memory = _memory(self._known[id(written)].value)
         self._known = {
-            key: replace(each, sources=each.sources | sources) if _memory(each.value) == memory else each
+            key: replace(each, sources=each.sources | sources, marks=None)
+            if _memory(each.value) == memory
+            else each
             for key, each in self._known.items()
         }
 
@@ -266,12 +352,8 @@ class KnownValues(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def around_forward(
-    model: nn.Module, given: Sequence[tuple[str, torch.Tensor]], known: KnownValues | None
-) -> Iterator[None]:
-    """Have the model's forward run with what is known of its inputs: `given` are their names and values, in
-    the order of their leaves; None: as ever.
-    """
+def around_forward(model: nn.Module, known: KnownValues | None) -> Iterator[None]:
+    """Have the model's forward run with what is known of its inputs; None: as ever."""
     if known is None:
         yield
         return
@@ -279,7 +361,7 @@ def around_forward(
 
     def forward(*args: object, **kwargs: object) -> Outputs:
         leaves = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        known.know(leaves, given)
+        known.know(leaves)
         with known, unchecked_values():
             return original(*args, **kwargs)
 
@@ -291,25 +373,6 @@ def around_forward(
         del vars(model)["forward"]
         if was is not None:
             vars(model)["forward"] = was
-
-
-def refuse_main(
-    model: nn.Module, given: Sequence[tuple[str, torch.Tensor]], read: Mapping[str, str]
-) -> Mapping[str, str]:
-    """The inputs whose values were read, which a plan may fix.
-
-    Raises:
-        CaptureError: the model's main input is among them, or its labels: the plan would hold for one text.
-    """
-    main = getattr(model, "main_input_name", None)
-    main = main if main in dict(given) else given[0][0]
-    for name in (main, "labels"):
-        if name in read:
-            raise CaptureError(
-                f"{type(model).__name__} reads the values of {name} in Python ({read[name]}), so that a plan "
-                "would hold for these alone."
-            )
-    return read
 
 
 def _memory(value: object) -> int | None:

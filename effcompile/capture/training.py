@@ -23,7 +23,7 @@ from effcompile.capture.config_reads import recording
 from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
 from effcompile.capture.draws import no_python_randomness
 from effcompile.capture.exported import Exported, copied
-from effcompile.capture.known_values import VALUES_FIXED, KnownValues, around_forward, refuse_main
+from effcompile.capture.known_values import KnownValues, around_forward
 from effcompile.capture.memory import as_it_was, refuse_memory, written_into
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
@@ -120,8 +120,8 @@ def capture_training(
     first = subject.exported.front is None
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject) as written:
         joint = _joint(subject)
-        inputs.fix_values(subject.exported.read)
-        subject.mends += [Because(VALUES_FIXED, read) for read in subject.exported.read.items()]
+        inputs.fix(subject.exported.fixed)
+        subject.mends += subject.exported.fixed.said
         step = _step(subject, joint)
     read = subject.exported.configurations
     beside = {} if loss is None else {"loss": loss}
@@ -247,19 +247,19 @@ def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
 
 def _traced(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
     subject = module.subject
-    known = KnownValues() if subject.exported.knowing else None
+    known = KnownValues(subject.model, subject.inputs.named) if subject.exported.knowing else None
     with (
         no_python_randomness(),
         TraceableCTC(),
         torch_compat_aot.python_gradients() as noted,
         recording(subject.model, subject.exported.configurations),
-        around_forward(module, subject.inputs.named, known),
+        around_forward(module, known),
     ):
         front = torch.export.export(module, tuple(tensors), strict=False).module(check_guards=False)
     if noted:
         raise _PythonGradientError(noted[0])
     if known is not None:
-        subject.exported.read = refuse_main(subject.model, subject.inputs.named, known.read)
+        subject.exported.fixed = known.fixed()
     assert isinstance(front, fx.GraphModule)
     return front
 

@@ -5,18 +5,19 @@ at capture.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.capture.calls import CallChecks
+from effcompile.capture.known_values import Fixed
 from effcompile.core import gpu
 from effcompile.core.errors import GuardError, InputsError, clipped
 from effcompile.core.types import Args, Inputs, Kwargs, Value
 from effcompile.ir.guards import Guard
-from effcompile.ir.values import check_values
+from effcompile.ir.values import check_counts, check_values, counted
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
@@ -47,6 +48,7 @@ class StepInputs:
         self._kinds = [_kind(tensor) for _, tensor in self.call.tensors]
         self._differentiated = [tensor.requires_grad for _, tensor in self.call.tensors]
         self._values: dict[int, torch.Tensor] = {}
+        self._counts: dict[int, tuple[tuple[int, int], ...]] = {}
         # as the capture has them
         self._strides = [tensor.detach().clone().stride() for _, tensor in self.call.tensors]
 
@@ -55,11 +57,13 @@ class StepInputs:
         """The example's tensors in the order of `leaves`, by the place where they stand."""
         return [(str(place), tensor) for place, tensor in self.call.tensors]
 
-    def fix_values(self, names: Collection[str]) -> None:
-        """Refuse other values of these inputs than the example's."""
-        self._values = {
-            at: tensor.detach().clone() for at, (name, tensor) in enumerate(self.named) if name in names
-        }
+    def fix(self, fixed: Fixed) -> None:
+        """Refuse other values of these inputs than the example's, or another number of some."""
+        for at, (name, tensor) in enumerate(self.named):
+            if name in fixed.values:
+                self._values[at] = tensor.detach().clone()
+            if name in fixed.counts:
+                self._counts[at] = fixed.counts[name]
 
     @property
     def copied_bytes(self) -> int:
@@ -89,6 +93,8 @@ class StepInputs:
                 found[at] = _strided(tensor, self._strides[at])
         for at, planned in self._values.items():
             check_values(str(self.call.tensors[at][0]), found[at], planned)
+        for at, counts in self._counts.items():
+            check_counts(str(self.call.tensors[at][0]), found[at], counts)
         return found
 
     def forward_part(self, args: Args, kwargs: Kwargs) -> Inputs:
@@ -109,6 +115,9 @@ class StepInputs:
                 place=f"{self.call.tensors[at][0].guarded}.values",
                 expected=clipped(str(planned.tolist())),
             )
+        for at, counts in self._counts.items():
+            where = f"{self.call.tensors[at][0].guarded}.values"
+            yield Guard(kind="input", place=where, expected=counted(counts))
         yield from self.call.listed()
 
     def _refuse(self, at: int, tensor: torch.Tensor) -> None:

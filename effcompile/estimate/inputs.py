@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Args, Kwargs, Value
-from effcompile.ir.program import Program
+from effcompile.ir.program import Program, TensorSpec
 
 aten = torch.ops.aten
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -53,7 +53,11 @@ def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inp
     rows = _rows(program, len(leaves))
     return [
         pytree.tree_unflatten(
-            [_drawn(leaf, limit, generator) for leaf, limit in zip(leaves, rows, strict=False)], structure
+            [
+                _drawn(leaf, limit, spec.counts if spec else (), generator)
+                for leaf, limit, spec in zip(leaves, rows, _specs(program), strict=False)
+            ],
+            structure,
         )
         for _ in range(count)
     ]
@@ -71,7 +75,8 @@ def stress_inputs(program: Program) -> list[tuple[str, Args, Kwargs]]:
     found = []
     for what, change in _STRESSES.items():
         changed = [
-            change(leaf) if _is_data(leaf, limit) else leaf for leaf, limit in zip(leaves, rows, strict=False)
+            change(leaf) if _is_data(leaf, limit) and not (spec and spec.counts) else leaf
+            for leaf, limit, spec in zip(leaves, rows, _specs(program), strict=False)
         ]
         if any(new is not old for new, old in zip(changed, leaves, strict=True)):
             found.append((what, *pytree.tree_unflatten(changed, structure)))
@@ -108,7 +113,9 @@ _STRESSES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _drawn(leaf: object, rows: int | None, generator: torch.Generator) -> Value:
+def _drawn(
+    leaf: object, rows: int | None, counts: Sequence[tuple[int, int]], generator: torch.Generator
+) -> Value:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_floating_point():
@@ -119,17 +126,26 @@ def _drawn(leaf: object, rows: int | None, generator: torch.Generator) -> Value:
         return leaf.mean() + deviation * noise
     if rows is None or rows <= 2 or leaf.dtype is torch.bool:
         return leaf
-    return torch.randint(0, rows, leaf.shape, generator=generator).to(leaf)
+    drawn = torch.randint(0, rows, leaf.shape, generator=generator).to(leaf)
+    for number, _ in counts:  # as often, and where it is at the example
+        drawn = torch.where((drawn == number) & (leaf != number), (number + 1) % rows, drawn)
+        drawn = torch.where(leaf == number, leaf, drawn)
+    return drawn
+
+
+def _specs(program: Program) -> list[TensorSpec | None]:
+    """What is known of each leaf of the inputs; None of one that is no tensor."""
+    specs = iter(program.inputs)
+    given = pytree.tree_leaves((program.args, dict(program.kwargs)))
+    return [next(specs) if isinstance(leaf, torch.Tensor) else None for leaf in given]
 
 
 def _rows(program: Program, leaves: int) -> list[int | None]:
     """`_rows_indexed` of each leaf of the inputs; None also of one whose values are fixed."""
-    fixed = {spec.name for spec in program.inputs if spec.values is not None}
-    names = iter(program.inputs)
-    given = pytree.tree_leaves((program.args, dict(program.kwargs)))
-    kept = [isinstance(leaf, torch.Tensor) and next(names).name in fixed for leaf in given]
-    holders = program.graph.find_nodes(op="placeholder")
-    rows = [None if keep else _rows_indexed(program, node) for node, keep in zip(holders, kept, strict=False)]
+    holders = zip(program.graph.find_nodes(op="placeholder"), _specs(program), strict=False)
+    rows = [
+        None if spec and spec.values is not None else _rows_indexed(program, node) for node, spec in holders
+    ]
     return rows + [None] * (leaves - len(rows))
 
 

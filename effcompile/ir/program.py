@@ -32,12 +32,14 @@ class TensorSpec:
 
     Attributes:
         values: what an input must be, row by row; None: anything of its shape.
+        counts: numbers, and how often each must be among its values.
     """
 
     name: str
     dtype: str
     shape: tuple[Dim, ...]
     values: tuple[int, ...] | None = None
+    counts: tuple[tuple[int, int], ...] = ()
 
 
 class Output(enum.Enum):

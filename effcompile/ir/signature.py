@@ -24,6 +24,7 @@ class TensorInput:
         sizes: of its axes, a name where the size is free; equal names are equal sizes.
         rows: its values are at least 0 and below this; 0: they are not looked up.
         values: all of them, row by row, where no others are taken.
+        counts: numbers, and how often each is among them.
     """
 
     name: str
@@ -33,6 +34,7 @@ class TensorInput:
     sizes: tuple[int | str, ...]
     rows: int = 0
     values: tuple[int, ...] | None = None
+    counts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

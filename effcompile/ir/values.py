@@ -14,6 +14,23 @@ def planned_values(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, device=like.device).view(like.shape).to(like.dtype)
 
 
+def counted(counts: Sequence[tuple[int, int]]) -> str:
+    """How often each of some numbers is among an input's values, as text."""
+    return ", ".join(f"{number} {times} times" for number, times in counts)
+
+
+def check_counts(name: str, found: torch.Tensor, counts: Sequence[tuple[int, int]]) -> None:
+    """Raises GuardError where a number is not as often among an input's values as the plan was made for."""
+    for number, times in counts:
+        here = int((found == number).sum())
+        if here != times:
+            raise GuardError(
+                f"{name} holds {number} {here} times, and held it {times} times when the plan was made: "
+                "sizes in the model follow from that. Plan again with this.",
+                place=f"inputs[{name!r}].values",
+            )
+
+
 def check_values(name: str, found: torch.Tensor, planned: torch.Tensor) -> None:
     """Raises GuardError where an input has other values than the plan was made with."""
     if not torch.equal(found, planned):

@@ -24,7 +24,7 @@ from effcompile.ir.guards import described
 from effcompile.ir.plan import Plan
 from effcompile.ir.saved import PLAN, check_artifact
 from effcompile.ir.signature import Signature, TensorInput
-from effcompile.ir.values import check_values, planned_values
+from effcompile.ir.values import check_counts, check_values, planned_values
 from effcompile.machine.hardware import this_hardware
 from effcompile.machine.memory import give_back
 from effcompile.runtime.carry import carried
@@ -106,6 +106,7 @@ class Artifact:
             _check_rows(given, tensor)
             if given.values is not None:
                 check_values(given.name, tensor, planned_values(given.values, tensor))
+            check_counts(given.name, tensor, given.counts)
         return [tensor.contiguous() for tensor in tensors]
 
     def _found(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from effcompile.ir.guards import Guard
 from effcompile.ir.program import Program, TensorSpec
 from effcompile.ir.signature import Signature, TensorInput, told
 from effcompile.ir.structure import returned_of
-from effcompile.ir.values import check_values, planned_values
+from effcompile.ir.values import check_counts, check_values, counted, planned_values
 
 #: Kinds of calls (shapes, dtypes, devices) that are remembered as accepted.
 _REMEMBERED = 256
@@ -43,6 +43,7 @@ class GraphInputs:
         self._devices = [tensor.device for tensor in program.flat_inputs()]
         self._kinds = {type(tensor) for tensor in program.flat_inputs()} | {torch.Tensor, torch.nn.Parameter}
         self._bounds = tuple(_bounds(program))
+        self._counted = [at for at, spec in enumerate(program.inputs) if spec.counts]
         self._values = [
             (at, planned_values(spec.values, tensor))
             for at, (spec, tensor) in enumerate(zip(program.inputs, program.flat_inputs(), strict=True))
@@ -66,6 +67,8 @@ class GraphInputs:
             check_index(self._program.inputs[bound.index].name, tensors[bound.index], bound.size)
         for at, wanted in self._values:
             check_values(self._program.inputs[at].name, tensors[at], wanted)
+        for at in self._counted:
+            check_counts(self._program.inputs[at].name, tensors[at], self._program.inputs[at].counts)
         return [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -102,6 +105,7 @@ class GraphInputs:
                     sizes=s.shape,
                     rows=rows.get(at, 0),
                     values=s.values,
+                    counts=s.counts,
                 )
                 for at, (s, device, (place, _)) in enumerate(
                     zip(program.inputs, self._devices, call.tensors, strict=True)
@@ -131,6 +135,8 @@ class GraphInputs:
                 yield Guard(
                     kind="input", place=f"{place.guarded}.values", expected=clipped(str(list(spec.values)))
                 )
+            if spec.counts:
+                yield Guard(kind="input", place=f"{place.guarded}.values", expected=counted(spec.counts))
         for bound in self._bounds:
             yield Guard(
                 kind="input",

@@ -13,7 +13,7 @@ from effcompile.core.findings import Equals, Of
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.units import format_error
 from effcompile.ir.program import Program
-from effcompile.ir.values import check_values
+from effcompile.ir.values import check_counts, check_values
 from effcompile.runtime.inputs import as_captured
 from effcompile.search.request import Task
 from effcompile.sites.attention.normalise import normalised
@@ -89,4 +89,5 @@ def _with_calibration(program: Program, task: Task) -> Program:
         for spec, (tensor, planned) in zip(program.inputs, found, strict=False):
             if spec.values is not None:
                 check_values(f"calibration: {spec.name}", tensor, planned)
+            check_counts(f"calibration: {spec.name}", tensor, spec.counts)
     return replace(program, calibration=tuple(given))

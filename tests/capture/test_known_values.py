@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vision_language_models import asked, qwen
+from vision_language_models import asked, qwen, qwen3
 
 import effcompile
 from effcompile.capture import capture, verify_capture
@@ -147,6 +147,34 @@ def test_images_and_text_are_planned_saved_and_held_to_their_grid(tmp_path: Path
                 forward(**given)
 
 
+def test_images_may_be_anywhere_in_a_text_whose_positions_are_given(tmp_path: Path) -> None:
+    """Qwen3-VL looks for its images in the text: as many tokens as at the example, wherever they are."""
+    model = qwen3().eval()
+
+    def given(at: int) -> dict[str, torch.Tensor]:
+        inputs = asked(at=at)
+        kinds, grid = inputs.pop("mm_token_type_ids"), inputs["image_grid_thw"]
+        where, _ = model.model.get_rope_index(inputs["input_ids"], kinds, image_grid_thw=grid)
+        return {**inputs, "position_ids": where}
+
+    planned = effcompile.optimize(model, given(3), backend="torch-eager")
+    guarded = {guard.place: guard.expected for guard in planned.plan.guards}
+    assert guarded["inputs['image_grid_thw'].values"] == "[1, 4, 4, 1, 4, 4]"
+    planned.save(tmp_path / "saved")
+    opened = effcompile.load(tmp_path / "saved")
+    fewer = given(3)
+    fewer["input_ids"] = fewer["input_ids"].clone()
+    fewer["input_ids"][0, 4] = 7
+    with torch.no_grad():
+        for at in (3, 6):
+            wanted = model(**given(at)).logits
+            torch.testing.assert_close(planned(**given(at)).logits, wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(opened(**given(at))["logits"], wanted, rtol=1e-4, atol=1e-5)
+        for forward in (planned, opened):
+            with pytest.raises(GuardError, match="holds 98 7 times, and held it 8 times"):
+                forward(**fewer)
+
+
 def test_other_grids_are_planned_anew_or_run_eagerly() -> None:
     model = qwen().eval()
     planned = effcompile.optimize(model, asked(), backend="torch-eager", on_change="eager")
@@ -159,8 +187,9 @@ def test_calibration_of_another_grid_is_refused() -> None:
         effcompile.plan(qwen().eval(), asked(), calibration=[asked((2, 8))], max_error=0.1)
 
 
-def test_training_on_images_is_the_models_own() -> None:
-    model = qwen().train()
+@pytest.mark.parametrize("make", [qwen, qwen3])
+def test_training_on_images_is_the_models_own(make: Callable[[], nn.Module]) -> None:
+    model = make().train()
     given = {**asked(), "labels": asked()["input_ids"]}
     planned = effcompile.optimize(model, given, mode="training", minimize="memory")
     wanted = torch.autograd.grad(model(**given).loss, list(model.parameters()), allow_unused=True)
