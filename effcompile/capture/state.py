@@ -69,7 +69,7 @@ class ModelGuards:
         configurations: ConfigReads | None = None, beside: Mapping[str, object] = MappingProxyType({}),
         minds_gradients: bool = False,
     ) -> None:  # fmt: skip
-        self._training, self._without = training, frozenset[str]()
+        self._training, self._without, self._left = training, frozenset[str](), frozenset[str]()
         self._roots = dict(zip(("model", "executable"), (model, *others), strict=False))
         self._stale: GuardError | None = None
         self._name = type(model).__name__
@@ -115,7 +115,8 @@ class ModelGuards:
     def leave(self, places: Collection[str]) -> None:
         """Do not follow these attributes: the forward changes them, and does not depend on them."""
         if places:
-            self._without |= frozenset(places)
+            self._left |= frozenset(places)
+            self._without |= self._left
             self._snapshot = self._taken_at_capture()
 
     def check_weights(self) -> None:
@@ -149,7 +150,7 @@ class ModelGuards:
             for place, fact in fresh.facts.items()
             if fact.is_kept and place.rpartition(".")[2] in self._reads.stored
         }
-        names = sorted({change.place for change in changes} | kept)
+        names = sorted({change.place for change in changes} | kept | self._left)
         notes = [Because(_LEFT, (", ".join(names),))] * bool(names)
         if not self._training:
             if [*map(id, summed)] != [*map(id, fresh.tensors)]:  # half a second of a large model
@@ -169,7 +170,7 @@ class ModelGuards:
             beside=self._beside,
             minds_gradients=self._reads.minds_gradients,
         )
-        other._without = self._without
+        other._without, other._left = self._without, self._left
         other._snapshot = other._taken_at_capture()
         try:
             self.check()
