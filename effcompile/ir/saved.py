@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from effcompile.core.errors import FormatError, UsageError
+from effcompile.core.errors import FormatError, UsageError, clipped
 from effcompile.core.files import read_bounded
 from effcompile.core.folders import check_replaceable, replacing
 from effcompile.ir.plan import FORMAT, MOST_BYTES, Plan
@@ -117,10 +117,10 @@ def check_artifact(plan: Plan, folder: Path) -> None:
         )
     for name, wanted in plan.artifact.items():
         file = folder / Path(name).name  # a foreign plan may not point elsewhere
-        if not file.is_file():
+        if not os.path.isfile(file):  # Path.is_file raises for a name longer than a file's may be
             raise UsageError(
-                f"There is no {str(file)!r}, which {PLAN} describes. Write it again with `effcompile "
-                "optimize -o`."
+                f"There is no {clipped(repr(str(file)))}, which {PLAN} describes. Write it again with "
+                "`effcompile optimize -o`."
             )
         if _digest(file) != wanted:
             raise FormatError(

@@ -18,11 +18,15 @@ from effcompile.compiler.settle import Outcome
 from effcompile.core.errors import LoweringError
 from effcompile.core.findings import Failed, NotBuilt
 from effcompile.ir.program import Program
+from effcompile.search import raced
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What is built first takes a second a call, what is built later half of one; whoever was compared."""
+    """What is built first takes a second a call, what is built later half of one; whoever was compared.
+    Nothing is known of an earlier run.
+    """
+    monkeypatch.setattr(raced, "recalled", lambda *_: None)
     monkeypatch.setattr(compiling, "SHORTLIST", 0.0)
     compared: list[list[str]] = []
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import effcompile
 from effcompile.compiler import Artifact, open_artifact
-from effcompile.core.errors import EffcompileError, FormatError
+from effcompile.core.errors import EffcompileError, FormatError, UsageError
 from effcompile.ir.plan import Plan
 from effcompile.ir.signature import told
 
@@ -105,6 +105,14 @@ def test_a_plan_that_does_not_say_what_its_artifact_takes_is_refused(
     (folder / "plan.json").write_bytes(msgspec.json.encode({**data, "signature": None}))
     with pytest.raises(FormatError, match="does not say what its artifact takes"):
         open_artifact(folder)
+
+
+def test_a_file_whose_name_is_longer_than_one_may_be_is_told(opened: Artifact, tmp_path: Path) -> None:
+    plan = opened.plan.to_dict()
+    plan["artifact"] = {"x" * 300: "0" * 64}
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
+    with pytest.raises(UsageError, match="There is no"):
+        open_artifact(tmp_path)
 
 
 def test_the_signature_is_read_back_as_it_was_written(opened: Artifact, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from effcompile.capture.caches import cache_name, new_cache
+from effcompile.capture.caches import cache_name, new_cache, seen_by
 from effcompile.capture.generation import GenerationStep, encoder_output
 from effcompile.core.goal import Goal
 from effcompile.core.timing import SETTLED, median_seconds
@@ -43,11 +43,15 @@ def call_seconds(step: GenerationStep, model: HFModel, goal: Goal) -> float:
         inputs=step.program.inputs, tables=tables_of(step.program), run=nothing, source=lambda *_: cross,
     )  # fmt: skip
     stepper, cache = Stepper(lowered, type(model).forward, model.config), new_cache(model)
-    given = {
-        step.boundary.tokens: torch.ones((goal.batch, 1), dtype=torch.int64, device=model.device),
-        cache_name(model): cache,
-    }
+    given = {step.boundary.tokens: torch.ones((goal.batch, 1), dtype=torch.int64, device=model.device)}
     if cross:
         hidden = logits.new_zeros((goal.batch, cross[0].shape[2], model.config.hidden_size))
         given["encoder_outputs"] = encoder_output(hidden)
-    return median_seconds(lambda: stepper(**given), settled=SETTLED)
+
+    def call() -> None:
+        nonlocal cache
+        if seen_by(cache) >= goal.tokens[0]:  # each call makes it longer by a token
+            cache = new_cache(model)
+        stepper(**given, **{cache_name(model): cache})
+
+    return median_seconds(call, settled=SETTLED)
