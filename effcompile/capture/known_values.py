@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from effcompile.capture.diagnose import depends_on_values, place_here
+from effcompile.capture.mends import another_forward
 from effcompile.core.errors import CaptureError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.torch_compat_export import outside_of_tracing, unchecked_values
@@ -357,7 +358,7 @@ def around_forward(model: nn.Module, known: KnownValues | None) -> Iterator[None
     if known is None:
         yield
         return
-    original, was = model.forward, vars(model).get("forward")
+    original = model.forward
 
     def forward(*args: object, **kwargs: object) -> Outputs:
         leaves = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -365,14 +366,8 @@ def around_forward(model: nn.Module, known: KnownValues | None) -> Iterator[None
         with known, unchecked_values():
             return original(*args, **kwargs)
 
-    vars(forward)["__signature__"] = inspect.signature(original)
-    vars(model)["forward"] = forward
-    try:
+    with another_forward(model, forward, inspect.signature(original)):
         yield
-    finally:
-        del vars(model)["forward"]
-        if was is not None:
-            vars(model)["forward"] = was
 
 
 def _memory(value: object) -> int | None:

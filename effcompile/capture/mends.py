@@ -90,14 +90,25 @@ def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[No
         yield
         return
     extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in bound[rest[0].name]]
-    original, was = model.forward, vars(model).get("forward")
+    original = model.forward
 
     def forward(*given: object, **named: object) -> Outputs:
         return original(*given, **named)
 
-    vars(forward)["__signature__"] = signature.replace(
+    named = signature.replace(
         parameters=[*(p for p in signature.parameters.values() if p not in rest), *extra]
     )
+    with another_forward(model, forward, named):
+        yield
+
+
+@contextlib.contextmanager
+def another_forward(
+    model: nn.Module, forward: Callable[..., Outputs], signature: inspect.Signature
+) -> Iterator[None]:
+    """The model with this forward, which is seen to take what the signature says."""
+    was = vars(model).get("forward")
+    vars(forward)["__signature__"] = signature
     vars(model)["forward"] = forward
     try:
         yield
