@@ -136,9 +136,7 @@ def place_of(error: BaseException, model: nn.Module | None = None) -> str:
         if _is_users(frame.filename)
     ]
     if frames:
-        frame = frames[-1]
-        source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-        return f"{frame.filename}:{frame.lineno}" + (f" ({source})" if source else "")
+        return _written(frames[-1])
     if model is None:
         return "place unknown"
     try:
@@ -151,10 +149,12 @@ def place_of(error: BaseException, model: nn.Module | None = None) -> str:
 def place_here() -> str:
     """The innermost line of the user's code that is being run, as `place_of` writes it."""
     frames = (frame for frame in reversed(traceback.extract_stack()) if _is_users(frame.filename))
-    return next(
-        (f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" for frame in frames),
-        "place unknown",
-    )
+    return next(map(_written, frames), "place unknown")
+
+
+def _written(frame: traceback.FrameSummary) -> str:
+    source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    return f"{frame.filename}:{frame.lineno}" + (f" ({source})" if source else "")
 
 
 def _takes_gradient(model: nn.Module) -> str | None:

@@ -23,7 +23,7 @@ from effcompile.capture.config_reads import recording
 from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
 from effcompile.capture.draws import no_python_randomness
 from effcompile.capture.exported import Exported, copied
-from effcompile.capture.known_values import KnownValues, around_forward
+from effcompile.capture.known_values import Fixed, KnownValues, around_forward
 from effcompile.capture.memory import as_it_was, refuse_memory, written_into
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
@@ -204,7 +204,7 @@ def _joint(subject: _Subject) -> training_graph.JointGraph:
         subject.exported.knowing = True
         with contextlib.suppress(Exception):
             return _joined(subject, _known_front)
-        subject.exported.knowing = False
+        subject.exported.knowing, subject.exported.fixed = False, Fixed()
     with contextlib.suppress(Exception):
         joint = _joined(subject, _dynamo_front)
         subject.mends.append(Because(_DYNAMO, (why,)))

@@ -50,12 +50,13 @@ def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inp
     """
     generator = torch.Generator().manual_seed(seed)
     leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
-    rows = _rows(program, len(leaves))
+    specs = _specs(program)
+    rows = _rows(program, specs)
     return [
         pytree.tree_unflatten(
             [
                 _drawn(leaf, limit, spec.counts if spec else (), generator)
-                for leaf, limit, spec in zip(leaves, rows, _specs(program), strict=False)
+                for leaf, limit, spec in zip(leaves, rows, specs, strict=True)
             ],
             structure,
         )
@@ -71,12 +72,13 @@ def stress_inputs(program: Program) -> list[tuple[str, Args, Kwargs]]:
     Masks are kept.
     """
     leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
-    rows = _rows(program, len(leaves))
+    specs = _specs(program)
+    rows = _rows(program, specs)
     found = []
     for what, change in _STRESSES.items():
         changed = [
             change(leaf) if _is_data(leaf, limit) and not (spec and spec.counts) else leaf
-            for leaf, limit, spec in zip(leaves, rows, _specs(program), strict=False)
+            for leaf, limit, spec in zip(leaves, rows, specs, strict=True)
         ]
         if any(new is not old for new, old in zip(changed, leaves, strict=True)):
             found.append((what, *pytree.tree_unflatten(changed, structure)))
@@ -140,13 +142,13 @@ def _specs(program: Program) -> list[TensorSpec | None]:
     return [next(specs) if isinstance(leaf, torch.Tensor) else None for leaf in given]
 
 
-def _rows(program: Program, leaves: int) -> list[int | None]:
+def _rows(program: Program, specs: Sequence[TensorSpec | None]) -> list[int | None]:
     """`_rows_indexed` of each leaf of the inputs; None also of one whose values are fixed."""
-    holders = zip(program.graph.find_nodes(op="placeholder"), _specs(program), strict=False)
+    holders = zip(program.graph.find_nodes(op="placeholder"), specs, strict=False)
     rows = [
         None if spec and spec.values is not None else _rows_indexed(program, node) for node, spec in holders
     ]
-    return rows + [None] * (leaves - len(rows))
+    return rows + [None] * (len(specs) - len(rows))
 
 
 def _rows_indexed(program: Program, node: fx.Node) -> int | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from effcompile.capture.mends import evaluating
 from effcompile.core.types import Kwargs, Value
 
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
@@ -96,25 +97,14 @@ def _seen(model: nn.Module, made: Mapping[str, torch.Tensor]) -> dict[str, Value
     )
     if inner is None:
         return {}
-    mode = model.training
-    model.eval()
-    try:
-        for pixels in (
-            made["pixel_values"],
-            made["pixel_values"][:, None],
-        ):  # one image a row, or a list of one
+    with evaluating(model), torch.no_grad():
+        # one image a row, or a list of one
+        for pixels in (made["pixel_values"], made["pixel_values"][:, None]):
             try:
-                with torch.no_grad():
-                    found = inner.get_image_features(pixel_values=pixels)  # type: ignore[operator]
+                found = inner.get_image_features(pixel_values=pixels)  # type: ignore[operator]
             except Exception:
                 continue
-            rows = getattr(found, "pooler_output", found)
-            tokens = sum(
-                leaf.numel() // leaf.shape[-1]
-                for leaf in pytree.tree_leaves(rows)
-                if isinstance(leaf, torch.Tensor)
-            )
+            rows = pytree.tree_leaves(getattr(found, "pooler_output", found))
+            tokens = sum(row.numel() // row.shape[-1] for row in rows if isinstance(row, torch.Tensor))
             return {"pixel_values": pixels, "tokens": tokens // len(pixels)}
-    finally:
-        model.train(mode)
     return {}

@@ -19,7 +19,7 @@ from effcompile.ir.guards import Guard
 from effcompile.ir.program import Program, TensorSpec
 from effcompile.ir.signature import Signature, TensorInput, told
 from effcompile.ir.structure import returned_of
-from effcompile.ir.values import check_counts, check_values, counted, planned_values
+from effcompile.ir.values import check_counts, check_values, counted
 
 #: Kinds of calls (shapes, dtypes, devices) that are remembered as accepted.
 _REMEMBERED = 256
@@ -45,7 +45,7 @@ class GraphInputs:
         self._bounds = tuple(_bounds(program))
         self._counted = [at for at, spec in enumerate(program.inputs) if spec.counts]
         self._values = [
-            (at, planned_values(spec.values, tensor))
+            (at, tensor)
             for at, (spec, tensor) in enumerate(zip(program.inputs, program.flat_inputs(), strict=True))
             if spec.values is not None
         ]

@@ -26,3 +26,12 @@ def test_a_model_runs_on_the_image_that_is_made_for_it(make: Callable[[], nn.Mod
 def test_a_vocabulary_of_nothing_is_told() -> None:
     with pytest.raises(InputsError, match="a table of 0 rows"):
         derive(nn.Sequential(nn.Embedding(0, 4)), Reading(), "model.py")
+
+
+def test_a_frozen_part_keeps_its_mode() -> None:
+    """A tower that the user holds in eval mode while the rest trains."""
+    model = llava().train()
+    model.model.vision_tower.eval()
+    before = [module.training for module in model.modules()]
+    derive(model, Reading(training=True), "model.py")
+    assert [module.training for module in model.modules()] == before
