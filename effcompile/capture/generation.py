@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from effcompile.capture import images
 from effcompile.capture.caches import cache_name, caches_of, layout_of, leaves_of, new_cache
 from effcompile.capture.inference import capture
 from effcompile.capture.mends import evaluating
 from effcompile.capture.recurrences import carrying
 from effcompile.capture.resumed import Seen, resumed
 from effcompile.capture.rows_first import rows_first
+from effcompile.capture.state import ModelGuards
 from effcompile.core.errors import CaptureError, UsageError
 from effcompile.core.stages import first_line
 from effcompile.core.types import HFModel
@@ -46,6 +48,13 @@ class Boundary:
         cache: name of the cache.
         local: the mask is over new tokens alone: nothing of the cache has rows of past ones.
         counted: positions that are not given are counted in the mask, and do not go from the past on.
+        images: how many tensors (image tokens, width) of what an image encoder made it takes: what stands in
+            the place of image tokens, and what is added to them behind layers.
+        stacked: the forward takes such a tensor as a batch of one, not as a list.
+        kinds: name of what tells images' tokens (1) from text (0), past and new, for a mask by which images
+            are read both ways; "" where the mask is the same for all.
+        axes: how many tensors of position ids it takes, which count text, time, height and width apart; 0:
+            one counts all.
     """
 
     tokens: str = "input_ids"
@@ -56,12 +65,10 @@ class Boundary:
     counted: bool = False
     cache: str = "past_key_values"
     local: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the step's inputs before its cache, in order."""
-        given = (("positions", bool(self.positions)), ("rows", self.rows), ("source_mask", self.source_mask))
-        return ("tokens", "mask", *(name for name, there in given if there))
+    images: int = 0
+    stacked: bool = False
+    kinds: str = ""
+    axes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +76,11 @@ class GenerationStep:
     """A captured step of generation.
 
     Attributes:
-        program: inputs are those of `boundary.names` and the leaves of `layout`; outputs are logits and the
-            leaves that are written.
+        program: inputs are tokens, mask and what `boundary` says, and the leaves of `layout`; outputs are
+            logits and the leaves that are written.
         source: of an encoder-decoder, what makes the leaves of cross-attention from the encoder's output.
         encoder: of an encoder-decoder, its encoder; inputs as generate() gives them.
+        image: of a model that takes images, what stands for one.
     """
 
     program: Program
@@ -80,6 +88,7 @@ class GenerationStep:
     layout: CacheLayout
     source: Program | None = None
     encoder: Program | None = None
+    image: images.ImageToken | None = None
 
     def before(self, edit: Callable[[Program], Program]) -> GenerationStep:
         """With what runs before the first token edited."""
@@ -96,7 +105,7 @@ class StepModule(nn.Module):
         self.model, self.boundary, self.layout = model, boundary, layout
 
     def forward(
-        self, tokens: torch.Tensor, mask: torch.Tensor, past: Sequence[torch.Tensor], **more: torch.Tensor
+        self, tokens: torch.Tensor, mask: torch.Tensor, past: Sequence[torch.Tensor], **more: Any
     ) -> dict[str, Any]:
         seen = Seen(past=mask.shape[1] - tokens.shape[1], leaves=list(past))
         self._tie(seen)
@@ -108,9 +117,14 @@ class StepModule(nn.Module):
             "use_cache": True,
         }
         if self.boundary.positions:
-            given[self.boundary.positions] = more["positions"]
+            positions = more["positions"]
+            given[self.boundary.positions] = torch.stack(positions) if self.boundary.axes else positions
         if self.boundary.rows:
             given["logits_to_keep"] = more["rows"]
+        if self.boundary.images:
+            given[images.ENCODED] = {"image": images.seen(more["images"], self.boundary.stacked)}
+        if self.boundary.kinds:
+            given[self.boundary.kinds] = more["kinds"]
         if self.model.config.is_encoder_decoder:
             given |= self._encoded(seen, more)
         with carrying(self.model, cache) if self.layout.states else contextlib.nullcontext():
@@ -210,12 +224,16 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
         if example.layout.states:
             module(**example.inputs)  # what it cannot carry, it says
         still = [f"past_{at}" for at, leaf in enumerate(example.layout) if leaf.growth is Growth.STATE]
-        step = capture(module, (), example.inputs, dynamic=dynamic, still=still)
+        with images.added_in_place(model):
+            step = capture(module, (), example.inputs, dynamic=dynamic, still=still)
+        assert isinstance(step.state, ModelGuards)
+        step.state.leave(images.kept_positions(model, "model.model") if example.boundary.axes else ())
         if example.layout.states:
             step = rows_first(step)
         carried = {f"past_{at}": f"next_{i}" for i, at in enumerate(example.layout.written)}
         program = replace(step, carried=carried)
-        made = GenerationStep(program=program, boundary=example.boundary, layout=example.layout)
+        image = images.ImageToken.of(model) if example.boundary.images else None
+        made = GenerationStep(program=program, boundary=example.boundary, layout=example.layout, image=image)
         if model.config.is_encoder_decoder:
             tokens = example.inputs["tokens"]
             source = capture(
@@ -300,13 +318,20 @@ class _Example:
             "mask": torch.ones((BATCH, seen + NEW), dtype=torch.int64, device=tokens.device),
         }
         if boundary.positions:
-            inputs["positions"] = (
-                torch.arange(PAST, PAST + NEW, device=tokens.device).expand(BATCH, NEW).contiguous()
-            )
+            places = torch.arange(PAST, PAST + NEW, device=tokens.device).expand(BATCH, NEW).contiguous()
+            inputs["positions"] = [places.clone() for _ in range(boundary.axes)] or places
         if boundary.rows:
             inputs["rows"] = torch.arange(NEW, device=tokens.device)
         if boundary.source_mask:
             inputs["source_mask"] = torch.ones((BATCH, SOURCE), dtype=torch.int64, device=tokens.device)
+        if boundary.images:
+            inputs["tokens"][:, -2:] = images.token_of(model.config)  # its first are repeated at other sizes
+            inputs["images"] = images.drawn(model, 2 * BATCH, boundary.images)
+        if boundary.kinds:
+            of_image = inputs["tokens"] == images.token_of(model.config)
+            inputs["kinds"] = torch.cat(
+                [torch.zeros_like(tokens[:, :PAST]), of_image.to(tokens.dtype)], dim=1
+            )
         inputs["past"] = [leaf.clone() for leaf in leaves_of(made, layout)]
         return cls(boundary=boundary, layout=layout, inputs=inputs, hidden=hidden)
 
@@ -345,7 +370,8 @@ def _boundary(model: HFModel, tokens: torch.Tensor) -> Boundary:
         )  # fmt: skip
     positions = "position_ids" if "position_ids" in taken else ""
     counted = bool(positions) and _counts(model, tokens)
-    return Boundary(positions=positions, rows="logits_to_keep" in taken, counted=counted)
+    made = Boundary(positions=positions, rows="logits_to_keep" in taken, counted=counted)
+    return replace(made, **images.taken_by(model, tokens))
 
 
 def _counts(model: HFModel, tokens: torch.Tensor) -> bool:

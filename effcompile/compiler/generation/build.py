@@ -39,7 +39,8 @@ from effcompile.search.generation.errors import option_errors
 from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
-from effcompile.search.generation.text import CalibrationText, calibration_texts, longest_source
+from effcompile.search.generation.seen import texts_to_measure
+from effcompile.search.generation.text import CalibrationText, longest_source
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import formats, measured_options, plans_for
 from effcompile.search.progress import Progress, entry
@@ -278,7 +279,7 @@ def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:
         [(task.args, task.kwargs)] if task.args or task.kwargs else None
     )
     with progress.step("calibration text"):
-        texts, said = calibration_texts(model, step, given, context)
+        texts, said = texts_to_measure(model, step, given, context)
     asked = (*(task.request.passes or ()), *named)
     before = tuple(each for each in load_passes(asked, OF_ENCODERS) if each.name in OF_ENCODERS)
     return Bench(

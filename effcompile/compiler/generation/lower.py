@@ -54,4 +54,4 @@ def lower_step(
         if graph is not None
         for name, rows in tables_of(graph).items()
     }
-    return assembled(step.boundary, step.layout, room, program.inputs, tables, made), made
+    return assembled(step.boundary, step.layout, room, program.inputs, tables, made, step.image), made

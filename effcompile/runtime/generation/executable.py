@@ -22,6 +22,7 @@ from effcompile.passes.speculate import drafts_in
 from effcompile.runtime.artifact import check_pickled
 from effcompile.runtime.generation import files, shell
 from effcompile.runtime.generation.drafts import with_drafts
+from effcompile.runtime.generation.images import Eye
 from effcompile.runtime.generation.stepper import Stepper, whole_numbers
 from effcompile.runtime.generation.steps import LoweredStep, carried_out
 from effcompile.runtime.planned import PlannedModel, SetOnModel
@@ -115,7 +116,8 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
             else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
         )
         whole = None if encoder is None else encoder.within
-        self.stepper = Stepper(lowered, type(model).forward, model.config, whole)
+        eye = Eye(model) if lowered.boundary.images else None
+        self.stepper = Stepper(lowered, type(model).forward, model.config, whole, eye)
         self._shell = shell.kind_around(model, self.stepper, encoder)
         assert step.program.state is not None
         self._state = step.program.state
@@ -228,7 +230,9 @@ class OpenedGeneration(_Configured):
         source = LoweredEncoder(lowered, encoder) if encoder else None
         whole = None if source is None else source.within
         self.stepper = Stepper(lowered, kind.forward, configs[0], whole)
-        self._shell: HFModel = shell.empty(kind, *configs, self.stepper, source, _device_of(lowered))
+        self._shell: HFModel = shell.empty(
+            kind, *configs, self.stepper, source, _device_of(lowered), seeing=lowered.image is not None
+        )
 
     @property
     def _behind(self) -> HFModel:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import safetensors.torch
 import torch
 import transformers
 
@@ -18,6 +19,7 @@ from effcompile.backends.onnxruntime import backend as onnxruntime
 from effcompile.backends.onnxruntime.session import numpy_feeds
 from effcompile.backends.torch import lowered as torch_lowered
 from effcompile.capture.generation import Boundary, GenerationStep
+from effcompile.capture.images import ImageToken
 from effcompile.core.errors import FormatError
 from effcompile.core.files import read_bounded
 from effcompile.core.types import HFClass, HFModel
@@ -28,6 +30,8 @@ from effcompile.ir.saved import PLAN, check_artifact
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep, Run, assembled
 
 HEADER = "generation.json"
+#: The id of the token that stands for an image, and the row that it is embedded as.
+_IMAGE = "image_token.safetensors"
 _MOST_BYTES = 16 << 20
 #: What tokenizers of transformers are held in.
 _TOKENIZER = (
@@ -91,6 +95,11 @@ def write(
         inputs=lowered.inputs, graphs=graphs, tables=dict(lowered.tables),
     )  # fmt: skip
     (folder / HEADER).write_bytes(msgspec.json.encode(header))
+    if lowered.image is not None:
+        found.append(folder / _IMAGE)
+        safetensors.torch.save_file(
+            {str(lowered.image.id): lowered.image.row.cpu().contiguous()}, folder / _IMAGE
+        )
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     configs = [
@@ -136,7 +145,23 @@ def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
     runs: dict[str, Run] = {
         name: _open(folder / Path(graph.file).name, graph, plan) for name, graph in header.graphs.items()
     }
-    return assembled(header.boundary, header.layout, header.room, header.inputs, header.tables, runs)
+    made = _image(folder) if header.boundary.images else None
+    return assembled(header.boundary, header.layout, header.room, header.inputs, header.tables, runs, made)
+
+
+def _image(folder: Path) -> ImageToken:
+    """What stands for an image in a text.
+
+    Raises:
+        FormatError: it cannot be read.
+    """
+    try:
+        ((token, row),) = safetensors.torch.load_file(folder / _IMAGE).items()
+        return ImageToken(int(token), row)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise FormatError(
+            f"{str(folder / _IMAGE)!r} cannot be read: {error}. Write the folder again."
+        ) from error
 
 
 def _open(file: Path, graph: SavedGraph, plan: Plan) -> Run:

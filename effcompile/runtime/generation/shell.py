@@ -7,12 +7,13 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
 from transformers.generation.utils import GenerationMixin
 
+from effcompile.core.errors import GuardError
 from effcompile.core.types import HFClass, HFModel, Outputs
 
 Step = Callable[..., Outputs]
@@ -51,17 +52,32 @@ def empty(
     forward: Step,
     encoder: nn.Module | None,
     device: torch.device,
+    seeing: bool = False,
 ) -> nn.Module:
     """The same of a model that is not there: its class and its configs, no weights.
 
-    `device`: of the step's own.
+    `device`: of the step's own. `seeing`: it is a model of images and text, whose generate() calls methods of
+    its inner model.
     """
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     made = kind.__new__(_class(kind, forward, encoder, device, dtype))
     nn.Module.__init__(made)
     made.config, made.generation_config = config, generation_config
+    if seeing:
+        with torch.device("meta"):
+            inner = kind(config).base_model
+        inner.get_image_features = inner.get_video_features = _blind
+        setattr(made, kind.base_model_prefix, inner)
     made.eval()
     return made
+
+
+def _blind(pixel_values: torch.Tensor | None = None, **kwargs: object) -> Never:
+    raise GuardError(
+        "A saved generation has the step's weights alone, no image encoder. Encode the image with the model, "
+        "mm_encoder_outputs={'image': model.base_model.get_image_features(...)}, and leave its pixels out.",
+        place="inputs['pixel_values']",
+    )
 
 
 def _class(

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from transformers import modeling_outputs
 
+from effcompile.capture import images
 from effcompile.capture.caches import CACHE_NAMES, HFCache, check_cache, new_cache_of, seen_by
 from effcompile.core.errors import GuardError
 from effcompile.core.types import Forward, HFClass, Kwargs, Outputs
+from effcompile.runtime.generation.images import Eye, encoded, kinds_of, rows_for
 from effcompile.runtime.generation.steps import LoweredStep
 
 #: Arguments of a forward that change nothing here, or that generate() gives always.
@@ -24,7 +26,8 @@ _WHOLE = (torch.int64, torch.int32)
 class Stepper:
     """Calls of a Hugging Face forward, answered by a lowered step.
 
-    `encoder`: gives the encoder's output of a call that brings what it reads in the place of it.
+    `encoder`: gives the encoder's output of a call that brings what it reads in the place of it; `eye`: the
+    image encoder's.
     """
 
     def __init__(
@@ -33,13 +36,16 @@ class Stepper:
         forward: Forward,
         config: Any,
         encoder: Callable[[Kwargs], Outputs | None] | None = None,
+        eye: Eye | None = None,
     ) -> None:
-        self.step, self.config, self._encoder = step, config, encoder
+        self.step, self.config, self._encoder, self._eye = step, config, encoder, eye
         self._parameters = list(inspect.signature(forward).parameters)[1:]
         taken = {step.boundary.tokens, step.boundary.mask, step.boundary.positions, step.boundary.cache}
         self._known = (
             taken
             | _SILENT
+            | ({images.ENCODED, *images.KINDS, *images.SIZES} if step.boundary.images else set())
+            | (eye.names if eye else set())
             | ({"attention_mask", "input_ids", "input_features"} if config.is_encoder_decoder else set())
         )
 
@@ -134,32 +140,49 @@ class Stepper:
         if boundary.rows:
             inputs["rows"] = torch.arange(new, device=tokens.device) if rows is None else rows
         if boundary.positions:
-            inputs["positions"] = self._positions(given.get(boundary.positions), inputs["mask"], past, tokens)
+            inputs |= self._positions(given.get(boundary.positions), inputs["mask"], past, tokens)
         if boundary.source_mask:
             inputs["source_mask"] = _source_mask(given.get("attention_mask"), hidden)
-        return inputs
+        return inputs | self._images(given, tokens, inputs["mask"])
+
+    def _images(self, given: Kwargs, tokens: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The rows of images among the tokens, by name."""
+        if self.step.image is None:
+            return {}
+        boundary, made = self.step.boundary, encoded(given, self._eye)
+        if made is not None and boundary.axes and given.get(boundary.positions) is None:
+            raise GuardError(
+                f"{boundary.positions} of a text with images depend on their sizes. Give them as generate() "
+                f"does ({boundary.axes} × rows × tokens).",
+                place=f"inputs[{boundary.positions!r}]",
+            )
+        rows = {
+            f"images_{at}": each
+            for at, each in enumerate(rows_for(tokens, self.step.image, made, boundary.images))
+        }
+        if boundary.kinds:
+            rows["kinds"] = kinds_of(given.get(boundary.kinds), mask, tokens, boundary.kinds)
+        return rows
 
     def _positions(
         self, given: torch.Tensor | None, mask: torch.Tensor, past: int, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """Position ids as they were given, or as the model counts them."""
-        if given is not None:
-            if (
-                given.dim() != 2
-                or given.shape[0] not in (1, tokens.shape[0])
-                or given.shape[1] not in (1, tokens.shape[1])
-            ):
-                name = self.step.boundary.positions
-                raise GuardError(
-                    f"{name} is {list(given.shape)}; the plan takes {list(tokens.shape)}.",
-                    place=f"inputs[{name!r}]",
-                )
-            return whole_numbers(given.expand(tokens.shape), self.step.boundary.positions).contiguous()
-        if self.step.boundary.counted:
-            return (mask.cumsum(1) - 1).clamp(min=0)[:, past:].contiguous()
-        return (
-            torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape).contiguous()
-        )
+    ) -> dict[str, torch.Tensor]:
+        """Position ids by name, as they were given or as the model counts them."""
+        name, axes = self.step.boundary.positions, self.step.boundary.axes
+        if given is None:
+            counted = torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape)
+            if self.step.boundary.counted:
+                counted = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
+            each = [counted] * max(1, axes)
+        elif given.dim() == 3 and len(given) in (
+            axes,
+            axes - 1,
+        ):  # without those of the text, which nothing reads
+            each = [given[0], *given][-axes:]
+        else:
+            each = [given] * max(1, axes)
+        made = [_spread(one, tokens, name).contiguous() for one in each]
+        return {f"positions_{at}": one for at, one in enumerate(made)} if axes else {"positions": made[0]}
 
     def _outputs(self, logits: torch.Tensor, cache: HFCache | None, hidden: torch.Tensor | None) -> Outputs:
         if self.config.is_encoder_decoder:
@@ -177,6 +200,21 @@ def _held(kind: HFClass, cache: HFCache | None) -> dict[str, HFCache | None]:
     """The cache by the name that such outputs have for it."""
     named = [field.name for field in dataclasses.fields(kind)]
     return {next(name for name in CACHE_NAMES if name in named): cache}
+
+
+def _spread(given: torch.Tensor, tokens: torch.Tensor, name: str) -> torch.Tensor:
+    """Position ids of each token.
+
+    Raises:
+        GuardError: they have another size, or fractions.
+    """
+    if given.dim() != 2 or any(
+        size not in (1, wanted) for size, wanted in zip(given.shape, tokens.shape, strict=True)
+    ):
+        raise GuardError(
+            f"{name} is {list(given.shape)}; the plan takes {list(tokens.shape)}.", place=f"inputs[{name!r}]"
+        )
+    return whole_numbers(given.expand(tokens.shape), name)
 
 
 def whole_numbers(given: torch.Tensor, name: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ cache longer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,12 +17,14 @@ from effcompile.backends.torch.in_place import in_place, in_place_of_many
 from effcompile.backends.torch.regions import FEW
 from effcompile.capture.caches import HFCache, fill, held, records, seen_by
 from effcompile.capture.generation import Boundary
+from effcompile.capture.images import ImageToken
 from effcompile.core.errors import GuardError
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 from effcompile.ir.program import TensorSpec
 from effcompile.machine import huge_pages
 from effcompile.ops.append import buffer, last
 from effcompile.runtime.carry import carried
+from effcompile.runtime.generation.images import between, between_images
 from effcompile.runtime.inputs import check_index
 
 #: How the memory of a cache is taken: all at once, or as it is needed.
@@ -57,6 +60,7 @@ class LoweredStep:
         tables: input of a graph that is looked up as it is → rows of the smallest table that it is looked up
             in.
         many: runs a step of more than FEW tokens, where that is another function.
+        image: what stands for one, where the step takes images.
     """
 
     boundary: Boundary
@@ -68,6 +72,7 @@ class LoweredStep:
     many: Run | None = None
     source: Run | None = None
     encoder: Run | None = None
+    image: ImageToken | None = None
 
     def __call__(
         self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None = None
@@ -89,8 +94,10 @@ class LoweredStep:
                 place="inputs",
             )
         chunk = self.room.chunk or new
-        ends = range(new % chunk or chunk, new + 1, chunk)
-        parts = [self._chunk(given, cache, hidden, max(0, end - chunk), end) for end in ends]
+        ends: Sequence[int] = range(new % chunk or chunk, new + 1, chunk)
+        if "kinds" in given:
+            ends = between_images(given["kinds"][:, past:], ends)
+        parts = [self._chunk(given, cache, hidden, *at) for at in itertools.pairwise((0, *ends))]
         parts = [part for part in parts if part.shape[1]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -111,7 +118,7 @@ class LoweredStep:
         """The logits of some of the new tokens, of those rows of them that are wanted."""
         tokens = given["tokens"]
         if (start, end) != (0, tokens.shape[1]):
-            given = _part(given, start, end, self.boundary.local)
+            given = _part(given, start, end, self)
         flat, wanted = self.flat(given, cache, hidden), given.get("rows")
         few = given["tokens"].numel() <= FEW
         logits, *after = carried_out(self.run if self.many is None or few else self.many, flat)
@@ -212,18 +219,27 @@ def _given(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor.new_zeros(1) if spec.name == "rows" and not tensor.numel() else tensor
 
 
-def _part(given: Mapping[str, torch.Tensor], start: int, end: int, local: bool) -> dict[str, torch.Tensor]:
-    """The inputs of the tokens from `start` to `end` alone. `local`: the mask's, too."""
+def _part(
+    given: Mapping[str, torch.Tensor], start: int, end: int, step: LoweredStep
+) -> dict[str, torch.Tensor]:
+    """The inputs of the tokens from `start` to `end` alone."""
     total = given["tokens"].shape[1]
     made = dict(given)
     made["tokens"] = given["tokens"][:, start:end].contiguous()
-    first = start if local else 0
+    first = start if step.boundary.local else 0
     made["mask"] = given["mask"][:, first : given["mask"].shape[1] - (total - end)].contiguous()
-    if "positions" in given:
-        made["positions"] = given["positions"][:, start:end].contiguous()
+    if "kinds" in given:
+        made["kinds"] = given["kinds"][:, : given["kinds"].shape[1] - (total - end)].contiguous()
+    for name in given:
+        if name.startswith("positions"):
+            made[name] = given[name][:, start:end].contiguous()
     if "rows" in given:
         rows = given["rows"]
         made["rows"] = rows[(rows >= start) & (rows < end)] - start
+    if step.image is not None:
+        names = [name for name in given if name.startswith("images")]
+        seen = between(given["tokens"], step.image.id, [given[name] for name in names], start, end)
+        made |= zip(names, seen, strict=True)
     return made
 
 
@@ -240,7 +256,7 @@ def input_bytes(boundary: Boundary, batch: int, tokens: int, chunk: int) -> int:
 
 def assembled(
     boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...],
-    tables: Mapping[str, int], runs: Mapping[str, Run],
+    tables: Mapping[str, int], runs: Mapping[str, Run], image: ImageToken | None = None,
 ) -> LoweredStep:  # fmt: skip
     """The parts of a step put together; the cache of torch's graphs grows in place.
 
@@ -258,5 +274,5 @@ def assembled(
         run, many = in_place(graph, rooms, narrow), in_place_of_many(graph, rooms, narrow)
     return LoweredStep(
         boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run, many=many,
-        source=runs.get("source"), encoder=runs.get("encoder"),
+        source=runs.get("source"), encoder=runs.get("encoder"), image=image,
     )  # fmt: skip

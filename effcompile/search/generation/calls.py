@@ -41,6 +41,7 @@ def call_seconds(step: GenerationStep, model: HFModel, goal: Goal) -> float:
     lowered = LoweredStep(
         boundary=step.boundary, layout=step.layout, room=CacheRoom(context=goal.tokens[0]),
         inputs=step.program.inputs, tables=tables_of(step.program), run=nothing, source=lambda *_: cross,
+        image=step.image,
     )  # fmt: skip
     stepper, cache = Stepper(lowered, type(model).forward, model.config), new_cache(model)
     given = {step.boundary.tokens: torch.ones((goal.batch, 1), dtype=torch.int64, device=model.device)}

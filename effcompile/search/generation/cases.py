@@ -60,13 +60,16 @@ def _example(step: GenerationStep, program: Program, *, batch: int, past: int, n
         ),
         0,
     )
+    positions = torch.arange(past, past + new, device=tokens.device).expand(batch, new)
     given: dict[str, Any] = {
         "tokens": tokens[:1, :1].expand(batch, new),
         "mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(
             batch, new if step.boundary.local else past + new
         ),
-        "positions": torch.arange(past, past + new, device=tokens.device).expand(batch, new),
+        "positions": [positions] * step.boundary.axes or positions,
         "rows": torch.arange(new - 1, new, device=tokens.device),
+        "kinds": torch.zeros((), dtype=torch.int64, device=tokens.device).expand(batch, past + new),
+        "images": [rows[:0] for rows in like.get("images", ())],
         "source_mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(batch, source),
         "past": [
             _leaf(leaf, what, batch, past, source)

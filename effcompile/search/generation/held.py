@@ -28,6 +28,7 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
 from effcompile.ops.cache_rows import rounded
 from effcompile.passes import Choice, Option
+from effcompile.runtime.generation.images import Shown
 from effcompile.search.generation.text import CalibrationText
 
 #: The site.
@@ -65,7 +66,7 @@ def cache_choice(
         return ()
     context, prompt, new = goal.tokens
     middle, batch = min(context, prompt + new // 2), goal.batch
-    errors, options = _errors(model, texts), list[Option]()
+    errors, options = _errors(model, step, texts), list[Option]()
     for dtype, form in FORMS.items():
         layout = step.layout.narrowed(dtype)
         saved = (
@@ -100,7 +101,7 @@ def _narrows(step: GenerationStep) -> bool:
     return bool(narrow)
 
 
-def _errors(model: HFModel, texts: Sequence[CalibrationText]) -> dict[str, float]:
+def _errors(model: HFModel, step: GenerationStep, texts: Sequence[CalibrationText]) -> dict[str, float]:
     """dtype → relative error of the logits of a text whose keys and values are rounded so; the largest over
     the texts.
     """
@@ -109,7 +110,11 @@ def _errors(model: HFModel, texts: Sequence[CalibrationText]) -> dict[str, float
     with evaluating(model), torch.no_grad():
         for text in texts:
             given = {key: text.tokens[:_ROWS, :_TOKENS]}
-            given |= {name: _first(value) for name, value in text.extra.items()}
+            if step.image is None:
+                given |= {name: _first(value) for name, value in text.extra.items()}
+            else:
+                shown = Shown(text.tokens, step.boundary, step.image)
+                given |= shown.part(text.extra, 0, _TOKENS, _ROWS)
             told = _logits(model, given, new_cache(model))
             for dtype in filter(None, FORMS):
                 cache = rounding_cache(model, partial(rounded, dtype=getattr(torch, dtype)))

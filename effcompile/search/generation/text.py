@@ -15,6 +15,7 @@ from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, HFModel, Inputs, Kwargs
 from effcompile.ir.cache import CacheLayout, Growth
 from effcompile.ops.few_rows import ByFewRows
+from effcompile.runtime.generation.images import between
 
 #: Rows and tokens of text that the model writes: enough to price options with, little to wait for.
 _ROWS, _TOKENS = 4, 48
@@ -32,6 +33,9 @@ class CalibrationText:
         extra: what the model's forward takes beside them: an encoder's output, and its mask.
         source: what the encoder is given, by name and in its order.
         cross: what a step caches of that output, leaf by leaf.
+        images: rows for its image tokens, as a step takes them.
+        image_token: the id of those; `extra` has what the model's forward takes of them.
+        kinds: which tokens are images', where a step is told.
         whole: options' errors are measured on all of it.
     """
 
@@ -39,7 +43,16 @@ class CalibrationText:
     extra: Kwargs = field(default_factory=dict)
     source: Mapping[str, torch.Tensor] = field(default_factory=dict)
     cross: tuple[torch.Tensor, ...] = ()
+    images: tuple[torch.Tensor, ...] = ()
+    image_token: int = -1
+    kinds: torch.Tensor | None = None
     whole: bool = True
+
+    def beginning(self, tokens: int) -> CalibrationText:
+        """The first tokens of each row."""
+        images = between(self.tokens, self.image_token, self.images, 0, tokens)
+        kinds = None if self.kinds is None else self.kinds[:, :tokens]
+        return replace(self, tokens=self.tokens[:, :tokens], images=tuple(images), kinds=kinds)
 
 
 def calibration_texts(
@@ -91,7 +104,7 @@ def longest_source(texts: Sequence[CalibrationText]) -> Mapping[str, torch.Tenso
 
 def sensed(texts: Sequence[CalibrationText]) -> list[CalibrationText]:
     """What options' errors are measured on: of those that are not the user's the beginnings."""
-    return [text if text.whole else replace(text, tokens=text.tokens[:, :_SENSED]) for text in texts]
+    return [text if text.whole else text.beginning(_SENSED) for text in texts]
 
 
 def _continued(
@@ -212,11 +225,17 @@ def as_inputs(text: CalibrationText, layout: CacheLayout, like: Kwargs) -> Input
     """
     ids, cross = text.tokens, iter(text.cross)
     rows, tokens = ids.shape
+    places = torch.arange(tokens, device=ids.device).expand(rows, tokens).contiguous()
+    axes = text.extra.get("position_ids", [places] * len(like.get("positions", ())))
     given: dict[str, Any] = {
         "tokens": ids.contiguous(),
         "mask": torch.ones_like(ids),
-        "positions": torch.arange(tokens, device=ids.device).expand(rows, tokens).contiguous(),
+        "positions": places
+        if isinstance(like.get("positions"), torch.Tensor)
+        else [one.contiguous() for one in axes],
         "rows": torch.arange(tokens, device=ids.device),
+        "images": list(text.images),
+        "kinds": text.kinds if text.kinds is not None else torch.zeros_like(ids),
         "past": [
             next(cross)
             if what.growth is Growth.SOURCE

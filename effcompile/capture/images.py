@@ -1,0 +1,171 @@
+"""Images in a text, as Hugging Face's forward takes them once an encoder has read them: rows of features in
+the place of image tokens (`mm_encoder_outputs`, transformers 5.23).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from effcompile.core.types import HFConfig, HFModel, Kwargs, Outputs
+
+#: Argument of a forward that brings what encoders made of images and videos.
+ENCODED = "mm_encoder_outputs"
+
+#: Arguments that tell images' tokens from text: for positions, and for masks.
+KINDS = ("token_type_ids", "mm_token_type_ids")
+#: Sizes of images, which image encoders and positions are computed of.
+SIZES = ("image_grid_thw", "image_sizes")
+
+
+def token_of(config: HFConfig) -> int | None:
+    """The id of a token that stands for a row of an image; None where there is none."""
+    found = getattr(config, "image_token_id", None)
+    return found if isinstance(found, int) else None
+
+
+def axes_of(config: HFConfig) -> int:
+    """How many axes position ids have: text's, and those of a rotation in sections (time, height, width); 0
+    where one counts all.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    sections = rope.get("mrope_section") if isinstance(rope, dict) else None
+    return 1 + len(sections) if sections else 0
+
+
+def kept_positions(model: HFModel, prefix: str) -> frozenset[str]:
+    """Places where generate() keeps how far positions lie behind the tokens; a forward that is given
+    positions does not read them.
+    """
+    return frozenset(
+        f"{prefix}.{name}.rope_deltas".replace("..", ".")
+        for name, module in model.named_modules()
+        if hasattr(module, "rope_deltas")
+    )
+
+
+def tensors_of(model: HFModel) -> int:
+    """How many tensors a forward takes of images: what stands in the place of their tokens, and what is added
+    to that behind layers (deepstack); 0 where it takes none.
+    """
+    taken = inspect.signature(model.forward).parameters
+    if ENCODED not in taken or token_of(model.config) is None:
+        return 0
+    eye = getattr(model.config, "vision_config", None)
+    return 1 + len(getattr(eye, "deepstack_visual_indexes", None) or ())
+
+
+def seen(tensors: Sequence[torch.Tensor], stacked: bool) -> Outputs:
+    """Rows of features (image tokens, width) as an encoder's output.
+
+    `stacked`: the model reads a tensor [1, image tokens, width], not a list.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    rows: Any = tensors[0][None] if stacked else [tensors[0]]
+    found: Outputs = BaseModelOutputWithPooling(pooler_output=rows)
+    found.deepstack_features = [[each] for each in tensors[1:]]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ImageToken:
+    """What stands for a row of an image in a text.
+
+    Attributes:
+        id: of the token.
+        row: (1, width), that it is embedded as where no image is given.
+    """
+
+    id: int
+    row: torch.Tensor
+
+    @classmethod
+    def of(cls, model: HFModel) -> ImageToken:
+        """That of a model that has one."""
+        token = token_of(model.config)
+        assert token is not None
+        known = token < model.config.get_text_config().vocab_size
+        with torch.no_grad():
+            row = model.get_input_embeddings()(torch.tensor([token if known else 0], device=model.device))
+        return cls(token, row)
+
+
+def drawn(model: HFModel, rows: int, count: int) -> list[torch.Tensor]:
+    """What an image encoder might make of images with so many tokens in all (seed 0)."""
+    generator, like = torch.Generator().manual_seed(0), next(model.parameters())
+    shape = (rows, model.config.get_text_config().hidden_size)
+    return [torch.randn(shape, generator=generator).to(like) for _ in range(count)]
+
+
+def taken_by(model: HFModel, tokens: torch.Tensor) -> dict[str, Any]:
+    """In which form a forward takes rows of images, as `Boundary` has it; nothing where it takes none.
+
+    `tokens`: ids (rows, tokens) of a text, to try it with.
+    """
+    if not (count := tensors_of(model)):
+        return {}
+    tokens = torch.cat([torch.full_like(tokens[:, :2], ImageToken.of(model).id), tokens[:, 2:]], dim=1)
+    made = drawn(model, 2 * len(tokens), count)
+    for stacked in (False, True):
+        given = {"input_ids": tokens, ENCODED: {"image": seen(made, stacked)}}
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+            model(**given, use_cache=False, return_dict=True)
+            return {
+                "images": count,
+                "stacked": stacked,
+                "kinds": _kinds(model, given),
+                "axes": axes_of(model.config),
+            }
+    return {}
+
+
+def _kinds(model: HFModel, given: Kwargs) -> str:
+    """The name by which a forward is told images' tokens where its mask depends on them."""
+    plain = torch.zeros_like(given["input_ids"])
+    told = (given["input_ids"] == token_of(model.config)).to(plain.dtype)
+    for name in KINDS:
+        if name in inspect.signature(model.forward).parameters:
+            without, with_them = (
+                model(**given, **{name: kinds}, use_cache=False, return_dict=True).logits
+                for kinds in (plain, told)
+            )
+            if not torch.equal(without, with_them):
+                return name
+    return ""
+
+
+@contextlib.contextmanager
+def added_in_place(model: HFModel) -> Iterator[None]:
+    """Rows that are added to those of image tokens behind layers (Qwen3-VL's deepstack) are, without counting
+    these: Hugging Face's own code selects them, and no graph with sizes that depend on values can be saved.
+    """
+    within: list[Any] = [module for module in model.modules() if hasattr(module, "_deepstack_process")]
+    for module in within:
+        module._deepstack_process = _added
+    try:
+        yield
+    finally:
+        for module in within:
+            del module._deepstack_process
+
+
+def _added(hidden: torch.Tensor, there: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`hidden` (rows, tokens, width) with the rows added where `there` (rows, tokens) is true."""
+    return hidden + torch.zeros_like(hidden).masked_scatter(there[..., None], rows.to(hidden.dtype))
+
+
+def rows_of(output: Any) -> list[torch.Tensor]:
+    """The rows of features of an encoder's output, of all its images one behind the other."""
+    behind = getattr(output, "deepstack_features", None) or ()
+    return [_rows(output.pooler_output), *map(_rows, behind)]
+
+
+def _rows(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    parts = [features] if isinstance(features, torch.Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -1,0 +1,173 @@
+"""Texts with images through planned steps, against the model's own generate() and forward."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vision_language_models as models
+
+import effcompile
+from effcompile.core.errors import GuardError, InputsError
+from effcompile.runtime.generation.executable import GenerationExecutable
+
+ENCODED = "mm_encoder_outputs"
+pytest.importorskip("transformers", "5.23")  # before, no forward takes what an encoder made of images
+
+
+def of_patches(count: int, pixels: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Two rows with `count` image tokens each, the second a token later."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 90, (2, count + 6), generator=generator)
+    ids[0, 2 : 2 + count] = ids[1, 3 : 3 + count] = 98
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(2, *pixels, generator=generator),
+    }
+
+
+def both_ways() -> dict[str, torch.Tensor]:
+    given = of_patches(4, (3, 16, 16))
+    return {**given, "token_type_ids": (given["input_ids"] == 98).long()}
+
+
+def asked() -> dict[str, torch.Tensor]:
+    given = models.asked()
+    return {**given, "attention_mask": torch.ones_like(given["input_ids"])}
+
+
+#: What tells them apart: patches, an image that is read both ways (Gemma 3), positions of three axes, and
+#: rows that are added behind layers (Qwen3-VL).
+KINDS: dict[str, Any] = {
+    "llava": lambda: of_patches(16, (3, 16, 16)),
+    "gemma": both_ways,
+    "qwen": asked,
+    "qwen3": asked,
+}
+
+
+@functools.cache
+def planned_of(kind: str) -> tuple[Any, GenerationExecutable, dict[str, Any]]:
+    model = getattr(models, kind)().eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model, plan(model), KINDS[kind]()
+
+
+@pytest.fixture(params=KINDS)
+def planned(request: pytest.FixtureRequest) -> tuple[Any, GenerationExecutable, dict[str, Any]]:
+    return planned_of(request.param)
+
+
+def plan(model: Any, **more: Any) -> GenerationExecutable:
+    made = effcompile.optimize(
+        model,
+        mode="generation",
+        backend="torch-eager",
+        context=48,
+        prompt=16,
+        new=8,
+        target="cpu-generic",
+        **more,
+    )
+    assert isinstance(made, GenerationExecutable)
+    return made
+
+
+def test_text_images_and_beams_are_the_models(planned: tuple[Any, Any, dict[str, Any]]) -> None:
+    model, fast, given = planned
+    other = {**given, "pixel_values": 2 * given["pixel_values"] + 1}
+    text = {"input_ids": torch.tensor([[5, 9, 98, 7]])}  # an image token without an image is text
+    for inputs in (given, other, text, {**given, "num_beams": 2}):
+        ids = fast.generate(**inputs, max_new_tokens=8, do_sample=False)
+        assert torch.equal(ids, model.generate(**inputs, max_new_tokens=8, do_sample=False))
+
+
+def test_logits_are_the_models_in_one_call_and_in_chunks(planned: tuple[Any, Any, dict[str, Any]]) -> None:
+    model, fast, given = planned
+    given = placed(model, given)
+    with torch.no_grad():
+        told, blank = model(**given).logits, model(**unseen(given)).logits
+    assert (told - blank).abs().max() > 1e-2  # what is compared depends on the image
+    torch.testing.assert_close(fast(**given).logits, told, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(fast(**unseen(given)).logits, blank, atol=1e-5, rtol=1e-4)
+    whole = fast.stepper.step
+    fast.stepper.step = replace(whole, room=replace(whole.room, chunk=3))
+    try:
+        torch.testing.assert_close(fast(**given).logits, told, atol=1e-5, rtol=1e-4)
+    finally:
+        fast.stepper.step = whole
+
+
+def test_tokens_that_tell_images_from_text_are_read_where_the_mask_depends_on_them() -> None:
+    model, fast, given = planned_of("gemma")
+    plain = {**given, "token_type_ids": torch.zeros_like(given["input_ids"])}
+    with torch.no_grad():
+        assert (model(**given).logits - model(**plain).logits).abs().max() > 1e-3
+        for inputs in (given, plain):
+            torch.testing.assert_close(fast(**inputs).logits, model(**inputs).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_saved_folder_takes_what_an_encoder_made(
+    planned: tuple[Any, Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    model, fast, given = planned
+    fast.save(tmp_path / "out")
+    opened = effcompile.load(tmp_path / "out")
+    sizes = {name: given[name] for name in ("image_grid_thw",) if name in given}
+    with torch.no_grad():
+        made = model.base_model.get_image_features(given["pixel_values"], **sizes, return_dict=True)
+    told = model.generate(**given, max_new_tokens=8, do_sample=False)
+    rest = {name: value for name, value in given.items() if name != "pixel_values"}
+    ids = opened.generate(**rest, **{ENCODED: {"image": made}}, max_new_tokens=8, do_sample=False)
+    assert torch.equal(ids, told)
+    with pytest.raises(GuardError, match="get_image_features"):
+        opened.generate(**given, max_new_tokens=8)
+
+
+def test_rows_that_do_not_fit_and_videos_are_refused(planned: tuple[Any, Any, dict[str, Any]]) -> None:
+    _, fast, given = planned
+    ids = given["input_ids"].clone()
+    ids[0, -1] = 98
+    with pytest.raises(GuardError, match=r"image tokens \(id 98\).*one processor"):
+        fast(**placed(fast.original, given) | {"input_ids": ids})
+    with pytest.raises(GuardError, match=r"mm_encoder_outputs\['video'\] is not planned for"):
+        fast(input_ids=ids, **{ENCODED: {"video": object()}})
+
+
+def test_positions_that_depend_on_images_are_asked_for() -> None:
+    _, fast, given = planned_of("qwen")
+    with pytest.raises(GuardError, match="position_ids of a text with images"):
+        fast(**given)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen"])
+def test_errors_are_measured_behind_the_users_images(kind: str) -> None:
+    model, given = getattr(models, kind)().eval(), KINDS[kind]()
+    fast = plan(model, max_error=0.05, memory="200KiB", inputs=given)
+    given = placed(model, given)
+    with torch.no_grad():
+        told = model(**given).logits
+    error = float((fast(**given).logits - told).norm() / told.norm())
+    assert 0 < error <= max(check.error for check in fast.plan.checks) * 1.001
+    few = {**given, "input_ids": given["input_ids"].clone().fill_(7)}
+    with pytest.raises(InputsError, match=r"calibration\[0\].*image tokens"):
+        plan(model, max_error=0.05, inputs=few)
+
+
+def placed(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """With the positions that generate() would give."""
+    if "image_grid_thw" not in given:
+        return given
+    told = {name: value for name, value in given.items() if name not in ("input_ids", "pixel_values")}
+    return {**given, "position_ids": model._prepare_position_ids_for_generation(given["input_ids"], told)}
+
+
+def unseen(given: dict[str, Any]) -> dict[str, Any]:
+    """The same text without its image."""
+    return {name: value for name, value in given.items() if name not in ("pixel_values", "image_grid_thw")}
