@@ -5,14 +5,19 @@ the place of image tokens (`mm_encoder_outputs`, transformers 5.23).
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from effcompile.core.types import HFConfig, HFModel, Kwargs, Outputs
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Argument of a forward that brings what encoders made of images and videos.
 ENCODED = "mm_encoder_outputs"
@@ -47,6 +52,30 @@ def kept_positions(model: HFModel, prefix: str) -> frozenset[str]:
         for name, module in model.named_modules()
         if hasattr(module, "rope_deltas")
     )
+
+
+def forgetting(function: Callable[Concatenate[HFModel, P], R]) -> Callable[Concatenate[HFModel, P], R]:
+    """A function of a model, which runs while that knows nothing of the positions of a text generated before:
+    a forward that is given none counts from them, whatever text it reads.
+    """
+
+    @functools.wraps(function)
+    def run(model: HFModel, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        counting: list[Any] = [part for part in _parts(model) if hasattr(part, "rope_deltas")]
+        kept = [part.rope_deltas for part in counting]
+        for part in counting:
+            part.rope_deltas = None
+        try:
+            return function(model, *args, **kwargs)
+        finally:
+            for part, positions in zip(counting, kept, strict=True):
+                part.rope_deltas = positions
+
+    return run
+
+
+def _parts(model: object) -> Iterable[nn.Module]:
+    return model.modules() if isinstance(model, nn.Module) else ()
 
 
 def tensors_of(model: HFModel) -> int:
@@ -87,13 +116,23 @@ class ImageToken:
 
     @classmethod
     def of(cls, model: HFModel) -> ImageToken:
-        """That of a model that has one."""
+        """That of a model that has one: as what its forward gives to its language model is."""
         token = token_of(model.config)
         assert token is not None
-        known = token < model.config.get_text_config().vocab_size
-        with torch.no_grad():
-            row = model.get_input_embeddings()(torch.tensor([token if known else 0], device=model.device))
-        return cls(token, row)
+        ids, read = torch.full((1, 2), token, device=model.device), list[torch.Tensor]()
+
+        def hook(module: nn.Module, args: object, kwargs: Kwargs) -> None:
+            if kwargs.get("inputs_embeds") is not None:
+                read.append(kwargs["inputs_embeds"])
+
+        hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in model.modules()]
+        try:
+            with torch.no_grad():
+                model(input_ids=ids, use_cache=False)
+        finally:
+            for each in hooks:
+                each.remove()
+        return cls(token, read[0][0, :1].clone())
 
 
 def drawn(model: HFModel, rows: int, count: int) -> list[torch.Tensor]:
@@ -103,14 +142,16 @@ def drawn(model: HFModel, rows: int, count: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(like) for _ in range(count)]
 
 
-def taken_by(model: HFModel, tokens: torch.Tensor) -> dict[str, Any]:
+def taken_by(model: HFModel, tokens: torch.Tensor) -> Kwargs:
     """In which form a forward takes rows of images, as `Boundary` has it; nothing where it takes none.
 
     `tokens`: ids (rows, tokens) of a text, to try it with.
     """
     if not (count := tensors_of(model)):
         return {}
-    tokens = torch.cat([torch.full_like(tokens[:, :2], ImageToken.of(model).id), tokens[:, 2:]], dim=1)
+    token = token_of(model.config)
+    assert token is not None
+    tokens = torch.cat([torch.full_like(tokens[:, :2], token), tokens[:, 2:]], dim=1)
     made = drawn(model, 2 * len(tokens), count)
     for stacked in (False, True):
         given = {"input_ids": tokens, ENCODED: {"image": seen(made, stacked)}}
@@ -160,7 +201,7 @@ def _added(hidden: torch.Tensor, there: torch.Tensor, rows: torch.Tensor) -> tor
     return hidden + torch.zeros_like(hidden).masked_scatter(there[..., None], rows.to(hidden.dtype))
 
 
-def rows_of(output: Any) -> list[torch.Tensor]:
+def rows_of(output: Outputs) -> list[torch.Tensor]:
     """The rows of features of an encoder's output, of all its images one behind the other."""
     behind = getattr(output, "deepstack_features", None) or ()
     return [_rows(output.pooler_output), *map(_rows, behind)]

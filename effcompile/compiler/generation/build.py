@@ -12,6 +12,7 @@ from typing import Unpack
 from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import GenerationStep, capture_step
+from effcompile.capture.images import forgetting
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import as_saved, not_within, settle_all
 from effcompile.core import gpu
@@ -118,6 +119,7 @@ class Generated:
 
 
 @entry("optimize")
+@forgetting
 def optimize_generation(
     model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]
 ) -> GenerationExecutable:
@@ -225,6 +227,7 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
 
 
 @entry("plan")
+@forgetting
 def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
     """The best predicted plan; nothing is lowered. Raises what `optimize_generation` does."""
     task = Task.of(model, args, kwargs, asked)
@@ -234,6 +237,7 @@ def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[
 
 
 @entry("frontier")
+@forgetting
 def frontier_generation(
     model: HFModel, args: Args, kwargs: Kwargs, *, points: int = 8, **asked: Unpack[Asked]
 ) -> list[Plan]:

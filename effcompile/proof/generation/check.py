@@ -19,7 +19,7 @@ from effcompile.core.types import HFModel, Kwargs
 from effcompile.ir.figures import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.runtime.generation.executable import LoweredEncoder
-from effcompile.runtime.generation.images import Shown
+from effcompile.runtime.generation.images import TextWithImages
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.search.generation.text import CalibrationText
 
@@ -135,7 +135,7 @@ def forced(stepper: Stepper, model: HFModel, told: Told, sizes: Sequence[int]) -
         names, extra = stepper.step.boundary, told.extra
         given = {names.tokens: told.text[:, at : at + new], names.cache: cache}
         if stepper.step.image is not None:
-            extra = Shown(told.text, names, stepper.step.image).part(extra, at, at + new)
+            extra = TextWithImages(told.text, names, stepper.step.image).part(extra, at, at + new)
         parts.append(stepper(**given, **extra).logits)
         at += new
     return torch.cat(parts, dim=1)

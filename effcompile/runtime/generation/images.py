@@ -56,7 +56,7 @@ def between(
 
 
 @dataclass(frozen=True)
-class Shown:
+class TextWithImages:
     """A text with images, of which parts are given to a forward."""
 
     tokens: torch.Tensor

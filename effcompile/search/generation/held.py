@@ -28,7 +28,7 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
 from effcompile.ops.cache_rows import rounded
 from effcompile.passes import Choice, Option
-from effcompile.runtime.generation.images import Shown
+from effcompile.runtime.generation.images import TextWithImages
 from effcompile.search.generation.text import CalibrationText
 
 #: The site.
@@ -113,7 +113,7 @@ def _errors(model: HFModel, step: GenerationStep, texts: Sequence[CalibrationTex
             if step.image is None:
                 given |= {name: _first(value) for name, value in text.extra.items()}
             else:
-                shown = Shown(text.tokens, step.boundary, step.image)
+                shown = TextWithImages(text.tokens, step.boundary, step.image)
                 given |= shown.part(text.extra, 0, _TOKENS, _ROWS)
             told = _logits(model, given, new_cache(model))
             for dtype in filter(None, FORMS):

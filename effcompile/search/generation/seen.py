@@ -14,7 +14,7 @@ from effcompile.capture.memory import as_it_was
 from effcompile.capture.mends import evaluating
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.types import HFModel, Inputs, Kwargs
-from effcompile.runtime.generation.images import Eye, Shown, between, rows_for
+from effcompile.runtime.generation.images import Eye, TextWithImages, between, rows_for
 from effcompile.search.generation.text import CalibrationText, calibration_texts
 
 #: What Hugging Face's positions of a text with images are computed of (transformers 5.23, get_rope_index).
@@ -59,7 +59,7 @@ def _with_images(
         extra[boundary.positions] = _positions(model, whole, given, boundary.axes)
     if given.get(boundary.kinds) is not None:
         extra[boundary.kinds] = given[boundary.kinds]
-    extra = Shown(whole, boundary, image).part(extra, 0, length)
+    extra = TextWithImages(whole, boundary, image).part(extra, 0, length)
     return replace(text, extra=extra, kinds=extra.get(boundary.kinds))
 
 
