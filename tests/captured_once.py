@@ -27,7 +27,7 @@ from effcompile.search.training import operator_costs, work
 
 #: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last,
 #: with all that was captured.
-_MOST = 16
+_MOST = 40
 _sources: dict[object, tuple[Source, Source]] = {}
 #: Of the graphs that were traced last, by their identity, the storages: of a captured one they are asked for
 #: by every plan.

@@ -3,6 +3,7 @@
 import gc
 import signal
 import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -22,6 +23,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """So does what is there when a file is done, the caches of torch above all: of thousands of tests it is
+    so much that a collection, which some tests and we ask for, takes half a second.
+    """
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:
