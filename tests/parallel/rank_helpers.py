@@ -92,13 +92,14 @@ class Layer(nn.Module):
 
 
 class Tied(nn.Module):
-    """Three layers between a table and the head that it is tied to: captured in a fraction of the time of a
+    """Layers between a table and the head that it is tied to: captured in a fraction of the time of a
     transformer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.table, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Layer() for _ in range(3))
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.table.weight
 

@@ -5,6 +5,7 @@ allocator's.
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 from rank_helpers import (
@@ -28,10 +29,10 @@ from effcompile.proof.parallel.processes import on_ranks
 RELATIVE = 1e-5
 
 
-#: Every model in the form that has all collectives; a causal one and one with a tied table in the others too.
-CASES = [(name, BY_BLOCK) for name in MODELS] + [
-    (name, form) for name in ("llama", "gpt2") for form in (REPLICATED, BY_WEIGHT)
-]
+#: In the form that has all collectives a tied table, an encoder beside a decoder, and experts. The rest,
+#: whose weights lie as these do, where EFFCOMPILE_EVERY is set. One with a tied table in the other forms too.
+MODELS_HERE = MODELS if os.environ.get("EFFCOMPILE_EVERY") else ("tied", "gpt2", "t5", "mixtral")
+CASES = [(name, BY_BLOCK) for name in MODELS_HERE] + [("gpt2", form) for form in (REPLICATED, BY_WEIGHT)]
 
 
 @functools.cache
