@@ -64,22 +64,30 @@ def small() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     return gpt2(layers=1, dropout=0.0)[0], uneven()
 
 
-@pytest.mark.parametrize("way", ["planned", "deferred", "loss head in chunks"])
-def test_trainer_with_accumulation_and_uneven_labels_is_the_plain_trainer(way: str, tmp_path: Path) -> None:
+Plain = tuple[nn.Module, list[float], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """The model after the plain Trainer, its losses, its parameters."""
     model, examples = small()
-    plain = twin(model)
-    wanted, parameters = trained(plain, tmp_path, examples)
+    return model, *trained(model, tmp_path_factory.mktemp("plain"), examples)
+
+
+@pytest.mark.parametrize("way", ["deferred", "loss head in chunks"])
+def test_trainer_with_accumulation_and_uneven_labels_is_the_plain_trainer(
+    way: str, plain: Plain, tmp_path: Path
+) -> None:
+    (model, examples), (left_plain, wanted, parameters) = small(), plain
     if way == "deferred":
         planned = effcompile.optimize(model, mode="training", passes=PASSES)
     else:
-        planned = optimize(
-            model, _stacked(examples[:2]), *(["loss_head.chunks=2"] if "chunks" in way else [])
-        )
+        planned = optimize(model, _stacked(examples[:2]), "loss_head.chunks=2")
     found, left = trained(planned, tmp_path, examples)
     assert found == pytest.approx(wanted, rel=1e-4)
     for name, value in parameters.items():
         assert torch.allclose(left[name], value, rtol=1e-3, atol=1e-5), name
-    means = [float(plain(**_stacked(examples[i : i + 2])).loss) for i in range(2)]
+    means = [float(left_plain(**_stacked(examples[i : i + 2])).loss) for i in range(2)]
     assert means[0] != pytest.approx(means[1], rel=1e-3)  # or else a mean of means would do
 
 

@@ -50,7 +50,7 @@ def llama() -> tuple[nn.Module, Batch]:
 
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False, attention_dropout=0.1,
     )  # fmt: skip
     ids = torch.randint(1, 96, (4, 32))
