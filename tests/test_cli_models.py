@@ -2,23 +2,25 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from full_disk import full_disk
 from quick_process import COMMAND, QUICKLY
 from test_cli import Outcome
 
 from effcompile import cli
 from effcompile.backends.torch import TorchInductor
 from effcompile.compiler import run_artifact
+from effcompile.core import folders
 from effcompile.ir.plan import Plan
 
 QUICK = ("--backend", "torch-eager", "--static")
@@ -238,21 +240,6 @@ def test_corrupted_calibration_cache(
     )
 
 
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes: the kernel refuses the write, whoever
-    makes it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -278,18 +265,24 @@ def test_kill_in_mid_write_leaves_the_old_artifact_or_the_new_one(
     """
     out, path = shutil.copytree(written, tmp_path / "out"), write(GOOD)
     before = contents(out)
-    code = (
-        "import os, signal\n"
-        "from effcompile.core import folders\n"
-        "real = folders._put\n"
-        "def put(*args):\n"
-        f"    if {when == 'after'}: real(*args)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "folders._put = put\n"
-    )
-    command = [sys.executable, "-c", code + COMMAND, "optimize", str(path), *QUICK, "-o", str(out)]
-    killed = subprocess.run(command, check=False, capture_output=True, text=True, env=dict(os.environ))
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    put = folders._put
+
+    def killed(*given: Any) -> None:
+        if when == "after":
+            put(*given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(120)
+            torch.set_num_threads(1)
+            folders._put = killed
+            cli.main(["optimize", str(path), *QUICK, "-o", str(out)])
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
     assert (contents(out) == before) == (when == "before")
     assert sorted(contents(out)) == sorted(before)
     assert len(run_artifact(out).outputs) == 1
