@@ -591,10 +591,10 @@ from effcompile.capture import capture_training
 from effcompile.ir.program import module_path
 torch.manual_seed(0)
 kind = sys.argv[1]
-small = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+small = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
 small |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-gpt2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2)
-t5 = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0)
+gpt2 = dict(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2)
+t5 = dict(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=2, decoder_start_token_id=0)
 drops = dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
 llama = dict(**small, num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1)
 experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -641,14 +641,14 @@ print("ANSWER" + json.dumps({
 }))
 """
 BLOCKS = {
-    "gpt2": "transformer.h.1.mlp.c_fc",
-    "llama": "model.layers.1.mlp.up_proj",
-    "bert": "bert.encoder.layer.1.intermediate.dense",
-    "t5": "decoder.block.1.layer.1.EncDecAttention.q",
-    "vit": "vit.layers.1.mlp.fc1",
-    "mixtral": "model.layers.1.self_attn.q_proj",
-    "mixtral loop": "model.layers.1.self_attn.q_proj",
-    "gpt-oss": "model.layers.1.self_attn.q_proj",
+    "gpt2": "transformer.h.0.mlp.c_fc",
+    "llama": "model.layers.0.mlp.up_proj",
+    "bert": "bert.encoder.layer.0.intermediate.dense",
+    "t5": "decoder.block.0.layer.1.EncDecAttention.q",
+    "vit": "vit.layers.0.mlp.fc1",
+    "mixtral": "model.layers.0.self_attn.q_proj",
+    "mixtral loop": "model.layers.0.self_attn.q_proj",
+    "gpt-oss": "model.layers.0.self_attn.q_proj",
 }
 
 
