@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from effcompile.backends import load_backend
+from effcompile.backends import usable_for_steps
 from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.goal import Goal
@@ -231,7 +231,7 @@ def bare(
         baseline=nothing, predicted=nothing,
     )  # fmt: skip
     lowered, parts = lower_step(
-        step, step.program, load_backend(backend), plan, CacheRoom(context=context, chunk=chunk)
+        step, step.program, usable_for_steps(backend)[0], plan, CacheRoom(context=context, chunk=chunk)
     )
     return model, GenerationExecutable(
         model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts

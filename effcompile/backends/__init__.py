@@ -96,3 +96,19 @@ def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, Reason]]
     if not found:
         raise UsageError("No backend can run here: " + "; ".join(f"{k}: {v}" for k, v in absent.items()))
     return found, absent
+
+
+def usable_for_steps(name: str | None) -> list[Backend]:
+    """What runs steps of generation of the named backend, or of every one that can run here: those that have
+    `of_steps`.
+
+    Raises:
+        UsageError: the named one runs none, or not here.
+    """
+    if name is None or hasattr(load_backend(name), "of_steps"):
+        found = usable_backends(name)[0]
+        return [made() for each in found if (made := getattr(each, "of_steps", None)) is not None]
+    others = [known for known in known_backends() if hasattr(load_backend(known), "of_steps")]
+    raise UsageError(
+        f"backend = {name!r} does not run generation; {', '.join(others)} do. Choose one of them, or leave it out."
+    )

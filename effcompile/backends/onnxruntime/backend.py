@@ -55,6 +55,10 @@ class OnnxRuntime:
             else None
         )
 
+    def of_steps(self) -> OnnxRuntime:
+        """What runs steps of generation."""
+        return self
+
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode == "training":
             return Unsupported("ONNX Runtime lowers inference only")

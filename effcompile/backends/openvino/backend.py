@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from effcompile.backends import resident
-from effcompile.backends.base import Run
+from effcompile.backends.base import Backend, Run
 from effcompile.backends.indices import flagged
 from effcompile.backends.openvino import model as models
 from effcompile.backends.openvino.measure import KERNELS, measure
@@ -23,7 +23,7 @@ from effcompile.core.errors import FormatError, LoweringError, MissingPackageErr
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.stages import first_line
-from effcompile.ir.formats import BF16, FP32, INT8_STATIC, Form, WeightFormat
+from effcompile.ir.formats import BF16, FP32, INT8_STATIC, TABLE_INT8_ROWS, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -32,6 +32,7 @@ from effcompile.sites.parts import add_norms, attentions, embeddings, gelus, lin
 ARTIFACT = "model.xml"
 INSTALL = "pip install 'effcompile[openvino]'"
 _LINEAR_FORMATS = (FP32, BF16, INT8_STATIC)
+KNOWN = (*_LINEAR_FORMATS, TABLE_INT8_ROWS)
 #: NNCF smooths activations (SmoothQuant, Xiao et al. 2023, eq. 4) until each channel's maximum over its
 #: samples is about the range of all: of a pooler's single rows, one in ten elements of others lies beyond
 #: (BERT-base: 13 % off, where 2.7 % were foreseen).
@@ -76,6 +77,16 @@ class OpenVino:
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode != "inference":
             return Unsupported("OpenVINO runs forward calls only")
+        return self.misfit(program)
+
+    def of_steps(self) -> Backend:
+        """What runs steps of generation."""
+        from effcompile.backends.openvino.steps import OpenVinoSteps
+
+        return OpenVinoSteps()
+
+    def misfit(self, program: Program) -> Unsupported | None:
+        """Why it is not run here in any mode."""
         if program.on_gpu:
             return Unsupported("its models run on the processor here, and the model lies on a GPU")
         if name := program.at_boundary("bfloat16"):
@@ -88,7 +99,7 @@ class OpenVino:
         held = call.format
         if held == INT8_STATIC and call.dims[0] < _FEWEST_ROWS:
             return Unsupported(_FEW_ROWS, (call.dims[0],))
-        if held is None or call.kernel in KERNELS:
+        if held is None or (call.kernel in KERNELS and held in KNOWN):
             return None
         return Unsupported("OpenVINO has no {name} here", (call.kernel.replace("/", " in "),))
 
@@ -144,17 +155,7 @@ class OpenVinoLowered:
         Raises:
             UsageError: the folder cannot be written.
         """
-        import openvino
-
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / ARTIFACT
-        try:
-            openvino.save_model(self.model, path, compress_to_fp16=False)
-        except RuntimeError as error:  # its writer's, also for a full disk
-            raise UsageError(
-                f"OpenVINO cannot write {str(path)!r}: {first_line(error)}. Choose another folder with -o."
-            ) from error
-        return path, path.with_suffix(".bin")
+        return written(self.model, directory)
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
         return False  # its own plugin chooses
@@ -175,6 +176,25 @@ class OpenVinoLowered:
             return resident.peak_bytes(
                 _MEASURE_PEAK, path, arrays, self.settings["threads"], self.settings["precision_hint"]
             )
+
+
+def written(model: Any, directory: Path) -> tuple[Path, ...]:
+    """The files of a model in a folder: its graph, and its weights.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    import openvino
+
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ARTIFACT
+    try:
+        openvino.save_model(model, path, compress_to_fp16=False)
+    except RuntimeError as error:  # its writer's, also for a full disk
+        raise UsageError(
+            f"OpenVINO cannot write {str(path)!r}: {first_line(error)}. Choose another folder with -o."
+        ) from error
+    return path, path.with_suffix(".bin")
 
 
 def load(path: Path) -> Callable[..., list[torch.Tensor]]:
@@ -214,7 +234,7 @@ def _compile(program: Program, model: Any, names: Mapping[str, str], precision: 
     return OpenVinoLowered(
         model=model,
         shaped=shaped,
-        applied={**_unchanged(program), **models.applied(shaped.compiled, model, names)},
+        applied={**unchanged(program), **models.applied(shaped.compiled, model, names)},
         settings={"threads": torch.get_num_threads(), "precision_hint": precision},
         weight_bytes=models.weight_bytes(model),
     )
@@ -246,7 +266,7 @@ def _why_not(program: Program) -> Unsupported | None:
     return None
 
 
-def _unchanged(program: Program) -> dict[str, Form]:
+def unchanged(program: Program) -> dict[str, Form]:
     """Sites that OpenVINO takes as the graph has them."""
     # lookups of constant ids became constants
     found = {site.site: Form(word="folded") for site in embeddings(program)}

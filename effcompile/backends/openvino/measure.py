@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from effcompile.backends.openvino.codes import ACTIVATION_GROUP, FAMILIES, coded
 from effcompile.core.arrays import Array
 from effcompile.core.timing import SETTLED, median_seconds
+from effcompile.ir.formats import WeightFormat
 from effcompile.machine.target import Dims, KernelCall
 
+#: Kernels whose weights are codes; the property that says how many activations share a scale beside them.
+IN_CODES = tuple(f"linear/{family}" for family in FAMILIES)
+ROUNDED = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 #: A table for timing lookups: larger than a vocabulary's cached part, small enough to allocate at once.
 _TABLE_ROWS = 30_000
 
@@ -41,6 +46,8 @@ def config(precision: str) -> dict[str, Any]:
 def measure(call: KernelCall) -> float | None:
     """Seconds of one kernel within a warm call, or None where OpenVINO has no such kernel."""
     make, precision = KERNELS.get(call.kernel), "bf16" if call.kernel.endswith("/bf16") else "f32"
+    if call.kernel in IN_CODES and call.format is not None:
+        make = partial(_linear_in_codes, held=call.format)
     if make is None:
         return None
     without = WITHOUT.get(call.kernel)
@@ -56,7 +63,8 @@ def _seconds(make: Callable[[Dims], Made], call: KernelCall, precision: str) -> 
     outputs = [output for each, _, _ in made for output in (each if isinstance(each, list) else [each])]
     inputs = [parameter for _, parameters, _ in made for parameter in parameters]
     data = [value for _, _, values in made for value in values]
-    compiled = openvino.Core().compile_model(openvino.Model(outputs, inputs), "CPU", config(precision))
+    given = config(precision) | ({ROUNDED: ACTIVATION_GROUP} if call.kernel in IN_CODES else {})
+    compiled = openvino.Core().compile_model(openvino.Model(outputs, inputs), "CPU", given)
     request = compiled.create_infer_request()
     return (
         median_seconds(lambda: request.infer(data, share_inputs=True, share_outputs=True), settled=SETTLED)
@@ -101,6 +109,16 @@ def _linear_int8(dims: Dims) -> Made:
     weight = ops.constant(np.random.default_rng(0).integers(-127, 128, (n, k), dtype=np.int8))
     scaled = ops.multiply(ops.convert(weight, "f32"), ops.constant(np.full((n, 1), 0.01, np.float32)))
     product = ops.matmul(quantized, scaled, False, True)
+    return ops.add(product, ops.constant(_random(1, n))), [parameter], [x]
+
+
+def _linear_in_codes(dims: Dims, held: WeightFormat) -> Made:
+    from openvino import opset13 as ops
+
+    m, k, n = dims[:3]
+    x = _random(m, k)
+    parameter = _parameter(x)
+    product = ops.matmul(parameter, coded(_random(n, k), held), False, True)
     return ops.add(product, ops.constant(_random(1, n))), [parameter], [x]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,17 @@ FLAG = ["effcompile", "indices_in_range"]
 
 #: A model, a node or a request of openvino, which ships no types.
 Untyped = Any
+
+
+def check_numbers(arrays: Mapping[str, Array]) -> None:
+    """Raises InputsError where an input has NaN."""
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and bool(np.isnan(array).any()):
+            raise InputsError(
+                f"The input {name} has NaN. OpenVINO's operators take it for a number (relu makes 0 of it, the "
+                "largest value passes over it) where the model's answer is NaN. Mend the input, or choose "
+                "another backend."
+            )
 
 
 class Shaped:
@@ -45,13 +56,8 @@ class Shaped:
                 takes for a number.
             LoweringError: an index that the model computed is in no row.
         """
-        for port, array in zip(self._model.inputs, arrays, strict=True):
-            if array.dtype.kind == "f" and bool(np.isnan(array).any()):
-                raise InputsError(
-                    f"The input {port.get_any_name()} has NaN. OpenVINO's operators take it for a number "
-                    "(relu makes 0 of it, the largest value passes over it) where the model's answer is "
-                    "NaN. Mend the input, or choose another backend."
-                )
+        names = (port.get_any_name() for port in self._model.inputs)
+        check_numbers(dict(zip(names, arrays, strict=True)))
         sizes = tuple(array.shape for array in arrays)
         if self._sizes is None:
             self._for_sizes = self._request(self._sized(sizes))

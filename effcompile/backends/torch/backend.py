@@ -60,6 +60,10 @@ class TorchEager:
     def unavailable(self) -> Unsupported | None:
         return None
 
+    def of_steps(self) -> TorchEager:
+        """What runs steps of generation."""
+        return self
+
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         return _only_forward(goal)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Unpack
 
-from effcompile.backends import usable_backends
+from effcompile.backends import usable_for_steps
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.capture.images import forgetting
@@ -51,8 +51,6 @@ from effcompile.search.request import Asked, Task
 from effcompile.search.search import Search, fingerprint, stored_notes
 from effcompile.search.shortlist import not_built, undecided, worth_building
 
-#: Where a step of generation runs.
-BACKENDS = ("torch-eager", "onnxruntime")
 #: What decides about it unless passes are named.
 PASSES = ("rows", "quantize")
 #: And about an encoder before it, where an error is allowed: its calls have many rows.
@@ -136,7 +134,7 @@ def optimize_generation(
     task = Task.of(model, args, kwargs, asked)
     if task.request.plan is not None:
         return _reapply(task, task.request.plan)
-    backends = _backends(task.request.backend)
+    backends = usable_for_steps(task.request.backend)
     shop = _shop(task, backends)
     bench, told = shop.bench, shop.bench.told()
     search = shop.search()
@@ -214,7 +212,7 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
             f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, "
             f"{bench.step.program.name} has {found}. Plan this model anew, without `plan`."
         )
-    (backend,) = _backends(plan.backend)
+    (backend,) = usable_for_steps(plan.backend)
     outcome, peak = _lowered(bench, backend, plan.unmeasured, bench.told())
     if not all(check.passed for check in outcome.plan.checks):
         raise not_within(backend.name, outcome.plan.checks)
@@ -231,7 +229,7 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
 def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
     """The best predicted plan; nothing is lowered. Raises what `optimize_generation` does."""
     task = Task.of(model, args, kwargs, asked)
-    backends = _backends(task.request.backend)
+    backends = usable_for_steps(task.request.backend)
     shop = _shop(task, backends)
     return plans_for(shop.search(), backends, {}, shop.bench.progress)[0][0][1]
 
@@ -245,27 +243,11 @@ def frontier_generation(
     the cache of the whole context. Raises what `optimize_generation` does.
     """
     task = Task.of(model, args, kwargs, asked)
-    backends = _backends(task.request.backend)
+    backends = usable_for_steps(task.request.backend)
     shop = _shop(task, backends)
     search = shop.search()
     plans, _ = plans_for(search, backends, {}, shop.bench.progress)
     return search.frontier(plans[0][0], points)
-
-
-def _backends(name: str | None) -> list[Backend]:
-    """Those that run a step here.
-
-    Raises:
-        UsageError: the named one does not.
-    """
-    if name is not None and name not in BACKENDS:
-        raise UsageError(
-            f"backend = {name!r} does not run generation; {' and '.join(BACKENDS)} do. Choose one of "
-            "them, or leave it out."
-        )
-    if name is not None:
-        return usable_backends(name)[0]
-    return [backend for backend in usable_backends(None)[0] if backend.name in BACKENDS]
 
 
 def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:

@@ -17,6 +17,7 @@ import transformers
 from effcompile.backends.base import Lowered
 from effcompile.backends.onnxruntime import backend as onnxruntime
 from effcompile.backends.onnxruntime.session import numpy_feeds
+from effcompile.backends.openvino import steps as openvino
 from effcompile.backends.torch import lowered as torch_lowered
 from effcompile.capture.generation import Boundary, GenerationStep
 from effcompile.capture.images import ImageToken
@@ -86,7 +87,8 @@ def write(
     for name, part in parts.items():
         inner = folder / f".{name}"
         for at, file in enumerate(part.save(inner)):
-            new = file.rename(folder / (f"{name}{file.suffix}" if at == 0 else file.name))
+            first = file.stem if at == 0 else first
+            new = file.rename(folder / (f"{name}{file.suffix}" if file.stem == first else file.name))
             found.append(new)
             graphs.setdefault(name, SavedGraph(file=new.name, inputs=_names(programs[name])))
         inner.rmdir()
@@ -165,6 +167,8 @@ def _image(folder: Path) -> ImageToken:
 
 
 def _open(file: Path, graph: SavedGraph, plan: Plan) -> Run:
+    if file.suffix == ".xml":
+        return openvino.open_graph(file, graph.inputs)
     if file.suffix != ".onnx":
         return torch_lowered.open_flat(file)
     call = onnxruntime.load(file, plan.settings)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from effcompile.backends.openvino.steps import OpenVinoGraph
 from effcompile.backends.torch import TorchLowered
 from effcompile.backends.torch.in_place import in_place, in_place_of_many
 from effcompile.backends.torch.regions import FEW
@@ -265,6 +266,15 @@ def assembled(
             own.
     """
     run, many = runs["step"], None
+    if isinstance(run, OpenVinoGraph):
+        entering = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
+        run.carrying(
+            {
+                entering[at]: 1 + out
+                for out, at in enumerate(layout.written)
+                if layout.leaves[at].growth is Growth.FULL
+            }
+        )
     graph = run.run if isinstance(run, TorchLowered) else run
     if isinstance(graph, fx.GraphModule):
         holders = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
