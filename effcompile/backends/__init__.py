@@ -38,13 +38,11 @@ def load_backend(name: str) -> Backend:
     known = known_backends()
     if name not in known:
         raise UnknownNameError("backend", name, known)
-    module, _, attribute = known[name].partition(":")
     try:
-        backend: Backend = getattr(importlib.import_module(module), attribute)()
+        return _made(known[name])
     except ModuleNotFoundError as error:
-        missing = error.name or module
+        missing = error.name or known[name]
         raise MissingPackageError(missing, f"The backend {name}", f"pip install {missing}") from error
-    return backend
 
 
 def refusal(backend: Backend, program: Program, goal: Goal) -> Reason | None:
@@ -99,16 +97,23 @@ def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, Reason]]
 
 
 def usable_for_steps(name: str | None) -> list[Backend]:
-    """What runs steps of generation of the named backend, or of every one that can run here: those that have
-    `of_steps`.
+    """What runs steps of generation of the named backend, or of every one that can run here: those that say
+    where it is (`of_steps`).
 
     Raises:
         UsageError: the named one runs none, or not here.
     """
     if name is None or hasattr(load_backend(name), "of_steps"):
-        found = usable_backends(name)[0]
-        return [made() for each in found if (made := getattr(each, "of_steps", None)) is not None]
+        places = [getattr(backend, "of_steps", None) for backend in usable_backends(name)[0]]
+        return [_made(place) for place in places if place is not None]
     others = [known for known in known_backends() if hasattr(load_backend(known), "of_steps")]
     raise UsageError(
-        f"backend = {name!r} does not run generation; {', '.join(others)} do. Choose one of them, or leave it out."
+        f"backend = {name!r} does not run generation; {', '.join(others)} do. Choose one of them, or leave "
+        "it out."
     )
+
+
+def _made(place: str) -> Backend:
+    module, _, attribute = place.partition(":")
+    backend: Backend = getattr(importlib.import_module(module), attribute)()
+    return backend

@@ -78,6 +78,7 @@ class Backend(Protocol):
     slack: ClassVar[float]
     #: bytes that lowering takes at its highest beside the model, in times of the program's weights; measured.
     copies: ClassVar[float]
+    # One that runs steps of generation says where the class is that does: `of_steps`, as the registry has it.
 
     def unavailable(self) -> Reason | None:
         """None, or why this backend cannot run here, with the install line."""

@@ -46,6 +46,7 @@ class OnnxRuntime:
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 3.25
+    of_steps: ClassVar[str] = "effcompile.backends.onnxruntime:OnnxRuntime"
 
     def unavailable(self) -> Unsupported | None:
         missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
@@ -54,10 +55,6 @@ class OnnxRuntime:
             if missing
             else None
         )
-
-    def of_steps(self) -> OnnxRuntime:
-        """What runs steps of generation."""
-        return self
 
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode == "training":

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from effcompile.backends import resident
-from effcompile.backends.base import Backend, Run
+from effcompile.backends.base import Run
 from effcompile.backends.indices import flagged
 from effcompile.backends.openvino import model as models
 from effcompile.backends.openvino.measure import KERNELS, measure
@@ -65,6 +65,7 @@ class OpenVino:
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = (("fp32", "bf16"),)
     slack: ClassVar[float] = 1.2  # BERT-base 1×128 int8: predicted 45 ms, measured 38 ms
     copies: ClassVar[float] = 3.25
+    of_steps: ClassVar[str] = "effcompile.backends.openvino.steps:OpenVinoSteps"
 
     def unavailable(self) -> Unsupported | None:
         missing = [package for package in ("openvino", "nncf") if importlib.util.find_spec(package) is None]
@@ -78,12 +79,6 @@ class OpenVino:
         if goal.mode != "inference":
             return Unsupported("OpenVINO runs forward calls only")
         return self.misfit(program)
-
-    def of_steps(self) -> Backend:
-        """What runs steps of generation."""
-        from effcompile.backends.openvino.steps import OpenVinoSteps
-
-        return OpenVinoSteps()
 
     def misfit(self, program: Program) -> Unsupported | None:
         """Why it is not run here in any mode."""

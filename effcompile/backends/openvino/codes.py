@@ -1,5 +1,5 @@
-"""Weights in 4 and 8 bits, which OpenVINO's products and lookups read as they are: codes, a scale for each group
-along K (of a table for each row), and nothing else. Values are those of `estimate.fake_quant`.
+"""Weights in 4 and 8 bits, which OpenVINO's products and lookups read as they are: codes, and a scale for
+each group along K, of a table for each row. Values are those of `estimate.fake_quant`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError
 from effcompile.ir.formats import FP32, NOT_FOUND, TABLE_INT8_ROWS, W4, W8, Form, WeightFormat
 from effcompile.ir.program import Program
-from effcompile.sites.parts import embeddings, linears
+from effcompile.sites.parts import EmbeddingSite, LinearSite, embeddings, linears
 
 #: A model or a node of openvino, which ships no types.
 Untyped = Any
@@ -31,21 +31,24 @@ def narrowed(program: Program, model: Untyped, names: Mapping[str, str]) -> Unty
         LoweringError: a site that conversion lost.
     """
     ops = {op.get_friendly_name(): op for op in model.get_ordered_ops()}
-    for site in [*linears(program), *embeddings(program)]:
+    sites: list[LinearSite | EmbeddingSite] = [*linears(program), *embeddings(program)]
+    for site in sites:
         held = program.format_at(site.site)
         if held.family not in FAMILIES and held != TABLE_INT8_ROWS:
             continue
         weight = program.tensor(site.weight)
         if site.site not in names or weight is None:
             raise LoweringError(
-                f"OpenVINO's conversion merged {site.site} with another; it cannot be held in {held.name} alone."
+                f"OpenVINO's conversion merged {site.site} with another; it cannot be held in {held.name} "
+                "alone."
             )
         op, name = ops[names[site.site]], names[site.site]
         if held == TABLE_INT8_ROWS:
             op.input(0).replace_source_output(coded(weight.detach().float().numpy(), held).output(0))
             continue
         whole = weight.detach().float()
-        rows = (whole.t() if getattr(site, "transposed", False) else whole).contiguous().numpy()
+        turned = isinstance(site, LinearSite) and site.transposed
+        rows = (whole.t() if turned else whole).contiguous().numpy()
         made = _product(op, rows, held)
         op.set_friendly_name(f"{name}/before")
         made.set_friendly_name(name)

@@ -13,8 +13,8 @@ aten = torch.ops.aten
 
 
 def attended(program: Program) -> Program:
-    """The program whose queries that may see nothing, as those of padding before a text, see everything and then
-    give 0, as in torch; itself where no mask hides anything.
+    """The program whose queries that may see nothing, as those of padding before a text, see everything and
+    then give 0, as in torch; itself where no mask hides anything.
 
     OpenVINO's attention gives no number for them, which the cache then keeps and multiplies by 0.
     """
@@ -48,10 +48,10 @@ def attended(program: Program) -> Program:
 def joined(program: Program) -> Program:
     """The program that concatenates nothing of one dimension, with which torch's caches begin."""
     found = {
-        node: [each for each in node.args[0] if not _nothing(program, each)]  # type: ignore[union-attr]
+        node: [each for each in node.args[0] if not _nothing(program, each)]
         for node in program.graph.find_nodes(op="call_function", target=aten.cat.default)
     }
-    if all(len(parts) == len(node.args[0]) for node, parts in found.items()):  # type: ignore[arg-type]
+    if all(len(parts) == len(node.args[0]) for node, parts in found.items()):
         return program
     edited = program.editable("joined")
     same = dict(zip(program.graph.nodes, edited.graph.nodes, strict=True))

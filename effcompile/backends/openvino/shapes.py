@@ -23,9 +23,9 @@ def check_numbers(arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         if array.dtype.kind == "f" and bool(np.isnan(array).any()):
             raise InputsError(
-                f"The input {name} has NaN. OpenVINO's operators take it for a number (relu makes 0 of it, the "
-                "largest value passes over it) where the model's answer is NaN. Mend the input, or choose "
-                "another backend."
+                f"The input {name} has NaN. OpenVINO's operators take it for a number (relu makes 0 of it, "
+                "the largest value passes over it) where the model's answer is NaN. Mend the input, or "
+                "choose another backend."
             )
 
 

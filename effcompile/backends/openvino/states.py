@@ -1,7 +1,7 @@
 """A model that keeps its cache in the request that runs it, and tensors that stand for what is kept there.
 
-Rows of a cache that are kept by the runtime are never copied from call to call: OpenVINO's attention appends to
-them where they stand. A Hugging Face cache holds `KeptRows` in their place, which are read when somebody asks.
+What the runtime keeps is not copied from call to call: OpenVINO's attention appends to it where it stands. A
+Hugging Face cache holds `KeptRows` in its place, which are read when somebody asks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from effcompile.backends.openvino.shapes import check_numbers
 from effcompile.core.errors import LoweringError
 
 #: A model, a node or a request of openvino, which ships no types.
@@ -90,7 +91,9 @@ class Kept:
         self.batch, _, self.rows, _ = tensors[0].shape
         if self.rows:
             for state, tensor in zip(self._states, tensors, strict=True):
-                state.state = openvino.Tensor(plain(tensor).numpy())
+                rows = plain(tensor).numpy()
+                check_numbers({"cache": rows})
+                state.state = openvino.Tensor(rows)
 
 
 class KeptRows(Tensor):
@@ -104,7 +107,7 @@ class KeptRows(Tensor):
 
     @staticmethod
     def __new__(cls, kept: Kept, place: int, sizes: Sequence[int], dtype: torch.dtype) -> Self:
-        made: Self = Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=dtype, device="cpu")
+        made: Self = Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=dtype, device=torch.device("cpu"))
         return made
 
     def __init__(self, kept: Kept, place: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
@@ -160,7 +163,7 @@ class Requests:
         self._free: list[Untyped] = []
 
     def of(self, tensors: Sequence[Tensor]) -> Kept:
-        """What keeps these; where nothing does, or they are of a time before, a request that takes them up."""
+        """What keeps these; where nothing does, or it has gone on since, a request that takes them up."""
         first = tensors[0].current(0) if tensors and isinstance(tensors[0], KeptRows) else None
         if first is not None and all(
             isinstance(each, KeptRows) and each.current(at) is first for at, each in enumerate(tensors)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from effcompile.backends import resident
+from effcompile.backends.base import Run
 from effcompile.backends.indices import flagged
 from effcompile.backends.openvino import codes
 from effcompile.backends.openvino import model as models
@@ -54,34 +55,45 @@ request.infer(given)
 """
 
 
-class OpenVinoSteps(OpenVino):
-    """OpenVino for the graphs of a generation.
+_CALLS = OpenVino()
+
+
+class OpenVinoSteps:
+    """Runs the graphs of a generation.
 
     Nothing runs in bf16, which its hint makes of positions, too: beyond 256 they are no whole numbers.
     """
 
-    conflicts = ()
+    name: ClassVar[str] = OpenVino.name
+    conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
+    slack: ClassVar[float] = OpenVino.slack
+    copies: ClassVar[float] = OpenVino.copies
+
+    def unavailable(self) -> Unsupported | None:
+        return _CALLS.unavailable()
 
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
-        """See `backends.base.Backend.refuses`."""
-        if goal.mode != "generation":
-            return super().refuses(program, goal)
         if any(node.target in RECURRENCES for node in program.graph.nodes):
-            return Unsupported("OpenVINO has no operator here for the recurrence of a layer that keeps a state")
+            return Unsupported("OpenVINO has no operator for the recurrence of a layer that keeps a state")
         if any(multiplies_runs(node.target) for node in program.graph.nodes):
             return Unsupported("OpenVINO has no product of tokens in groups by expert here")
-        return self.misfit(program)
+        return _CALLS.misfit(program)
 
     def lacks(self, call: KernelCall) -> Reason | None:
-        """See `backends.base.Backend.lacks`."""
         held = call.format
-        if held is None or held in (FP32, TABLE_INT8_ROWS):
-            return super().lacks(call)
-        if held.family not in codes.FAMILIES or held.group < codes.ACTIVATION_GROUP:
+        if held in (None, FP32, TABLE_INT8_ROWS) and call.kernel != "attention/sdpa_int8":
+            return _CALLS.lacks(call)
+        if held is None or held.family not in codes.FAMILIES or held.group < codes.ACTIVATION_GROUP:
             return Unsupported("a step of OpenVINO has no {name} here", (call.kernel.replace("/", " in "),))
         if call.dims[1] % held.group:
             return Unsupported("its K, {}, is no multiple of {}", (call.dims[1], held.group))
         return None
+
+    def measure(self, call: KernelCall) -> float | None:
+        return _CALLS.measure(call)
+
+    def open(self, directory: Path, plan: Plan) -> Run:
+        return _CALLS.open(directory, plan)
 
     def lower(
         self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]
@@ -168,13 +180,14 @@ class OpenVinoGraph:
                 compiled = openvino.Core().compile_model(self._model, "CPU", self._given)
             except RuntimeError as error:
                 raise LoweringError(
-                    f"OpenVINO cannot compile a graph of the step: {first_line(error)}. Choose another backend."
+                    f"OpenVINO cannot compile a graph of the step: {first_line(error)}. Choose another "
+                    "backend."
                 ) from error
             self._requests = Requests(compiled, [self._names[into] for into, _ in self._states])
         return self._requests
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        requests, kept = self._compiled(), {into: out for into, out in self._states}
+        requests, kept = self._compiled(), dict(self._states)
         arrays = {
             name: plain(tensor).numpy()
             for at, (name, tensor) in enumerate(zip(self._names, inputs, strict=True))
@@ -259,4 +272,3 @@ def open_graph(file: Path, names: Sequence[str]) -> OpenVinoGraph:
             f"{str(file)!r} is no OpenVINO model of a step: {first_line(error)}. Write it again."
         ) from error
     return OpenVinoGraph(model, names, {}, config(said["INFERENCE_PRECISION_HINT"]) | said)
-

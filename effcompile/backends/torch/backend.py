@@ -56,13 +56,10 @@ class TorchEager:
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 1.25
+    of_steps: ClassVar[str] = "effcompile.backends.torch:TorchEager"
 
     def unavailable(self) -> Unsupported | None:
         return None
-
-    def of_steps(self) -> TorchEager:
-        """What runs steps of generation."""
-        return self
 
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         return _only_forward(goal)

@@ -16,7 +16,7 @@ from effcompile.capture.images import forgetting
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import as_saved, not_within, settle_all
 from effcompile.core import gpu
-from effcompile.core.errors import FormatError, InfeasibleError, UsageError, VerificationError
+from effcompile.core.errors import FormatError, InfeasibleError, VerificationError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, HFModel, Kwargs

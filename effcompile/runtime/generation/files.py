@@ -86,9 +86,10 @@ def write(
     programs = {"step": step.program, "source": step.source, "encoder": step.encoder}
     for name, part in parts.items():
         inner = folder / f".{name}"
-        for at, file in enumerate(part.save(inner)):
-            first = file.stem if at == 0 else first
-            new = file.rename(folder / (f"{name}{file.suffix}" if file.stem == first else file.name))
+        saved = part.save(inner)
+        for file in saved:
+            ours = file.stem == saved[0].stem
+            new = file.rename(folder / (f"{name}{file.suffix}" if ours else file.name))
             found.append(new)
             graphs.setdefault(name, SavedGraph(file=new.name, inputs=_names(programs[name])))
         inner.rmdir()
