@@ -6,9 +6,9 @@ and other engines where it is said where they are; interleaved, beside a read st
     [--genai PYTHON] [--openvino PYTHON]
 
 Nothing is priced or chosen: all linears are held in the format, `/bf16` or `/int8` says how the cache is,
-norms, gates and rotations are fused. Tokens are given, not sampled, and errors are those of the logits. "of
-the stream": bytes that a token reads, a second, by the stream's. "A B x name": times faster than that one, of
-the prompt and of a token.
+norms, gates and rotations are fused. `openvino:w4` and `onnxruntime:w4` are steps of ours there. Tokens are
+given, not sampled, and errors are those of the logits. "of the stream": bytes that a token reads, a second,
+by the stream's. "A B x name": times faster than that one, of the prompt and of a token.
 
 llama.cpp: the folder of its libraries (`npm pack @node-llama-cpp/linux-x64` has one, built for each kind of
 CPU) and those of llama.h and ggml.h. Models of the peers are made from ours, by their own tools, in --files.
@@ -33,14 +33,14 @@ from _decoding_peers import Peer, Sizes, build_int4, llama_shim, quantize, save_
 from _gguf import write as write_gguf
 from generation import SHAPES, model_of
 
-from effcompile.backends import load_backend
+from effcompile.backends import usable_for_steps
 from effcompile.capture.caches import new_cache
 from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
 from effcompile.ir.figures import Certificate, Totals
-from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8_GROUPS, Form, WeightFormat
+from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8_GROUPS, TABLE_INT8_ROWS, Form, WeightFormat
 from effcompile.ir.plan import Decision, Plan
 from effcompile.passes.norm_gate_rotary import FUSED, Rows
 from effcompile.runtime.generation.stepper import Stepper
@@ -49,6 +49,8 @@ from effcompile.sites.parts import embeddings, linears
 from effcompile.sites.rows import row_sites
 
 _CACHES = {"bf16": "bfloat16", "int8": "int8"}
+#: Where → what its tables are held in beside linears in codes.
+_TABLES = {"": TABLE_INT8_GROUPS, "openvino": TABLE_INT8_ROWS, "onnxruntime": None}
 _STREAM = torch.ones(1 << 26)
 
 
@@ -94,23 +96,31 @@ class Beside:
 
 
 def racer(model: Any, step: GenerationStep, name: str, context: int) -> Here:
-    """Ours, in a format of LINEAR_FORMATS."""
+    """Ours, in a format of LINEAR_FORMATS; before a colon stands where, if not on torch."""
+    backend, _, name = name.rpartition(":")
     family, _, cache = name.partition("/")
     step = replace(step, layout=step.layout.narrowed(_CACHES[cache])) if cache else step
-    tables = embeddings(step.program) if family != "fp32" else []
+    table = _TABLES[backend]
+    tables = embeddings(step.program) if family != "fp32" and table is not None else []
     forms = {site.site: LINEAR_FORMATS[family] for site in linears(step.program)}
-    run, weights = built(model, step, {**forms, **{site.site: TABLE_INT8_GROUPS for site in tables}}, context)
-    looked_up = sum(TABLE_INT8_GROUPS.stored_bytes(site.count, site.width) for site in tables)
+    held = {**forms, **{site.site: table for site in tables}}
+    run, weights = built(model, step, held, context, backend or "torch-eager")
+    looked_up = sum(table.stored_bytes(site.count, site.width) for site in tables)
     return Here(run=run, model=model, weights=weights - looked_up, row=step.layout.nbytes(1, 1))
 
 
 def built(
-    model: Any, step: GenerationStep, held: Mapping[str, WeightFormat], context: int
+    model: Any,
+    step: GenerationStep,
+    held: Mapping[str, WeightFormat],
+    context: int,
+    backend: str = "torch-eager",
 ) -> tuple[Stepper, int]:
-    """A step whose linears and tables are held so, with norms, gates and rotations fused; and the bytes of
-    its weights.
+    """A step whose linears and tables are held so, on torch with norms, gates and rotations fused; and the
+    bytes of its weights.
     """
-    forms = {site.site: Form(word=FUSED) for site in row_sites(step.program)}
+    rows = row_sites(step.program) if backend == "torch-eager" else []
+    forms = {site.site: Form(word=FUSED) for site in rows}
     forms |= {site: Form(weights=weights) for site, weights in held.items()}
     decisions = tuple(
         Decision(
@@ -130,7 +140,7 @@ def built(
     )
     plan = Plan(
         model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context), target="",
-        target_line="", backend="torch-eager", decisions=decisions, declined=(), certificate=proof,
+        target_line="", backend=backend, decisions=decisions, declined=(), certificate=proof,
         baseline=Totals(), predicted=Totals(),
     )  # fmt: skip
     program = (
@@ -139,7 +149,7 @@ def built(
         .tagged({site: form for site, form in forms.items() if form.weights}, "quantize")
     )
     lowered, parts = lower_step(
-        step, program, load_backend("torch-eager"), plan, CacheRoom(context=context, chunk=512)
+        step, program, usable_for_steps(backend)[0], plan, CacheRoom(context=context, chunk=512)
     )
     return Stepper(lowered, type(model).forward, model.config), parts["step"].weight_bytes
 

@@ -3,7 +3,7 @@ stream beside them.
 
     python benchmarks/generation.py --shape small --context 512 --new 64 [--memory 200MiB] [--max-error 0.05]
     [--backend torch-eager]
-    python benchmarks/generation.py --architectures   # tokens of 26 architectures beside the model's own
+    python benchmarks/generation.py --architectures [--backend openvino]   # tokens of 26 beside their own
 
 Weights are random. A stream of as many bytes as the model has is read before and after: a machine whose
 bandwidth changed meanwhile is seen in its two figures.
@@ -225,7 +225,7 @@ def race(arguments: argparse.Namespace) -> None:
     )
 
 
-def architectures(new: int) -> None:
+def architectures(new: int, backend: str) -> None:
     """Greedy tokens of exact steps beside the model's own generate(), of a row alone and of a left-padded
     one.
     """
@@ -237,7 +237,10 @@ def architectures(new: int) -> None:
             getattr(transformers, AUTO.get(kind, "AutoModelForCausalLM")).from_config(config).eval().float()
         )
         model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-        planned = as_it_is(model, new + 16)
+        planned = as_it_is(model, new + 16, backend)
+        if isinstance(planned, str):
+            print(f"{kind:12} refused: {planned}", flush=True)
+            continue
         text, how = (
             torch.randint(3, 120, (2, 9)),
             {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False},
@@ -264,9 +267,9 @@ def _padded(planned: Any, row: torch.Tensor, how: dict[str, Any]) -> str:
     return "equal" if torch.equal(made[:, 4:], alone) else "DIFFERS"
 
 
-def as_it_is(model: Any, context: int) -> Any:
-    """The model's steps lowered as they are, on torch: nothing is priced or chosen."""
-    from effcompile.backends import load_backend
+def as_it_is(model: Any, context: int, backend: str) -> Any:
+    """The model's steps lowered as they are: nothing is priced or chosen. A text where that is refused."""
+    from effcompile.backends import refusal, usable_for_steps
     from effcompile.capture.generation import capture_step
     from effcompile.compiler.generation.lower import lower_step
     from effcompile.core.goal import Goal
@@ -281,12 +284,13 @@ def as_it_is(model: Any, context: int) -> Any:
     )
     plan = Plan(
         model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context), target="",
-        target_line="", backend="torch-eager", decisions=(), declined=(), certificate=proof,
+        target_line="", backend=backend, decisions=(), declined=(), certificate=proof,
         baseline=Totals(), predicted=Totals(),
     )  # fmt: skip
-    lowered, parts = lower_step(
-        step, step.program, load_backend("torch-eager"), plan, CacheRoom(context=context, chunk=512)
-    )
+    (runs,) = usable_for_steps(backend)
+    if (reason := refusal(runs, step.program, plan.goal)) is not None:
+        return str(reason)
+    lowered, parts = lower_step(step, step.program, runs, plan, CacheRoom(context=context, chunk=512))
     return GenerationExecutable(model, step, lowered, plan, parts)
 
 
@@ -307,7 +311,10 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(arguments.threads)
-    architectures(arguments.tokens) if arguments.architectures else race(arguments)
+    if arguments.architectures:
+        architectures(arguments.tokens, arguments.backend or "torch-eager")
+    else:
+        race(arguments)
 
 
 if __name__ == "__main__":

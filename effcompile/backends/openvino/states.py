@@ -72,7 +72,7 @@ class Kept:
     def __init__(self, request: Untyped, names: Sequence[str]) -> None:
         states = {state.name.partition(TO)[0]: state for state in request.query_state()}
         self.request, self._states = request, [states[name] for name in names]
-        self.rows, self.batch = 0, 0
+        self.rows = 0
 
     def read(self, place: int, rows: int) -> Tensor:
         """The first rows of a state: whatever came behind them since."""
@@ -88,7 +88,7 @@ class Kept:
         import openvino
 
         self.request.reset_state()
-        self.batch, _, self.rows, _ = tensors[0].shape
+        self.rows = tensors[0].shape[2]
         if self.rows:
             for state, tensor in zip(self._states, tensors, strict=True):
                 rows = plain(tensor).numpy()

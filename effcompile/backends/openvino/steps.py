@@ -77,6 +77,8 @@ class OpenVinoSteps:
             return Unsupported("OpenVINO has no operator for the recurrence of a layer that keeps a state")
         if any(multiplies_runs(node.target) for node in program.graph.nodes):
             return Unsupported("OpenVINO has no product of tokens in groups by expert here")
+        if name := program.at_boundary("float64"):
+            return Unsupported.of("{} is float64, which OpenVINO computes in 32 bits on a processor", name)
         return _CALLS.misfit(program)
 
     def lacks(self, call: KernelCall) -> Reason | None:
@@ -196,14 +198,14 @@ class OpenVinoGraph:
         check_numbers(arrays)
         rows = [inputs[into] for into in kept]
         found = requests.of(rows)
-        new, more = 0, {}
+        new, order = 0, {}
         if rows:
-            new = arrays[_TOKENS].shape[1]
-            more = {ORDER: np.arange(len(arrays[_TOKENS]), dtype=np.int32)}
+            batch, new = inputs[self._names.index(_TOKENS)].shape
+            order = {ORDER: np.arange(batch, dtype=np.int32)}
         before, found.rows = found.rows, -1
         answers = [
             torch.from_numpy(value)
-            for value in found.request.infer({**arrays, **more}, share_inputs=True).values()
+            for value in found.request.infer({**arrays, **order}, share_inputs=True).values()
         ]
         if self._flagged and not bool(answers.pop()):
             raise LoweringError(
@@ -211,11 +213,9 @@ class OpenVinoGraph:
                 "looked up, and the model itself raises for it, too. Give other inputs."
             )
         found.rows = before + new
-        for at, (into, out) in enumerate(sorted(self._states, key=lambda pair: pair[1])):
-            place, like = [first for first, _ in self._states].index(into), inputs[into]
-            sizes = (*like.shape[:2], found.rows, like.shape[3])
-            answers.insert(out, KeptRows(found, place, sizes, like.dtype))
-            assert at <= out
+        for place, (into, out) in enumerate(self._states):
+            sizes = (*inputs[into].shape[:2], found.rows, inputs[into].shape[3])
+            answers.insert(out, KeptRows(found, place, sizes, inputs[into].dtype))
         return answers
 
     def save(self, directory: Path) -> tuple[Path, ...]:

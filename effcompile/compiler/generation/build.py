@@ -16,6 +16,7 @@ from effcompile.capture.images import forgetting
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import as_saved, not_within, settle_all
 from effcompile.core import gpu
+from effcompile.core.causes import OverWhenRun
 from effcompile.core.errors import FormatError, InfeasibleError, VerificationError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
@@ -322,7 +323,8 @@ def _settle(
             constraints = corrected(constraints, plan, worst(outcome.plan.checks), bench.goal)
         if over:
             if last or over >= (constraints.budget or 0):  # nothing would be left
-                raise largest_context(InfeasibleError(binding=("memory",)), bench.step, bench.goal, CHUNK)
+                why = OverWhenRun(budget=bench.goal.memory or 0, over=over)
+                raise InfeasibleError(why, binding=("memory",))
             note = Because(
                 "round {}: the allocator held {bytes} more than allowed; solved again with so much less",
                 (constraints.round, over),

@@ -245,6 +245,11 @@ def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
 def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model, executable = bare(captured("llama", num_hidden_layers=1), "onnxruntime", 64)
+    executable.parts["step"].save(tmp_path)
+    graph = pytest.importorskip("onnx").load(str(tmp_path / "model.onnx")).graph
+    made = {name: node.op_type for node in graph.node for name in node.output}
+    (attention,) = (node for node in graph.node if node.op_type == "Attention")
+    assert [made[name] for name in attention.input[1:3]] == ["Concat", "Concat"]  # no head is repeated
     same((model, executable), ids(2, 9), max_new_tokens=24, do_sample=False)
     same((model, executable), ids(1, 9), max_new_tokens=12, num_beams=2, do_sample=False)
     executable.save(tmp_path / "out")

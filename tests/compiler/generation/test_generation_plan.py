@@ -154,7 +154,7 @@ def test_what_does_not_fit_says_the_largest_context_that_does(
     ("asked", "said"),
     [
         ({"context": 4096}, "positions for: 512"),
-        ({"backend": "openvino"}, "does not run generation"),
+        ({"backend": "torch-inductor"}, "does not run generation"),
         ({"context": None, "prompt": None, "new": None}, "needs context"),
     ],
 )
