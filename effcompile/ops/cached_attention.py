@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
+from effcompile.ops import elsewhere
 from effcompile.ops.cache_rows import SCALE, as_numbers, into
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
 
@@ -111,12 +113,14 @@ def mask_strides(mask: Tensor) -> tuple[int, int, int]:
     return found[0], found[1], found[2]
 
 
-def masks_so(mask: Tensor, queries: int, keys: int) -> bool:
-    """Whether the kernel takes a mask: bools or fp32 numbers (B or 1, H or 1, queries, keys), keys side by
+def masks_so(
+    mask: Tensor, queries: int, keys: int, dtypes: Sequence[torch.dtype] = (torch.bool, torch.float32)
+) -> bool:
+    """Whether the kernel takes a mask: bools or numbers (B or 1, H or 1, queries, keys), keys side by
     side.
     """
     side_by_side = mask.dim() == 4 and mask.stride(3) == 1 and mask.shape[2:] == (queries, keys)
-    return side_by_side and mask.dtype in (torch.bool, torch.float32)
+    return side_by_side and mask.dtype in dtypes
 
 
 def cached_attention(
@@ -128,10 +132,13 @@ def cached_attention(
     Keys and values are in its dtype, in bf16, or in 8 bits with a scale behind each row (cache_rows.py).
     `mask` (B or 1, H or 1, S, K): a bool that says what is seen, or numbers that are added.
     """
-    found = kernels()
-    if isinstance(found, str) or not _fits(query, key, value, mask):
+    factor = query.shape[3] ** -0.5 if scale is None else scale
+    if (own := elsewhere.kernel("cached_attention", query)) is not None:
+        made: Tensor | None = own(query, key, value, mask, factor)
+        return by_torch(query, key, value, mask, scale) if made is None else made
+    if not _fits(query, key, value, mask) or isinstance(found := kernels(), str):
         return by_torch(query, key, value, mask, scale)
-    return found.attention(query, key, value, mask, query.shape[3] ** -0.5 if scale is None else scale)
+    return found.attention(query, key, value, mask, factor)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -167,6 +174,10 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
     key, value = (
         (as_numbers(each) if each.dtype is torch.int8 else each).to(query.dtype) for each in (key, value)
     )
+    if query.is_cuda and rows != 1 and mask is not None:
+        # with fewer heads of keys and a mask torch holds all scores
+        key, value = (each.repeat_interleave(heads // groups, 1) for each in (key, value))
+        groups = heads
     if rows != 1 or heads == groups:
         return F.scaled_dot_product_attention(
             query, key, value, mask, scale=scale, enable_gqa=heads != groups

@@ -62,21 +62,21 @@ def edit_attentions(program: Program) -> None:
 
 def share_heads(graph: fx.Graph) -> None:
     """Every attention of a graph reads the keys and values that queries of a group share as they are, where
-    that is so when it is lowered; what repeated them stays, for nobody.
+    that is so when it runs in place, wherever; what repeated them stays, for nobody.
     """
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        _group(node)
+        _group(node, everywhere=True)
 
 
-def _group(node: fx.Node) -> None:
+def _group(node: fx.Node, *, everywhere: bool = False) -> None:
     """Keys and values that were repeated for the queries of a group are read as they are, to the same bits.
 
-    On a CPU alone: elsewhere SDPA with a mask and fewer heads of keys takes its slow path.
+    On a CPU alone, unless said: elsewhere SDPA with a mask and fewer heads of keys takes its slow path.
     """
     if node.target is not aten.scaled_dot_product_attention.default or argument(node, "enable_gqa"):
         return
     before = [_before_repetition(argument(node, name)) for name in ("key", "value")]
-    if None in before:
+    if None in before or not (everywhere or _on_cpu(node)):
         return
     given = {
         "attn_mask": argument(node, "attn_mask"),
@@ -85,6 +85,11 @@ def _group(node: fx.Node) -> None:
     }
     node.args = (node.args[0], *before, *given.values())  # type: ignore[arg-type]
     node.kwargs = {"scale": argument(node, "scale"), "enable_gqa": True}  # type: ignore[dict-item]
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    place: str = node.meta["val"].device.type
+    return place == "cpu"
 
 
 def _before_repetition(node: object) -> fx.Node | None:
@@ -107,7 +112,7 @@ def _before_repetition(node: object) -> fx.Node | None:
     ):
         return None
     x = inner.args[0]
-    if not isinstance(x, fx.Node) or x.meta["val"].device.type != "cpu":
+    if not isinstance(x, fx.Node):
         return None
     batch, heads, rows, width = shape_of(x)
     wide = shape_of(value)

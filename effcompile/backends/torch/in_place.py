@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch.direct import direct
+from effcompile.backends.torch.edit_attentions import share_heads
 from effcompile.backends.torch.regions import with_regions, without_dispatcher
 from effcompile.core.errors import LoweringError
 from effcompile.ops.append import append
@@ -53,6 +54,8 @@ def appending(
         LoweringError: one of these is read by something that takes no other dtype.
     """
     graph = copy.deepcopy(module.graph)
+    share_heads(graph)
+    graph.eliminate_dead_code()
     holders = graph.find_nodes(op="placeholder")
     for at, capacity in capacities.items():
         for node in list(holders[at].users):

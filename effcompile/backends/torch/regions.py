@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from effcompile.backends.torch.region_steps import SHAPES, STEPS, Builder, Told, constant
 from effcompile.ir.program import dtype_of, shape_of
-from effcompile.ops import few_rows, recurrence, row_program, rows_native
+from effcompile.ops import elsewhere, few_rows, recurrence, row_program, rows_native
 from effcompile.ops.append import append, lengthened
 from effcompile.ops.cached_attention import FORMS, cached_attention, masks_so
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
@@ -161,6 +161,9 @@ def without_dispatcher(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _on_cpu(graph: fx.Graph) -> bool:
+    """Whether all its values are on a processor that stands for no GPU, as in Triton's interpreter."""
+    if elsewhere.any_on("cpu"):
+        return False
     values = (node.meta.get("val") for node in graph.nodes)
     return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
 

@@ -29,6 +29,7 @@ _OLDEST = (3, 6)
 _OPERATORS = {
     "attention": "attention",
     "block_sparse": "block-sparse linears",
+    "cached_attention": "attention over a cache",
     "compress": "kept values in 8 bits",
     "group_quant": "8-bit and 4-bit codes",
     "loss_head": "loss heads",

@@ -9,6 +9,7 @@ import torch
 from effcompile.backends.triton import (
     attention_calls,
     block_sparse,
+    cached_attention,
     compress,
     group_quant,
     loss_head,
@@ -54,6 +55,19 @@ def attention_launches(
         else:
             out, lse = torch.empty_like(q), torch.empty((b, h, s), device="meta")
             attention_calls.backward(attention_calls.AttentionCall.of(q, k, v, given, ()), grad, out, lse)
+
+
+def cached_attention_launches(
+    *, dtype: str = "bf16", held: str = "bf16", d: int = 128, keys: int = 4096, batch: int = 1
+) -> None:
+    """A token's attention over a cache, grouped 4:1 and padded, as in Llama 8B; its row appended."""
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+    query, new = _made(batch, 32, 1, d, dtype=kinds[dtype]), _made(batch, 8, 1, d, dtype=kinds[dtype])
+    room = _made(batch, 8, 8192, d + 4 * (held == "int8"), dtype=kinds[held])
+    rows = room[:, :, :keys]
+    cached_attention.write(rows, new, keys - 1)
+    mask = _made(batch, 1, 1, keys, dtype=torch.bool)
+    cached_attention.attend(query, rows, rows, mask, d**-0.5)
 
 
 def loss_head_launches(*, softcap: bool = False) -> None:

@@ -110,6 +110,8 @@ def specialised(kernel: Any, arguments: Mapping[str, Any]) -> ASTSource:
         value = arguments[parameter.name]
         if parameter.is_constexpr:
             signature[parameter.name], constants[(index,)] = "constexpr", value
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = "i32"
         else:
             signature[parameter.name] = _type_of(value, (index,), constants, attributes)
     return ASTSource(kernel, signature, constants, attributes)

@@ -34,12 +34,13 @@ class Triton:
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 1.25
+    of_steps: ClassVar[str] = "effcompile.backends.triton.backend:Triton"
 
     def unavailable(self) -> Unsupported | None:
         return kernels.unavailable()
 
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
-        if goal.mode != "inference":
+        if goal.mode == "training":
             return Unsupported(
                 "it lowers forward calls only; training runs through the training backend, on the same "
                 "kernels"
@@ -126,4 +127,6 @@ def _told(program: Program) -> str:
     ]
     counts = {name: ours.count(name) for name in sorted(set(ours))}
     found = ", ".join(f"{name} ×{count}" for name, count in counts.items()) or "none of ours in this plan"
+    if program.carried:  # which become ours when the step is put together (in_place.py)
+        found += "; attention over a cache"
     return f"{found}; {kernels.origin()}"

@@ -15,10 +15,12 @@ from torch.nn import functional
 from effcompile.backends.triton.attention_tiles import options
 from effcompile.backends.triton.configs import KERNELS, using
 from effcompile.capture.verify import relative_error
-from effcompile.ops import compress, group_quant, loss_head, rows, states8
+from effcompile.ops import cache_rows, compress, group_quant, loss_head, rows, states8
+from effcompile.ops.append import append, buffer
 from effcompile.ops.attention import attention
 from effcompile.ops.block_sparse import block_sparse_linear
 from effcompile.ops.block_sparse_dense import dense_weight
+from effcompile.ops.cached_attention import cached_attention
 from effcompile.sparse.pattern import BlockPattern
 
 #: dtype → the largest relative error of a right kernel: some rounding of operands and results, and sums in
@@ -127,6 +129,24 @@ def _attended(
         q, k, v, bias, None, None, q_ids, k_ids, None, None, scale=q.shape[3] ** -0.5, **form
     )[0]
     return out
+
+
+def _cached(make: Maker) -> Iterator[Compared]:
+    """A token behind a cache that is held in its dtype and in 8 bits; what is hidden is NaN."""
+    keys = 700 if make.device != "cpu" else 70
+    query, rows = make(2, 4, 1, 64), make(2, 2, keys, 64)
+    seen = torch.arange(keys).expand(2, 1, 1, -1) >= torch.tensor([0, keys // 2])[:, None, None, None]
+    for kind in (make.dtype, torch.int8):
+        held = append(buffer(cache_rows.into(rows, kind).to(kind), keys), rows, keys)
+        wide = (cache_rows.as_numbers(held) if kind is torch.int8 else held).double().cpu()
+        hidden = ~seen[:, 0, 0, :, None].unsqueeze(1).to(held.device)
+        if kind is not torch.int8:
+            held = held.masked_fill(hidden, torch.nan)
+        found = cached_attention(query, held, held, seen.to(held.device), None)
+        wanted = functional.scaled_dot_product_attention(
+            query.double().cpu(), *(wide.repeat_interleave(2, 1),) * 2, seen
+        )
+        yield Compared(f"over a cache of {kind}", found, wanted)
 
 
 def _loss_head(make: Maker) -> Iterator[Compared]:
@@ -270,6 +290,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "attention": (partial(_attention, 1, "causal"), partial(_attention, 2, "all terms")),
     "attention_in_tiles": (_in_tiles,),
     "block_sparse": (_block_sparse,),
+    "cached_attention": (_cached,),
     "compress": (_kept,),
     "group_quant": (_codes,),
     "loss_head": (_loss_head,),

@@ -206,12 +206,6 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
         )
 
 
-def _device_of(lowered: LoweredStep) -> torch.device:
-    """Where a step's weights are; a runtime's are its own, on the processor."""
-    held = lowered.run.parameters() if isinstance(lowered.run, nn.Module) else iter(())
-    return next((p.device for p in held), torch.device("cpu"))
-
-
 class OpenedGeneration(_Configured):
     """A saved folder at work, without the model it was made of: generate(), and calls as the
     model's forward.
@@ -231,7 +225,7 @@ class OpenedGeneration(_Configured):
         whole = None if source is None else source.within
         self.stepper = Stepper(lowered, kind.forward, configs[0], whole)
         self._shell: HFModel = shell.empty(
-            kind, *configs, self.stepper, source, _device_of(lowered), seeing=lowered.image is not None
+            kind, *configs, self.stepper, source, lowered.device, seeing=lowered.image is not None
         )
 
     @property

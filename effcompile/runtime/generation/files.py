@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from effcompile.backends import triton as kernels
 from effcompile.backends.base import Lowered
 from effcompile.backends.onnxruntime import backend as onnxruntime
 from effcompile.backends.onnxruntime.session import numpy_feeds
@@ -171,6 +172,8 @@ def _open(file: Path, graph: SavedGraph, plan: Plan) -> Run:
     if file.suffix == ".xml":
         return openvino.open_graph(file, graph.inputs)
     if file.suffix != ".onnx":
+        if plan.backend == "triton":
+            kernels.register(kernels.device())  # where they cannot run, torch's own do
         return torch_lowered.open_flat(file)
     call = onnxruntime.load(file, plan.settings)
 

@@ -113,11 +113,9 @@ class SharedRows:
     def _called(
         self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: HFCache
     ) -> torch.Tensor:
-        boundary = self._stepper.step.boundary
-        given = {
-            boundary.tokens: tokens,
-            boundary.mask: mask,
-            **({boundary.positions: positions} if boundary.positions else {}),
-        }
+        boundary, place = self._stepper.step.boundary, self._stepper.step.device
+        given = {boundary.tokens: tokens, boundary.mask: mask}
+        given |= {boundary.positions: positions} if boundary.positions else {}
+        given = {name: tensor.to(place) for name, tensor in given.items()}
         logits: torch.Tensor = self._stepper(**given, **{boundary.cache: cache}, logits_to_keep=1).logits
-        return logits[:, -1]
+        return logits[:, -1].cpu()  # where tokens are drawn: of all rows at once

@@ -32,7 +32,7 @@ def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, S
     opened, words = open_generation(directory), tokenizer_in(tokenizer)
 
     def spoken(prompt: str, new: int | None, drafts: int, say: Say | None) -> dict[str, Any]:
-        ids = words(prompt, return_tensors="pt")["input_ids"]
+        ids = words(prompt, return_tensors="pt")["input_ids"].to(opened.lowered.device)
         room = opened.lowered.room.context - (0 if opened.config.is_encoder_decoder else ids.shape[1])
         if not ids.shape[1] or room < 1:
             raise UsageError(

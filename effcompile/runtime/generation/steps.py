@@ -7,10 +7,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from effcompile.backends.openvino.steps import OpenVinoGraph
 from effcompile.backends.torch import TorchLowered
@@ -74,6 +75,12 @@ class LoweredStep:
     source: Run | None = None
     encoder: Run | None = None
     image: ImageToken | None = None
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where its weights are; a runtime's are its own, on the processor."""
+        held = self.run.parameters() if isinstance(self.run, nn.Module) else iter(())
+        return next((p.device for p in held), torch.device("cpu"))
 
     def __call__(
         self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None = None

@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "interpreted").glob("test_*.py"))
 #: Files that register kernels for good have a process of their own; the others share one.
-ALONE = ("test_attention_op", "test_lowering")
+ALONE = ("test_attention_op", "test_generation", "test_lowering")
 GROUPS = [[file] for file in FILES if file.stem in ALONE] + [
     [file for file in FILES if file.stem not in ALONE]
 ]

@@ -47,7 +47,19 @@ ATTENTION = {
     "kernel": "dq",
     "config": {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2},
 }
+#: Of few rows: nothing is as wide as on Hopper's wide products, all waits for memory.
+FEW: dict[str, list[tuple[str, dict[str, object]]]] = {
+    "cached_attention_part": [
+        ("cached_attention", {}),
+        ("cached_attention", {"d": 64, "batch": 8}),
+        ("cached_attention", {"held": "int8"}),
+        ("cached_attention", {"dtype": "fp32", "held": "fp32"}),
+        ("cached_attention", {"dtype": "fp32", "held": "int8"}),
+    ],
+}
 PLAIN: dict[str, list[tuple[str, dict[str, object]]]] = {
+    "cached_attention_whole": [("cached_attention", {})],
+    "append_rows": [("cached_attention", {}), ("cached_attention", {"held": "int8"})],
     "loss_head_gradients_kernel": [("loss_head", {})],
     "adam8_kernel": [("states8", {})],
     "lion8_kernel": [("states8", {})],
@@ -115,7 +127,8 @@ WRONG = {
 def reports() -> dict[str, list[Report]]:
     """Of all jobs here, from one worker; and from one more after the job that kills it."""
     pytest.importorskip("triton")
-    named = [(one.kernel, one) for one in [*jobs_of(PRODUCTS), *jobs_of(PLAIN)]]
+    named = [(one.kernel, one) for one in [*jobs_of(PRODUCTS), *jobs_of(PLAIN), *jobs_of(FEW)]]
+    named += [(f"{one.kernel} on sm_80", one) for one in jobs_of(FEW, "sm_80")]
     named += [(f"{kernel} {d}", tiled(d, kernel, config)) for (d, kernel), config in TILES.items()]
     for kernel, config in IN_TILES.items():
         whole = config | {"tma": True}
@@ -197,6 +210,22 @@ def test_products_are_wide(kernel: str, reports: dict[str, list[Report]]) -> Non
             assert loop.spilled <= 2 and loop.waits <= 8, (given, loop)
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("kernel", FEW)
+def test_kernels_of_few_rows_spill_nothing_and_read_ahead(
+    kernel: str, arch: str, reports: dict[str, list[Report]]
+) -> None:
+    """On tensor cores; what a step reads comes by asynchronous copies, but for codes, whose rows are not of
+    16 bytes.
+    """
+    found = reports[kernel if arch == "sm_90" else f"{kernel} on {arch}"]
+    for (_, given), report in zip(FEW[kernel], found, strict=True):
+        assert report.fits(arch) and report.tensor_ops > 0 and report.spills == 0, (given, report)
+        assert 0 < report.registers <= 255 and report.loops, (given, report)
+        for loop in report.loops:
+            assert loop.copies >= (2 if given.get("held") == "int8" else 8), (given, loop)
+
+
 def test_products_of_float8_are_summed_in_fp32(reports: dict[str, list[Report]]) -> None:
     """Step by step: one more addition for each of a thread's 64 sums, which the same tile of int8 does not
     have.
@@ -231,10 +260,10 @@ def test_every_kernel_that_is_launched_is_compiled_here() -> None:
     kernels = {
         name
         for file in (folder / "kernels").glob("*.py")
-        for name in re.findall(r"@triton.jit\ndef (\w+)", file.read_text("utf-8"))
+        for name in re.findall(r"@triton.jit(?:\(.*\))?\ndef (\w+)", file.read_text("utf-8"))
     }
     assert len(launched & kernels) > 15
-    assert launched & kernels == {*PRODUCTS, *PLAIN, *(f"attention_{kernel}" for kernel in KERNELS)}
+    assert launched & kernels == {*PRODUCTS, *PLAIN, *FEW, *(f"attention_{kernel}" for kernel in KERNELS)}
 
 
 ROWS = [

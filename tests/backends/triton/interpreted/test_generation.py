@@ -1,0 +1,145 @@
+"""Generation by the triton backend, in the interpreter in the place of a GPU: the model's own tokens, by the
+kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from captured_once import steps_once
+from generation_models import bare, captured, ids, same, tiny
+
+import effcompile
+from effcompile.backends.triton import cached_attention
+from effcompile.backends.triton.backend import Triton
+from effcompile.runtime.generation.executable import GenerationExecutable
+from effcompile.runtime.generation.rows import SharedRows
+
+CONTEXT = 64
+KERNELS = ("cached_attention_part", "cached_attention_whole", "append_rows")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_steps() -> Iterator[None]:
+    with steps_once():
+        yield
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were launched, by name."""
+    names: list[str] = []
+    for name in KERNELS:
+        monkeypatch.setattr(cached_attention, name, Spy(getattr(cached_attention, name), names))
+    return names
+
+
+class Spy:
+    def __init__(self, kernel: Any, names: list[str]) -> None:
+        self.kernel, self.names = kernel, names
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.names.append(self.kernel.__name__)
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "bart"])
+def test_it_says_what_the_model_says(kind: str, launched: list[str]) -> None:
+    """Greedy and with beams, whose cache is reordered; each layer's attention is one of the kernels', its
+    keys and values are appended by one.
+    """
+    planned = bare(captured(kind), "triton", CONTEXT)
+    new = 12 if kind == "gemma3_text" else 5  # beyond its window
+    same(planned, ids(2, 9), max_new_tokens=new, do_sample=False)
+    assert set(launched) >= {"cached_attention_part", "append_rows"}
+    same(planned, ids(1, 9), max_new_tokens=3, num_beams=2, do_sample=False)
+    launched.clear()
+    planned[1].generate(ids(1, 40), max_new_tokens=2, do_sample=False)
+    # attentions of 40 tokens that are read at once are torch's; an encoder's are read for each token
+    layers, attended = 2, 4 if kind == "bart" else 1
+    assert launched.count("cached_attention_part") == layers * attended
+    moved = 2 * (kind == "gemma3_text")  # a window, out of the buffer of so many tokens
+    assert launched.count("append_rows") == 2 * layers * 2 + moved
+
+
+def test_left_padding(launched: list[str]) -> None:
+    text, mask = ids(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    text[0, :4], mask[0, :4] = 0, 0
+    same(
+        bare(captured("llama"), "triton", CONTEXT),
+        text,
+        attention_mask=mask,
+        max_new_tokens=6,
+        do_sample=False,
+    )
+    assert "cached_attention_part" in launched
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "int8"])
+def test_a_narrower_cache_is_that_of_a_processor(narrow: str, launched: list[str]) -> None:
+    """The same codes, so the same logits but for the order of sums, as torch's operators give for them."""
+    text, sizes = ids(2, 30), [12, 1, 5, *[1] * 12]
+    _, executable = bare(captured("llama"), "triton", CONTEXT, narrow=narrow)
+    found = forced(executable, text, sizes)
+    assert launched.count("append_rows") == 4 * len(sizes) and "cached_attention_part" in launched
+    from effcompile.ops import elsewhere
+
+    kernels = dict(elsewhere._kernels)
+    elsewhere._kernels.clear()
+    try:
+        told = forced(executable, text, sizes)
+    finally:
+        elsewhere._kernels.update(kernels)
+    assert float((found - told).norm() / told.norm()) < 5e-4
+
+
+def forced(executable: GenerationExecutable, text: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    parts, cache, at = [], None, 0
+    for size in sizes:
+        made = executable(text[:, at : at + size], past_key_values=cache, use_cache=True)
+        cache, at = made.past_key_values, at + size
+        parts.append(made.logits)
+    return torch.cat(parts, 1)
+
+
+def test_rows_of_several_requests(launched: list[str]) -> None:
+    """Of different lengths in one batch: each says what it says alone."""
+    model, executable = bare(captured("llama"), "triton", CONTEXT)
+    rows, prompts = (
+        SharedRows(executable.stepper),
+        [ids(1, 5, seed=2)[0].tolist(), ids(1, 11, seed=3)[0].tolist()],
+    )
+    caches = [rows.opened() for _ in prompts]
+    last = [int(rows.read(cache, prompt).argmax()) for cache, prompt in zip(caches, prompts, strict=True)]
+    rows.change([], caches)
+    said = [[token] for token in last]
+    for _ in range(4):
+        logits = rows.next([own[-1] for own in said])
+        for own, row in zip(said, logits, strict=True):
+            own.append(int(row.argmax()))
+    for prompt, own in zip(prompts, said, strict=True):
+        told = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+        assert told[0, len(prompt) :].tolist() == own
+    assert "cached_attention_part" in launched
+
+
+def test_a_plan_and_its_folder(launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Priced, compared and measured; its folder opens without the model, on the same kernels."""
+    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-6)
+    model = tiny("llama")
+    planned = effcompile.optimize(
+        model, mode="generation", context=32, prompt=8, new=8, backend="triton", passes=["no-rows"]
+    )
+    assert planned.plan.backend == "triton" and all(check.passed for check in planned.plan.checks)
+    assert "attention over a cache" in planned.plan.settings["kernels"]
+    text = ids(1, 7)
+    wanted = model.generate(text, max_new_tokens=6, do_sample=False)
+    assert torch.equal(planned.generate(text, max_new_tokens=6, do_sample=False), wanted)
+    opened = effcompile.load(planned.save(tmp_path / "out"))
+    launched.clear()
+    assert torch.equal(opened.generate(text, max_new_tokens=6, do_sample=False), wanted)
+    assert "cached_attention_part" in launched
