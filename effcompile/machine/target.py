@@ -30,7 +30,7 @@ class KernelSpec:
     bytes: Callable[[Dims], float]
     gain: str = ""  # what in `Target.gains` makes its arithmetic faster than the dense one; "": nothing
     format: WeightFormat | None = None
-    on_cpu_only: bool = False  # the kernel is one of ours in C++, and no other device has it
+    elsewhere: str | None = None  # what has a kernel of ours in C++ on other devices; "": nothing
 
 
 def _linear(held: WeightFormat) -> KernelSpec:
@@ -45,9 +45,9 @@ def _linear(held: WeightFormat) -> KernelSpec:
         m, k, n = d[:3]
         return held.grouped_by(d[-1]).stored_bytes(n, k) + (m * k + m * n) * activation_bytes
 
-    ours = held.activation in ("int8 rows", "int8 groups")
+    elsewhere = {"int8 rows": "", "int8 groups": "triton"}.get(held.activation)
     dims = "M K N G" if held.group else "M K N"
-    return KernelSpec(dims, dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size, format=held, on_cpu_only=ours)
+    return KernelSpec(dims, dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size, format=held, elsewhere=elsewhere)
 
 
 def _lookup(held: WeightFormat) -> KernelSpec:
@@ -79,7 +79,7 @@ def _sparse_bytes() -> KernelSpec:
         m, k, n, kept, block = d
         return kept * block**2 + 4.0 * (m * k + m * n)
 
-    return KernelSpec("M K N Z B", "int8", lambda d: 2.0 * d[0] * d[3] * d[4] ** 2, size, on_cpu_only=True)
+    return KernelSpec("M K N Z B", "int8", lambda d: 2.0 * d[0] * d[3] * d[4] ** 2, size, elsewhere="")
 
 
 def _two_of_four() -> KernelSpec:
@@ -351,13 +351,14 @@ class Target:
             return seconds, Provenance.MEASURED
         if self.laws:  # calibrated, but this backend never ran this kernel
             return None
-        return self.roofline(call)
+        return self.roofline(call, backend)
 
-    def roofline(self, call: KernelCall) -> tuple[float, Provenance] | None:
+    def roofline(self, call: KernelCall, backend: str = "") -> tuple[float, Provenance] | None:
         """The modelled time from peaks; None when the target has no arithmetic of that dtype or form."""
         spec = call.spec
         peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain) if spec.gain else 1.0
-        if peak is None or gain is None or (spec.on_cpu_only and self.device != "cpu"):
+        here = self.device == "cpu" or spec.elsewhere in (None, backend or None)
+        if peak is None or gain is None or not here:
             return None
         seconds = max(
             call.flops / (peak * gain * self.share(_family(call))),

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
-from effcompile.ops import group_codes, group_tiles
+from effcompile.ops import elsewhere, group_codes, group_tiles
 from effcompile.ops import group_native as native
 from effcompile.ops.instruction_sets import whose, why_torch
 from effcompile.ops.int8_codes import AFTER
 
-__all__ = ["fallback_reason", "group_linear", "refusal", "told", "workspace_bytes"]
+__all__ = ["fallback_reason", "group_linear", "misfit", "refusal", "told", "workspace_bytes"]
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _LIBRARY.define("group_linear(Tensor x, Tensor weight, int n, Tensor? bias=None, str after='none') -> Tensor")
@@ -43,12 +43,19 @@ def told() -> str:
     return whose(few) if isinstance(many, str) else f"{whose(few)}; {many.isa} from {group_tiles.ROWS} rows"
 
 
+def misfit(group: int) -> Unsupported | None:
+    """None, or that groups are not of the size of this form."""
+    if group == group_codes.GROUP:
+        return None
+    return Unsupported(
+        "our 4- and 8-bit weights come in groups of {name}, not of {}", (str(group_codes.GROUP), group)
+    )
+
+
 def refusal(group: int) -> Unsupported | None:
-    """None, or why linears with groups of that size are not offered in this form."""
-    if group != group_codes.GROUP:
-        return Unsupported(
-            "our 4- and 8-bit weights come in groups of {name}, not of {}", (str(group_codes.GROUP), group)
-        )
+    """None, or why linears with groups of that size are not offered in this form on a processor."""
+    if (wrong := misfit(group)) is not None:
+        return wrong
     reason = fallback_reason()
     return None if reason is None else Unsupported(reason)
 
@@ -62,6 +69,8 @@ def group_linear_on_cpu(
         UsageError: shapes or dtypes that do not fit.
     """
     _check(x, weight, n, bias, after)
+    if elsewhere.any_on("cpu"):
+        return _on_gpu(x, weight, n, bias, after)
     found = native.kernels()
     if isinstance(found, str):
         warnings.warn(
@@ -74,7 +83,16 @@ def group_linear_on_cpu(
     return best.linear(x, weight, n, None if bias is None else bias.contiguous(), after)
 
 
+def _on_gpu(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, after: str = "none") -> Tensor:
+    """The same by a kernel of the GPU's own, where there is one (backends/triton), else by torch."""
+    _check(x, weight, n, bias, after)
+    own = elsewhere.kernel("group_linear", x)
+    made: Tensor | None = None if own is None else own(x, weight, n, bias, after)
+    return group_codes.linear_by_torch(x, weight, n, bias, after) if made is None else made
+
+
 _LIBRARY.impl("group_linear", group_linear_on_cpu, "CPU")
+_LIBRARY.impl("group_linear", _on_gpu, "CUDA")
 group_linear = torch.ops.effcompile.group_linear
 
 

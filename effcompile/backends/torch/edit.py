@@ -22,7 +22,7 @@ from effcompile.backends.torch.packing import packs
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.torch_compat_aot import writes
-from effcompile.ir.formats import FP32, INT8_STATIC, TWO_OF_FOUR, WeightFormat
+from effcompile.ir.formats import FP32, INT8_GROUPS, INT8_STATIC, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import group_codes, two_of_four
 from effcompile.ops.add_norm import add_layer_norm
@@ -194,7 +194,7 @@ def _refusal(site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> str 
     if weight.device.type == "cpu":
         reason = None if held.block else numerics.why_not(held, *site.dims) or numerics.not_here(held)
         return None if reason is None else str(reason)
-    if held.bits < 16 or held.block:
+    if (held.bits < 16 or held.block) and held.activation != INT8_GROUPS.activation:
         return cores or f"the weight is on {weight.device}, and this form is implemented for CPU"
     return None
 

@@ -31,6 +31,7 @@ _OPERATORS = {
     "block_sparse": "block-sparse linears",
     "cached_attention": "attention over a cache",
     "compress": "kept values in 8 bits",
+    "group_linear": "linears in groups",
     "group_quant": "8-bit and 4-bit codes",
     "loss_head": "loss heads",
     "states8": "8-bit optimizer states",

@@ -11,6 +11,7 @@ from effcompile.backends.triton import (
     block_sparse,
     cached_attention,
     compress,
+    group_linear,
     group_quant,
     loss_head,
     rows,
@@ -87,6 +88,13 @@ def block_sparse_launches(*, block: int) -> None:
     kernels = block_sparse.BlockSparseKernels()
     kernels.linear(x, values, ptr, index, None)
     kernels.grad_values(x, x, ptr, index)
+
+
+def group_linear_launches(*, bits: int, rows: int = 1, n: int = 4096) -> None:
+    """A linear with a weight in groups of 32, of a decoded token or of some rows."""
+    weight = _made(n // 16, 4096 // 32, 32 + 64 * bits, dtype=torch.uint8)
+    x, bias = _made(rows, 4096, dtype=torch.float32), _made(n, dtype=torch.float32)
+    group_linear.linear(x, weight, n, bias, "silu")
 
 
 def group_quant_launches(*, weight: str, rows: int = 64) -> None:

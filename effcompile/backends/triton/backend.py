@@ -100,7 +100,7 @@ def _bodies(call: KernelCall, device: str) -> list[Body | None] | None:
         return [rows_bodies.body(call)]
     if call.kernel in linears.HALVES and device == "cuda":
         return [linears.half_body(call) for _ in range(copies(call))]
-    if call.format is not None and call.format.family in linears.FAMILIES:
+    if call.format is not None and call.format.family in (*linears.FAMILIES, *linears.GROUPED):
         return (
             [linears.body(call.format, call.dims) for _ in range(copies(call))]
             if linears.lacks(call) is None

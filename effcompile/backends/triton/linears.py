@@ -17,17 +17,31 @@ from torch import Tensor, fx
 from effcompile.backends.torch.edit_attentions import SITE
 from effcompile.core.errors import LoweringError
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.ir.formats import BF16, FP32, INT8_CHANNEL, TABLE_INT8_ROWS, TWO_OF_FOUR, W4, W8, WeightFormat
+from effcompile.ir.formats import (
+    BF16,
+    FP32,
+    INT4_GROUPS,
+    INT8_CHANNEL,
+    INT8_GROUPS,
+    TABLE_INT8_ROWS,
+    TWO_OF_FOUR,
+    W4,
+    W8,
+    WeightFormat,
+)
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.machine.target import Dims, KernelCall
-from effcompile.ops import two_of_four
+from effcompile.ops import group_codes, two_of_four
+from effcompile.ops.group_linear import group_linear, misfit
 from effcompile.ops.group_quant import pack_int4, quantize_by_torch, quantize_groups, quantized_linear
 from effcompile.sites.parts import LinearSite, linears
 
-__all__ = ["FAMILIES", "HALVES", "body", "emit", "half_body", "lacks", "stored", "why_not"]
+__all__ = ["FAMILIES", "GROUPED", "HALVES", "body", "emit", "half_body", "lacks", "stored", "why_not"]
 
 #: Families of formats of a linear that are carried out here.
 FAMILIES = (W8.family, W4.family, INT8_CHANNEL.family)
+#: And by torch's own edit, with an operator that has a kernel of ours (group_linear.py).
+GROUPED = (INT8_GROUPS.family, INT4_GROUPS.family)
 #: Codes that tensor cores multiply at once.
 _TOGETHER = 32
 #: Kernels in 16 bits on a GPU, which torch's own products carry out (see backends/torch/edit.py).
@@ -36,6 +50,8 @@ HALVES = (f"linear/{BF16.family}", f"linear/{TWO_OF_FOUR.family}")
 
 def why_not(held: WeightFormat, k: int) -> Reason | None:
     """None, or why a linear of K columns is not carried out so here."""
+    if held.family in GROUPED:
+        return misfit(held.group)
     if held.family not in FAMILIES:
         return Unsupported("there is no kernel for a linear in {name} on a GPU", (held.name,))
     if held.group % _TOGETHER:
@@ -77,6 +93,9 @@ def body(held: WeightFormat, dims: Dims) -> Callable[[], Tensor]:
     """One call on made-up values, on torch's default device."""
     m, k, n = dims[:3]
     x, bias = torch.randn(m, k), torch.randn(n)
+    if held.family in GROUPED:
+        packed = group_codes.pack(*group_codes.quantize(torch.randn(n, k), held.bits), held.bits)
+        return lambda: group_linear(x, packed, n, bias)  # type: ignore[no-any-return]
     codes, scales = stored(held, torch.randn(n, k))
     if held == INT8_CHANNEL:
         return lambda: quantized_linear(

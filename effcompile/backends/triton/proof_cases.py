@@ -15,7 +15,16 @@ from torch.nn import functional
 from effcompile.backends.triton.attention_tiles import options
 from effcompile.backends.triton.configs import KERNELS, using
 from effcompile.capture.verify import relative_error
-from effcompile.ops import cache_rows, compress, group_quant, loss_head, rows, states8
+from effcompile.ops import (
+    cache_rows,
+    compress,
+    group_codes,
+    group_linear,
+    group_quant,
+    loss_head,
+    rows,
+    states8,
+)
 from effcompile.ops.append import append, buffer
 from effcompile.ops.attention import attention
 from effcompile.ops.block_sparse import block_sparse_linear
@@ -147,6 +156,16 @@ def _cached(make: Maker) -> Iterator[Compared]:
             query.double().cpu(), *(wide.repeat_interleave(2, 1),) * 2, seen
         )
         yield Compared(f"over a cache of {kind}", found, wanted)
+
+
+def _grouped(make: Maker) -> Iterator[Compared]:
+    """Linears in groups, whose x is rounded to codes by both."""
+    for bits, count in ((8, 1), (4, 1), (4, 37)):
+        x, weight, bias = make(count, 200).float(), make(70, 200).float().cpu(), make(70).float()
+        packed = group_codes.pack(*group_codes.quantize(weight, bits), bits)
+        found = group_linear.group_linear(x, packed.to(x.device), 70, bias, "silu")
+        wanted = group_codes.linear_by_torch(x.cpu(), packed, 70, bias.cpu(), "silu")
+        yield Compared(f"linear of {bits} bits, {count} rows", found, wanted, codes=True)
 
 
 def _loss_head(make: Maker) -> Iterator[Compared]:
@@ -292,6 +311,7 @@ CASES: Mapping[str, tuple[Case, ...]] = {
     "block_sparse": (_block_sparse,),
     "cached_attention": (_cached,),
     "compress": (_kept,),
+    "group_linear": (_grouped,),
     "group_quant": (_codes,),
     "loss_head": (_loss_head,),
     "states8": (_states,),

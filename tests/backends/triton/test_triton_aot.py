@@ -56,9 +56,15 @@ FEW: dict[str, list[tuple[str, dict[str, object]]]] = {
         ("cached_attention", {"dtype": "fp32", "held": "fp32"}),
         ("cached_attention", {"dtype": "fp32", "held": "int8"}),
     ],
+    "grouped_product": [
+        ("group_linear", {"bits": 4}),
+        ("group_linear", {"bits": 8, "n": 1 << 15}),
+        ("group_linear", {"bits": 4, "rows": 512}),
+    ],
 }
 PLAIN: dict[str, list[tuple[str, dict[str, object]]]] = {
     "cached_attention_whole": [("cached_attention", {})],
+    "grouped_codes": [("group_linear", {"bits": 4})],
     "append_rows": [("cached_attention", {}), ("cached_attention", {"held": "int8"})],
     "loss_head_gradients_kernel": [("loss_head", {})],
     "adam8_kernel": [("states8", {})],

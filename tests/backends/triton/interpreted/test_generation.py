@@ -14,13 +14,16 @@ from captured_once import steps_once
 from generation_models import bare, captured, ids, same, tiny
 
 import effcompile
-from effcompile.backends.triton import cached_attention
+from effcompile.backends.triton import cached_attention, group_linear
 from effcompile.backends.triton.backend import Triton
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.rows import SharedRows
 
 CONTEXT = 64
-KERNELS = ("cached_attention_part", "cached_attention_whole", "append_rows")
+KERNELS = {
+    cached_attention: ("cached_attention_part", "cached_attention_whole", "append_rows"),
+    group_linear: ("grouped_product",),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,8 +36,9 @@ def _shared_steps() -> Iterator[None]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched, by name."""
     names: list[str] = []
-    for name in KERNELS:
-        monkeypatch.setattr(cached_attention, name, Spy(getattr(cached_attention, name), names))
+    for module, found in KERNELS.items():
+        for name in found:
+            monkeypatch.setattr(module, name, Spy(getattr(module, name), names))
     return names
 
 
@@ -128,18 +132,25 @@ def test_rows_of_several_requests(launched: list[str]) -> None:
 
 
 def test_a_plan_and_its_folder(launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Priced, compared and measured; its folder opens without the model, on the same kernels."""
-    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-6)
-    model = tiny("llama")
+    """Priced, compared and measured, weights in groups; its folder opens without the model, on the same
+    kernels.
+    """
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))  # the times are made up
+    cheap = {"linear/int8_groups", "linear/int4_groups"}
+    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel in cheap else 1e-3)
     planned = effcompile.optimize(
-        model, mode="generation", context=32, prompt=8, new=8, backend="triton", passes=["no-rows"]
-    )
+        tiny("llama", num_hidden_layers=1), inputs={"input_ids": ids(1, 16)}, mode="generation", context=16,
+        prompt=4, new=4, max_error=0.1, backend="triton", passes=["no-rows"],
+    )  # fmt: skip
+    forms = [d.applied for d in planned.plan.decisions if d.kind == "linear"]
+    count = sum(form in ("int8_groups", "int4_groups") for form in forms)
+    assert count > len(forms) / 2
     assert planned.plan.backend == "triton" and all(check.passed for check in planned.plan.checks)
-    assert "attention over a cache" in planned.plan.settings["kernels"]
+    told = planned.plan.settings["kernels"]
+    assert told == f"group_linear ×{count}; attention over a cache; in its interpreter"
     text = ids(1, 7)
-    wanted = model.generate(text, max_new_tokens=6, do_sample=False)
-    assert torch.equal(planned.generate(text, max_new_tokens=6, do_sample=False), wanted)
+    wanted = planned.generate(text, max_new_tokens=6, do_sample=False)
     opened = effcompile.load(planned.save(tmp_path / "out"))
     launched.clear()
     assert torch.equal(opened.generate(text, max_new_tokens=6, do_sample=False), wanted)
-    assert "cached_attention_part" in launched
+    assert {"cached_attention_part", "grouped_product"} <= set(launched)
