@@ -56,6 +56,18 @@ def backends_for(
     ], {}
 
 
+def steps_elsewhere(target: str | Target, place: torch.device, named: str | None) -> list[Backend]:
+    """What would run a step of generation on a GPU that is not here, or that of it which is named; none where
+    the target is this machine, or another processor.
+    """
+    if (
+        is_here(target, place)
+        or (target if isinstance(target, Target) else load_target(target)).device == "cpu"
+    ):
+        return []
+    return [load_backend(name) for name in ("triton", "torch-eager") if named in (None, name)]
+
+
 def standing_in(backends: list[Backend], program: Program, goal: Goal) -> list[Backend]:
     """Of backends that stand in for those of a machine that is not here: the first that takes the program."""
     return [backend for backend in backends if refusal(backend, program, goal) is None][:1] or backends

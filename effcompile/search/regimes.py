@@ -10,8 +10,10 @@ from effcompile.ir.program import Program, stored_bytes
 from effcompile.passes import Choice, Pass
 from effcompile.search.refine import Constraints
 
-#: The backend whose graphs write where they read what they go on from.
-IN_PLACE = "torch-eager"
+#: The backends whose graphs write where they read what they go on from.
+IN_PLACE = ("torch-eager", "triton")
+#: Type of device → those of them whose attentions read a narrower cache there.
+NARROW = {"cpu": IN_PLACE, "cuda": ("triton",)}
 #: What the first solve holds to beyond the goal: nothing.
 FREE = Constraints()
 
@@ -73,7 +75,7 @@ class Regimes:
 
     def kept(self, backend: str) -> int:
         """Bytes beside the weights at the highest instant on a backend."""
-        return self.kept_bytes + (0 if backend == IN_PLACE else self.copied_bytes)
+        return self.kept_bytes + (0 if backend in IN_PLACE else self.copied_bytes)
 
 
 def merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iterator[Choice]:

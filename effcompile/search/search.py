@@ -29,7 +29,7 @@ from effcompile.machine.target import KernelCall, Target
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
 from effcompile.search.machine import BASELINE, Machine
 from effcompile.search.refine import Constraints
-from effcompile.search.regimes import FREE, IN_PLACE, Regimes, merged
+from effcompile.search.regimes import FREE, NARROW, Regimes, merged
 from effcompile.search.told import decision, not_taken, objective
 from effcompile.sites.parts import stored_format
 
@@ -174,7 +174,8 @@ class Search:
                 for regime in self.regimes.each
             ]
             made = [choices for choices, _ in found]
-            choices = (*merged(self.regimes.each, made), *(self.beside if name == IN_PLACE else ()))
+            narrow = name in NARROW.get(self.machine.target.device, ())
+            choices = (*merged(self.regimes.each, made), *(self.beside if narrow else ()))
             first, *others = (declined for _, declined in found)
             said = {(d.site, d.option) for d in first}
             self._proposals[name] = Proposal(

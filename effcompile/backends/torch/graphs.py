@@ -34,13 +34,25 @@ _OFTEN = 32
 _REMEMBERED = 1024
 
 
+def asked() -> str | None:
+    """None, or that nobody asked for calls to be recorded."""
+    if os.environ.get("EFFCOMPILE_CUDA_GRAPHS", "").lower() in ("on", "1", "yes"):
+        return None
+    return (
+        "EFFCOMPILE_CUDA_GRAPHS=1 records calls (new: one of our own runs on an H100 ended in a "
+        "launch failure)"
+    )
+
+
 def declines(graph: fx.Graph) -> str | None:
     """None, or why calls of this graph cannot be replayed."""
-    if os.environ.get("EFFCOMPILE_CUDA_GRAPHS", "").lower() not in ("on", "1", "yes"):
-        return (
-            "EFFCOMPILE_CUDA_GRAPHS=1 records calls (new: one of our own runs on an H100 ended in a "
-            "launch failure)"
-        )
+    if (reason := asked() or waits(graph)) is not None:
+        return reason
+    return None if torch.cuda.is_available() else "there is no CUDA here"
+
+
+def waits(graph: fx.Graph) -> str | None:
+    """None, or what of a graph the host waits for, or says anew at every call."""
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
         if (
@@ -49,8 +61,6 @@ def declines(graph: fx.Graph) -> str | None:
             return f"{node.target} waits for the GPU: its result is read on the host"
         if draws(node):
             return f"{node.target} draws random numbers"
-    if not torch.cuda.is_available():
-        return "there is no CUDA here"
     return None
 
 
@@ -154,7 +164,7 @@ class _Graph:
         ):
             # in inference mode they could be written in that mode alone
             self._inputs = [t.clone() for t in example]
-            self._graph, self._outputs = _captured(run, self._inputs)
+            self._graph, self._outputs = captured(run, self._inputs)
         self.nbytes = max(0, _held() - before)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -171,7 +181,7 @@ class _Graph:
             return results
 
 
-def _captured(run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+def captured(run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """One call's graph and outputs, recorded after some calls on a stream of their own (as torch.cuda.graph's
     documentation asks).
 

@@ -59,13 +59,13 @@ def appending(
     holders = graph.find_nodes(op="placeholder")
     for at, capacity in capacities.items():
         for node in list(holders[at].users):
-            if node.target is aten.cat.default and _appends(node, holders[at]):
+            if appends(node, holders[at]):
                 with graph.inserting_before(node):
                     longer = graph.call_function(append, (holders[at], node.args[0][1], capacity))
                 longer.meta = dict(node.meta)
                 node.replace_all_uses_with(longer)
                 graph.erase_node(node)
-    _attend(graph)
+    attend(graph)
     for holder in (holders[at] for at in narrow):
         _check_readers(holder)
     return fx.GraphModule(module, graph, class_name=type(module).__name__)
@@ -94,7 +94,7 @@ def _only_attends(user: fx.Node, rows: fx.Node) -> bool:
     return user.target is cached_attention and rows not in (user.args[0], user.args[3])
 
 
-def _attend(graph: fx.Graph) -> None:
+def attend(graph: fx.Graph) -> None:
     """Attentions as those over a cache, which have the same results whatever they read."""
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
         given = {each.name: argument(node, each.name) for each in node.target._schema.arguments}
@@ -107,7 +107,9 @@ def _attend(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _appends(node: fx.Node, holder: fx.Node) -> bool:
+def appends(node: fx.Node, holder: fx.Node) -> bool:
     """Whether it is `cat([holder, new], rows)`."""
+    if node.target is not aten.cat.default:
+        return False
     parts, axis = node.args[0], node.args[1] if len(node.args) > 1 else 0
     return isinstance(parts, (list, tuple)) and len(parts) == 2 and parts[0] is holder and axis in (2, -2)

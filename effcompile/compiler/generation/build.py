@@ -44,7 +44,7 @@ from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.seen import texts_to_measure
 from effcompile.search.generation.text import CalibrationText, longest_source
 from effcompile.search.machine import Machine, resolve
-from effcompile.search.pricing import formats, measured_options, plans_for
+from effcompile.search.pricing import formats, measured_options, plans_for, steps_elsewhere
 from effcompile.search.progress import Progress, entry
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.regimes import Regimes
@@ -230,7 +230,7 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
 def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
     """The best predicted plan; nothing is lowered. Raises what `optimize_generation` does."""
     task = Task.of(model, args, kwargs, asked)
-    backends = usable_for_steps(task.request.backend)
+    backends = _planned_for(task)
     shop = _shop(task, backends)
     return plans_for(shop.search(), backends, {}, shop.bench.progress)[0][0][1]
 
@@ -244,11 +244,18 @@ def frontier_generation(
     the cache of the whole context. Raises what `optimize_generation` does.
     """
     task = Task.of(model, args, kwargs, asked)
-    backends = usable_for_steps(task.request.backend)
+    backends = _planned_for(task)
     shop = _shop(task, backends)
     search = shop.search()
     plans, _ = plans_for(search, backends, {}, shop.bench.progress)
     return search.frontier(plans[0][0], points)
+
+
+def _planned_for(task: Task) -> list[Backend]:
+    """Those that a plan alone may be for. Raises what `usable_for_steps` does."""
+    request = task.request
+    elsewhere = steps_elsewhere(request.target, gpu.place_of(task.model), request.backend)
+    return elsewhere or usable_for_steps(request.backend)
 
 
 def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import PAST, GenerationStep
@@ -54,4 +55,7 @@ def lower_step(
         if graph is not None
         for name, rows in tables_of(graph).items()
     }
-    return assembled(step.boundary, step.layout, room, program.inputs, tables, made, step.image), made
+    whole = assembled(step.boundary, step.layout, room, program.inputs, tables, made, step.image)
+    if "CUDA graph" in (settings := made["step"].settings) or "kernels" in settings:
+        made["step"] = replace(made["step"], settings={**settings, "CUDA graph": whole.recorded})
+    return whole, made

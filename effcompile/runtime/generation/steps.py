@@ -17,6 +17,7 @@ from effcompile.backends.openvino.steps import OpenVinoGraph
 from effcompile.backends.torch import TorchLowered
 from effcompile.backends.torch.in_place import in_place, in_place_of_many
 from effcompile.backends.torch.regions import FEW
+from effcompile.backends.torch.still import still
 from effcompile.capture.caches import HFCache, fill, held, records, seen_by
 from effcompile.capture.generation import Boundary
 from effcompile.capture.images import ImageToken
@@ -63,6 +64,7 @@ class LoweredStep:
             in.
         many: runs a step of more than FEW tokens, where that is another function.
         image: what stands for one, where the step takes images.
+        recorded: what of it is a CUDA graph, for a report.
     """
 
     boundary: Boundary
@@ -75,6 +77,7 @@ class LoweredStep:
     source: Run | None = None
     encoder: Run | None = None
     image: ImageToken | None = None
+    recorded: str = ""
 
     @cached_property
     def device(self) -> torch.device:
@@ -272,7 +275,7 @@ def assembled(
         LoweringError: rows are to be held in another dtype, and something that reads them takes only their
             own.
     """
-    run, many = runs["step"], None
+    run, many, recorded = runs["step"], None, ""
     if isinstance(run, OpenVinoGraph):
         entering = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
         run.carrying(
@@ -289,7 +292,9 @@ def assembled(
         huge_pages.collapse(graph.parameters())
         rooms = {holders[at]: room.capacity(layout.leaves[at]) for at in layout.appended}
         run, many = in_place(graph, rooms, narrow), in_place_of_many(graph, rooms, narrow)
+        made = still(graph, run, inputs, layout, room.context)
+        run, recorded = (run, f"none: {made}") if isinstance(made, str) else (made, "each token")
     return LoweredStep(
         boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run, many=many,
-        source=runs.get("source"), encoder=runs.get("encoder"), image=image,
+        source=runs.get("source"), encoder=runs.get("encoder"), image=image, recorded=recorded,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 for each row.
 
 A narrower cache leaves memory to the weights and is read faster; its error counts with that of the weights.
-It is offered where the cache grows in place, on a processor, and where nothing but attentions reads it.
+It is offered where the cache grows in place, and nothing but attentions of ours reads it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def cache_choice(
     texts: Sequence[CalibrationText],
 ) -> tuple[Choice, ...]:
     """The choice; none where there is nothing to choose."""
-    if goal.exact or target.device != "cpu" or not _narrows(step):
+    if goal.exact or not _narrows(step):
         return ()
     context, prompt, new = goal.tokens
     middle, batch = min(context, prompt + new // 2), goal.batch

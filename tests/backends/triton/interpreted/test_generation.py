@@ -12,10 +12,15 @@ import pytest
 import torch
 from captured_once import steps_once
 from generation_models import bare, captured, ids, same, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import effcompile
+from effcompile.backends.torch import graphs
+from effcompile.backends.torch.still import StillStep
 from effcompile.backends.triton import cached_attention, group_linear
 from effcompile.backends.triton.backend import Triton
+from effcompile.ops import elsewhere
+from effcompile.proof.generation import check, measured
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.rows import SharedRows
 
@@ -90,8 +95,6 @@ def test_a_narrower_cache_is_that_of_a_processor(narrow: str, launched: list[str
     _, executable = bare(captured("llama"), "triton", CONTEXT, narrow=narrow)
     found = forced(executable, text, sizes)
     assert launched.count("append_rows") == 4 * len(sizes) and "cached_attention_part" in launched
-    from effcompile.ops import elsewhere
-
     kernels = dict(elsewhere._kernels)
     elsewhere._kernels.clear()
     try:
@@ -136,6 +139,8 @@ def test_a_plan_and_its_folder(launched: list[str], monkeypatch: pytest.MonkeyPa
     kernels.
     """
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))  # the times are made up
+    monkeypatch.setattr(measured, "_ROUNDS", 1)  # what the interpreter takes tells nothing
+    monkeypatch.setattr(check, "_DECODED", 3)
     cheap = {"linear/int8_groups", "linear/int4_groups"}
     monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel in cheap else 1e-3)
     planned = effcompile.optimize(
@@ -145,7 +150,7 @@ def test_a_plan_and_its_folder(launched: list[str], monkeypatch: pytest.MonkeyPa
     forms = [d.applied for d in planned.plan.decisions if d.kind == "linear"]
     count = sum(form in ("int8_groups", "int4_groups") for form in forms)
     assert count > len(forms) / 2
-    assert planned.plan.backend == "triton" and all(check.passed for check in planned.plan.checks)
+    assert planned.plan.backend == "triton" and all(one.passed for one in planned.plan.checks)
     told = planned.plan.settings["kernels"]
     assert told == f"group_linear ×{count}; attention over a cache; in its interpreter"
     text = ids(1, 7)
@@ -154,3 +159,90 @@ def test_a_plan_and_its_folder(launched: list[str], monkeypatch: pytest.MonkeyPa
     launched.clear()
     assert torch.equal(opened.generate(text, max_new_tokens=6, do_sample=False), wanted)
     assert {"cached_attention_part", "grouped_product"} <= set(launched)
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EFFCOMPILE_CUDA_GRAPHS", "1")
+
+
+WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+
+
+class NoWaiting(TorchDispatchMode):
+    """An error where the host reads what a device computed."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in WAITS, func
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_of_one_token_stand_still(recording: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph needs: the kernels are given the same places token after token, and so many rows; the
+    host waits for nothing. Padded rows say what they say in the model.
+    """
+    model, executable = bare(captured("llama"), "triton", CONTEXT)
+    step = executable.lowered.run
+    assert isinstance(step, StillStep) and executable.plan.settings["CUDA graph"] == "each token"
+    assert graphs.waits(step._still.graph) is None
+    given: list[tuple[object, ...]] = []
+    attend, write = cached_attention.attend, cached_attention.write
+    for name, kernel in (("cached_attention", attend), ("append_rows", write)):
+        monkeypatch.setitem(elsewhere._kernels, (name, "cpu"), Noting(kernel, given))
+    text, mask = ids(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    text[0, :4], mask[0, :4] = 0, 0
+    seen: list[list[tuple[object, ...]]] = []
+    still = step._still.forward
+
+    def watched(*inputs: torch.Tensor) -> Any:
+        given.clear()
+        with NoWaiting() as watch:
+            made = still(*inputs)
+        assert watch.calls > 20
+        seen.append([tuple(t.data_ptr() for t in inputs), *given])
+        return made
+
+    step._still.forward = watched
+    same((model, executable), text, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert len(seen) == 3 and len(seen[0]) == 1 + 3 * 2, "of each layer an attention and two rows"
+    assert all(each == seen[0] for each in seen)
+    same((model, executable), ids(1, 12), max_new_tokens=3, do_sample=False)
+    assert len(seen) == 5 and seen[3] == seen[4] != seen[0]
+
+
+class Noting:
+    """A kernel that notes the cache that it is given: address, sizes."""
+
+    def __init__(self, kernel: Any, given: list[tuple[object, ...]]) -> None:
+        self.kernel, self.given = kernel, given
+
+    def __call__(self, *args: Any) -> Any:
+        cache = args[1] if args[1].shape[2] > 1 else args[0]
+        self.given.append((cache.data_ptr(), cache.shape))
+        return self.kernel(*args)
+
+
+@pytest.mark.parametrize("narrow", ["", "int8"])
+def test_still_steps_say_what_others_say(
+    narrow: str, recording: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, sizes = ids(2, 24), [9, *[1] * 6, 3, *[1] * 6]
+    still = bare(captured("llama"), "triton", CONTEXT, narrow=narrow)[1]
+    monkeypatch.delenv("EFFCOMPILE_CUDA_GRAPHS")
+    moving = bare(captured("llama"), "triton", CONTEXT, narrow=narrow)[1]
+    assert isinstance(still.lowered.run, StillStep) and not isinstance(moving.lowered.run, StillStep)
+    assert "EFFCOMPILE_CUDA_GRAPHS=1" in moving.plan.settings["CUDA graph"]
+    torch.testing.assert_close(forced(still, text, sizes), forced(moving, text, sizes), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("gemma3_text", "move"), ("bart", "where the new row"), ("t5", "sees more or less")],
+)
+def test_what_cannot_stand_still_says_why(kind: str, why: str, recording: None) -> None:
+    """Windows; positions that are counted in the cache; a bias that is one of places."""
+    executable = bare(captured(kind), "triton", CONTEXT)[1]
+    assert why in executable.plan.settings["CUDA graph"] and not isinstance(executable.lowered.run, StillStep)
