@@ -74,7 +74,7 @@ class StillStep(nn.Module):
     def forward(self, *flat: Tensor) -> Sequence[Tensor]:
         buffers = self._held(flat)
         if buffers is None:
-            return self.run(*flat)  # type: ignore[no-any-return]
+            return self.run(*flat)
         past = flat[self._grown[0]].shape[2]
         with self._turn:
             call = self._call_of(flat, buffers)
@@ -130,7 +130,7 @@ class _Call:
                 own.copy_(given)
         self.place.fill_(past)
         if not self.place.is_cuda:
-            return self._still(*self.inputs, *buffers, self.place)[0].clone()  # type: ignore[no-any-return]
+            return self._still(*self.inputs, *buffers, self.place)[0].clone()
         if self._recorded is None:  # the cache is held while it is recorded, and not beyond
             with torch.inference_mode(False), torch.no_grad():
                 self._recorded = graphs.captured(self._still, [*self.inputs, *buffers, self.place])
@@ -197,7 +197,7 @@ def _standing(module: fx.GraphModule, grown: Sequence[int]) -> fx.GraphModule | 
         for user in list(holder.users):
             with graph.inserting_before(user):
                 if appends(user, holder):
-                    other = graph.call_function(write_at, (holder, user.args[0][1], place))  # type: ignore[index]
+                    other = graph.call_function(write_at, (holder, user.args[0][1], place))
                     other.meta = dict(user.meta)
                     user.replace_all_uses_with(other)
                 elif user.target is aten.sym_size.int and user.args[1] == 2:
@@ -229,7 +229,7 @@ def _hides(
     masks = list(dict.fromkeys(node.args[3] for node in over))
     if not masks or None in masks:
         return False
-    graph.output(tuple(masks))  # type: ignore[arg-type]
+    graph.output(tuple(masks))
     graph.eliminate_dead_code()
     given = torch.arange(context, device=device) % 3 != 1
     flat = _example(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from effcompile.backends.base import Backend, Lowered
+from effcompile.backends.torch import TorchLowered
 from effcompile.capture.generation import PAST, GenerationStep
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -56,6 +57,7 @@ def lower_step(
         for name, rows in tables_of(graph).items()
     }
     whole = assembled(step.boundary, step.layout, room, program.inputs, tables, made, step.image)
-    if "CUDA graph" in (settings := made["step"].settings) or "kernels" in settings:
-        made["step"] = replace(made["step"], settings={**settings, "CUDA graph": whole.recorded})
+    part = made["step"]
+    if isinstance(part, TorchLowered) and {"CUDA graph", "kernels"} & {*part.settings}:  # on a GPU
+        made["step"] = replace(part, settings={**part.settings, "CUDA graph": whole.recorded})
     return whole, made

@@ -4,6 +4,7 @@ kernels.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from effcompile.backends.torch import graphs
 from effcompile.backends.torch.still import StillStep
 from effcompile.backends.triton import cached_attention, group_linear
 from effcompile.backends.triton.backend import Triton
+from effcompile.core.files import cache_folder
 from effcompile.ops import elsewhere
 from effcompile.proof.generation import check, measured
 from effcompile.runtime.generation.executable import GenerationExecutable
@@ -138,7 +140,10 @@ def test_a_plan_and_its_folder(launched: list[str], monkeypatch: pytest.MonkeyPa
     """Priced, compared and measured, weights in groups; its folder opens without the model, on the same
     kernels.
     """
-    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))  # the times are made up
+    own = tmp_path / "cache"  # of times that are made up, and of what was compiled before
+    if (compiled := cache_folder() / "native").is_dir():
+        shutil.copytree(compiled, own / "native")
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(own))
     monkeypatch.setattr(measured, "_ROUNDS", 1)  # what the interpreter takes tells nothing
     monkeypatch.setattr(check, "_DECODED", 3)
     cheap = {"linear/int8_groups", "linear/int4_groups"}
