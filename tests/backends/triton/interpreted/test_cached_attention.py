@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -73,7 +73,13 @@ CASES = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 @given(case=CASES, seed=st.integers(0, 1 << 20))
 def test_it_is_eager_attention_over_what_is_held(case: dict[str, object], seed: int) -> None:
     """Left padding, a window, several queries (causal among themselves), in a buffer of more room than rows:
