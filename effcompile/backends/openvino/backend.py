@@ -173,7 +173,7 @@ class OpenVinoLowered:
             )
 
 
-def written(model: Any, directory: Path) -> tuple[Path, ...]:
+def written(model: models.Untyped, directory: Path) -> tuple[Path, ...]:
     """The files of a model in a folder: its graph, and its weights.
 
     Raises:

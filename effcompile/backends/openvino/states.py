@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.openvino.shapes import check_numbers
+from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError
+from effcompile.core.types import Args, Kwargs, Value
 
 #: A model, a node or a request of openvino, which ships no types.
 Untyped = Any
@@ -66,7 +68,7 @@ def states_of(model: Untyped) -> list[tuple[str, str]]:
     return [(name.partition(TO)[0], TO + name.partition(TO)[2]) for name in names]
 
 
-class Kept:
+class RequestState:
     """What one request keeps. `rows`: of each state now; -1 where nobody knows."""
 
     def __init__(self, request: Untyped, names: Sequence[str]) -> None:
@@ -101,40 +103,40 @@ class KeptRows(Tensor):
     it. What is written to it, or to a view of it, holds from then on in the place of the state.
     """
 
-    _kept: Kept
+    _kept: RequestState
     _place: int
     _own: Tensor | None
 
     @staticmethod
-    def __new__(cls, kept: Kept, place: int, sizes: Sequence[int], dtype: torch.dtype) -> Self:
+    def __new__(cls, kept: RequestState, place: int, sizes: Sequence[int], dtype: torch.dtype) -> Self:
         made: Self = Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=dtype, device=torch.device("cpu"))
         return made
 
-    def __init__(self, kept: Kept, place: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, kept: RequestState, place: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
         self._kept, self._place, self._own = kept, place, None
 
     def plain(self) -> Tensor:
         """What it stands for."""
         return self._kept.read(self._place, self.shape[2]) if self._own is None else self._own
 
-    def current(self, place: int) -> Kept | None:
+    def current(self, place: int) -> RequestState | None:
         """What keeps it, where that is as it was; None where it went on, or where other values hold."""
         there = self._own is None and self._place == place and self._kept.rows == self.shape[2]
         return self._kept if there else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         made = memo[id(self)] = self.plain().clone()
         return made
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self.plain().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(self.plain())
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+    def numpy(self, *, force: bool = False) -> Array:
         """Of what it stands for."""
-        return self._held().numpy(*args, **kwargs)
+        return self._held().numpy(force=force)
 
     def _held(self) -> Tensor:
         """What it stands for, which holds from now on."""
@@ -142,7 +144,9 @@ class KeptRows(Tensor):
         return self._own
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Untyped, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Value:
         # a result that is a view, or an argument that is written to
         shared = any(each.alias_info is not None for each in (*func._schema.arguments, *func._schema.returns))
         read = cls._held if shared else cls.plain
@@ -162,14 +166,16 @@ class Requests:
         self._compiled, self._names = compiled, tuple(names)
         self._free: list[Untyped] = []
 
-    def of(self, tensors: Sequence[Tensor]) -> Kept:
+    def of(self, tensors: Sequence[Tensor]) -> RequestState:
         """What keeps these; where nothing does, or it has gone on since, a request that takes them up."""
         first = tensors[0].current(0) if tensors and isinstance(tensors[0], KeptRows) else None
         if first is not None and all(
             isinstance(each, KeptRows) and each.current(at) is first for at, each in enumerate(tensors)
         ):
             return first
-        made = Kept(self._free.pop() if self._free else self._compiled.create_infer_request(), self._names)
+        made = RequestState(
+            self._free.pop() if self._free else self._compiled.create_infer_request(), self._names
+        )
         if tensors:
             made.begin(tensors)
         weakref.finalize(made, self._back, made.request)

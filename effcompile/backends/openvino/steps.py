@@ -137,7 +137,7 @@ class OpenVinoGraph:
     """
 
     def __init__(
-        self, model: Untyped, names: Sequence[str], applied: Mapping[str, Form], given: Mapping[str, Any]
+        self, model: Untyped, names: Sequence[str], applied: Mapping[str, Form], given: Mapping[str, object]
     ) -> None:
         self._model, self._names, self._given = model, list(names), dict(given)
         self.applied, self.weight_bytes = dict(applied), models.weight_bytes(model)
@@ -152,7 +152,7 @@ class OpenVinoGraph:
         self._states, self._requests = sorted(pairs), None
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """How it is run."""
         told = {name.lower(): value for name, value in (_CACHE | {ROUNDED: self._given[ROUNDED]}).items()}
         return {
