@@ -76,7 +76,7 @@ def test_equals_eager(name: str) -> None:
     assert len(step.graph.nodes) == before
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_bf16_is_as_near_to_fp32_as_eager_is(name: str) -> None:
     model, step = captured(name, torch.bfloat16)
     inputs = tiny(name, ignored=0.3)[1]
