@@ -147,8 +147,9 @@ def test_every_prefix_of_a_save_over_an_old_one(parent: Path, tally: Counter[str
     assert min(seen.values()) > 5  # kills before and after the switch
 
 
-def test_every_prefix_of_a_first_save(parent: Path, tally: Counter[str]) -> None:
-    folder, made = parent / "below" / "out", [0, 0]
+def test_every_prefix_of_a_first_save(fast: Path, tally: Counter[str]) -> None:
+    """Names are exchanged only where a folder was before."""
+    folder, made = fast / "below" / "out", [0, 0]
 
     def prepare() -> None:
         for path in sorted(folder.parent.rglob("*"), reverse=True) if folder.parent.exists() else []:

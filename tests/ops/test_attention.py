@@ -136,7 +136,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 LAYOUTS = ("contiguous", "length before heads", "width first", "spread", "expanded")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(), st.tuples(*(st.sampled_from(LAYOUTS) for _ in range(3))))
 def test_equals_the_reference(p: Problem, layouts: tuple[str, ...]) -> None:
     """With blocks as small as they come, so that short lengths have many."""
