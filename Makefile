@@ -29,8 +29,12 @@ test: .venv/dev
 # Takes hours: about as many random cases of training and of inference (2,000 of files), drawn anew at every
 # run; the suite runs a few fixed ones. tests/fuzz/soak.py runs one kind of them from a seed, goes on after a
 # failure, and writes down how to make it again.
+# First the families of models of which the suite has one of each kind, all of them.
 CASES ?= 5000
+EVERY := $(addprefix tests/,capture/test_known_values.py compiler/test_training_feasible.py \
+	parallel/test_data_parallel_ranks.py parallel/test_split_ranks.py sites/attention/mask/test_recover.py)
 fuzz: .venv/dev
+	EFFCOMPILE_EVERY=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(EVERY)
 	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2
 
 # What can be shown of the GPU's path without one, with the two tritons that its kernels are made for; some

@@ -88,7 +88,7 @@ def test_a_front_has_the_command_of_each_plan(folder: Path) -> None:
         "--max-error",
         "0.3",
         "--points",
-        "3",
+        "2",
         "-o",
         str(folder / "front"),
     )

@@ -77,13 +77,12 @@ def test_the_plan_says_it_and_the_call_refuses_it() -> None:
     assert run(torch.randn(1, 2, 8)).shape == (1, 8, 2)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_text_cut_short_of_its_image_is_no_reason_to_refuse_one_row(rows: int) -> None:
+def test_a_text_cut_short_of_its_image_is_no_reason_to_refuse_one_row() -> None:
     """At few tokens the model raises, for its image is not among them; at the example's it takes one row."""
     model = gemma().eval()
-    given = derive(model, Reading(shape=(rows, 0)), "model.py")
+    given = derive(model, Reading(shape=(2, 0)), "model.py")
     program = without_unproven_ones(capture(model, given.args, given.kwargs), model)
     sizes = sizes_of(program)
-    assert sizes["batch"] == rows
+    assert sizes["batch"] == 2
     assert allowed(program, sizes) and allowed(program, {**sizes, "batch": 1})
     assert not allowed(program, {**sizes, "seq": 1})

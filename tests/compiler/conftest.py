@@ -32,18 +32,24 @@ _OF_LEVERS = ("lever", "third_party", "microbatch")
 
 
 @pytest.fixture
-def quick_training(
-    request: pytest.FixtureRequest, _calibrated: Path, _shared_captures: None, monkeypatch: pytest.MonkeyPatch
+def quick_planning(
+    request: pytest.FixtureRequest, _calibrated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """The cache folder of these tests, which keep their operators' figures there; equal models with equal
-    batches are captured once.
-    """
+    """The cache folder of these tests, which keep their operators' figures there."""
     if not any(word in request.module.__name__ for word in _OF_LEVERS):
         monkeypatch.setattr("effcompile.compiler.training.compile.lever_rows", lambda *_, **__: ((), []))
     measured = operators._seconds
     monkeypatch.setattr(operators, "_seconds", lambda call, budget, first: measured(call, 0.0, first))
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
     return _calibrated
+
+
+@pytest.fixture
+def quick_training(quick_planning: Path, _shared_captures: None) -> Path:
+    """As above; equal models with equal batches are captured once, and without what their forwards read of
+    their configurations.
+    """
+    return quick_planning
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,25 @@ def attention(plan: Any) -> set[tuple[str, str, str]]:
     return {(d.option, d.applied, d.baseline) for d in plan.decisions if d.kind == "attention"}
 
 
+@pytest.fixture(scope="module")
+def planned(mistral: Any) -> Callable[[str], Any]:
+    """The model planned in a form, once for all tests."""
+
+    @cache
+    def made(form: str) -> Any:
+        model, inputs = mistral
+        with pytest.MonkeyPatch.context() as patch:
+            fast(f"attention/{form}", patch)
+            return effcompile.optimize(model, inputs=inputs, backend="torch-eager")
+
+    return made
+
+
 @pytest.mark.parametrize("form", ["tiled", "math"])
 def test_the_planned_form_is_what_the_artifact_holds(
-    form: str, mistral: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    form: str, mistral: Any, planned: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    model, inputs = mistral
-    fast(f"attention/{form}", monkeypatch)
-    executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager")
+    (model, inputs), executable = mistral, planned(form)
     assert attention(executable.plan) == {(form, form, "math")}
     assert all(check.passed for check in executable.plan.checks)
     executable.save(tmp_path)
@@ -173,11 +186,9 @@ def test_a_step_is_searched_once_per_form_and_its_mask_recovered_once(searched: 
 
 
 def test_the_choice_carries_its_mask_to_the_plan_the_artifact_and_back(
-    mistral: Any, monkeypatch: pytest.MonkeyPatch
+    mistral: Any, planned: Callable[[str], Any]
 ) -> None:
-    model, inputs = mistral
-    fast("attention/tiled", monkeypatch)
-    executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager")
+    (model, inputs), executable = mistral, planned("tiled")
     plan = Plan.from_dict(executable.plan.to_dict())
     forms = [d.form for d in plan.decisions if d.kind == "attention"]
     window = MaskForm(lo=Edge(offset=-5), hi=Edge(offset=0), valid=("attention_mask",), uniform_empty=True)

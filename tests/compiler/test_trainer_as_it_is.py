@@ -17,6 +17,7 @@ from torch import nn
 import effcompile
 from effcompile.capture.config_reads import ConfigReads, recording
 
+pytestmark = pytest.mark.usefixtures("quick_planning")
 SETTINGS = {
     "n_layer": 1,
     "n_embd": 16,

@@ -161,25 +161,3 @@ def test_an_optimized_language_model_returns_what_it_returned(tmp_path: Path) ->
         assert slim.generate(
             batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0
         ).shape == (1, 6)
-
-
-def test_huggingfaces_trainer_trains_it(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    import transformers
-
-    model, batch = gpt2(layers=1, dropout=0.0)
-    eager = twin(model)
-    rows = [{name: value[i % 2] for name, value in batch.items()} for i in range(6)]
-    for trained in (optimize(model, batch), eager):
-        settings = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-            seed=1, save_strategy="no", disable_tqdm=True, logging_strategy="no",
-        )  # fmt: skip
-        transformers.Trainer(model=trained, args=settings, train_dataset=rows).train()
-    assert all(
-        torch.allclose(p, eager.get_parameter(name), rtol=1e-4, atol=1e-6)
-        for name, p in model.named_parameters()
-    )
-    assert not torch.equal(
-        model.transformer.wte.weight, gpt2(layers=1, dropout=0.0)[0].transformer.wte.weight
-    )

@@ -26,7 +26,7 @@ def _no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shape() -> tuple[nn.Module, Batch]:
     with torch.device("meta"):
-        return gpt2()
+        return gpt2(layers=1)
 
 
 def machine(memory: float) -> Target:

@@ -11,7 +11,10 @@ from effcompile.ops.bf16_attention_backward import kernels
 from effcompile.passes.training import tiled
 from effcompile.passes.training.tiled import KIND, TILES
 
-pytestmark = pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels()))
+pytestmark = [
+    pytest.mark.usefixtures("quick_planning"),
+    pytest.mark.skipif(isinstance(kernels(), str), reason=str(kernels())),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,7 +22,7 @@ def test_a_plan_with_tiles_keeps_its_budget(dtype: torch.dtype, monkeypatch: pyt
     monkeypatch.setattr(tiled, "time_share", lambda queries, keys, width: 0.3)
     torch.manual_seed(0)
     config = hf.LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model, ids = hf.LlamaForCausalLM(config).to(dtype).train(), torch.randint(0, 300, (2, 40))

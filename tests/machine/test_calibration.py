@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effcompile.core.cost import Provenance
@@ -468,6 +468,7 @@ def test_what_stays_long_is_believed():
     assert noisy.asked == [LARGE, LARGE]
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(*[st.integers(1, 4096)] * 3), min_size=2, max_size=6, unique=True),
     st.sampled_from(["linear/fp32", "linear/int8_token", "matmul/fp32"]),

@@ -136,7 +136,7 @@ def test_on_a_device_that_is_too_small(kind: str, sizes: list[int], order: rando
 
 
 #: Schedules, and sizes of each: so many plans. `make gpu-dry` looks at a thousand.
-_SCHEDULES, _SIZES = int(os.environ.get("EFFCOMPILE_FAKE_GPU_SCHEDULES", "12")), 25
+_SCHEDULES, _SIZES = int(os.environ.get("EFFCOMPILE_FAKE_GPU_SCHEDULES", "6")), 25
 
 
 def plans(cut: Blocks, some: random.Random) -> list[tuple[Followed, int]]:

@@ -50,8 +50,8 @@ def inputs(batch: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("memory", ["1.7MiB", "1.9MiB"])
-def test_the_batch_is_the_best_of_a_sweep(net: Net, memory: str) -> None:
+def test_the_batch_is_the_best_of_a_sweep(net: Net) -> None:
+    memory = "1.7MiB"
     rates, peaks = {}, {}
     for size in SIZES:
         try:
