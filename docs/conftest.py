@@ -45,7 +45,7 @@ def briefly() -> Iterator[None]:
     measured = operators._seconds
     with captured_once(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "PATIENCE", 0.02)
-        patch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
+        patch.setattr(operators, "_seconds", lambda call, budget, first: measured(call, 0.0, first))
         yield
 
 
