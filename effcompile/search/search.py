@@ -174,17 +174,16 @@ class Search:
                 for regime in self.regimes.each
             ]
             made = [choices for choices, _ in found]
-            narrow = name in NARROW.get(self.machine.target.device, ())
-            choices = (*merged(self.regimes.each, made), *(self.beside if narrow else ()))
+            beside = self.beside if name in NARROW.get(self.machine.target.device, ()) else ()
+            choices = (*merged(self.regimes.each, made), *beside)
             first, *others = (declined for _, declined in found)
             said = {(d.site, d.option) for d in first}
             self._proposals[name] = Proposal(
-                backend=name,
-                choices=choices,
+                backend=name, choices=choices,
                 declined=(*first, *(d for more in others for d in more if (d.site, d.option) not in said)),
                 rest=self._rest(name, made, choices),
                 provenance=total([o.cost for c in choices for o in c.options]).provenance,
-            )
+            )  # fmt: skip
         return self._proposals[name]
 
     def _rest(self, backend: str, made: Sequence[Sequence[Choice]], choices: Sequence[Choice]) -> Cost:

@@ -81,7 +81,8 @@ class _Chain:
 
 def fuse_chains(program: Program) -> None:
     """Every chain, where there is a kernel for it and rows are enough, in place."""
-    if int8_mlp.fallback_reason() is not None:
+    there = any(node.target is int8_linear.default for node in program.graph.nodes)
+    if not there or int8_mlp.fallback_reason() is not None:  # which compiles it
         return
     for site in add_norms(program):  # their sums may go
         site.node.meta[NORM] = site.site
