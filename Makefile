@@ -32,7 +32,8 @@ test: .venv/dev
 # First the families of models of which the suite has one of each kind, all of them.
 CASES ?= 5000
 EVERY := $(addprefix tests/,capture/test_known_values.py compiler/test_training_feasible.py \
-	parallel/test_data_parallel_ranks.py parallel/test_split_ranks.py sites/attention/mask/test_recover.py)
+	parallel/test_data_parallel_ranks.py parallel/test_split_ranks.py sites/attention/mask/test_recover.py \
+	compiler/generation backends/triton/test_interpreted.py)
 fuzz: .venv/dev
 	EFFCOMPILE_EVERY=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(EVERY)
 	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2

@@ -1,5 +1,6 @@
 """Tiny Hugging Face models that generate: two layers, width 32, random weights."""
 
+import os
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,6 +20,12 @@ from effcompile.runtime.generation.steps import CacheRoom
 
 CONTEXT = 320
 Planned = tuple[nn.Module, GenerationExecutable]
+
+
+def more(*cases: Any) -> tuple[Any, ...]:
+    """Cases of which the suite has one of each kind: where EFFCOMPILE_EVERY is set, as `make fuzz` does."""
+    return cases if os.environ.get("EFFCOMPILE_EVERY") else ()
+
 
 _TINY = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

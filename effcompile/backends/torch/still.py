@@ -39,6 +39,8 @@ Run = Callable[..., Sequence[Tensor]]
 _MOST = 4
 #: Sizes of the trial: rows of a buffer, rows that are there, positions of an encoder.
 _ROOM, _PAST, _SOURCE = 12, 5, 3
+#: What one token a row is given beside its cache.
+_SMALL = ("tokens", "mask", "positions", "rows", "source_mask")
 #: Relative error of logits that rounding explains where sums are in another order, in 32 bits and in 16.
 _SAME = {torch.float32: 1e-4}
 _HALVES = 2e-2
@@ -170,6 +172,8 @@ def still(
     if any(leaf.growth not in (Growth.FULL, Growth.SOURCE) for leaf in layout):
         return "windows and states of its cache move"
     places = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
+    if any(spec.name not in _SMALL for at, spec in enumerate(inputs) if at not in places):
+        return "it takes images, whose rows come and go"
     made = _standing(module, [places[at] for at in layout.appended])
     if isinstance(made, str):
         return made

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from generation_models import bare, captured, ids, tiny
+from generation_models import bare, captured, ids, more, tiny
 from torch import nn
 
 import effcompile
@@ -113,7 +113,7 @@ def test_an_encoder_that_errs_is_found() -> None:
     assert not any(check.passed for check in found)
 
 
-@pytest.mark.parametrize(("kind", "batch", "source"), [("t5", 1, 0), ("bart", 1, 0), ("bart", 3, 40)])
+@pytest.mark.parametrize(("kind", "batch", "source"), [("t5", 1, 0), ("bart", 3, 40), *more(("bart", 1, 0))])
 def test_peaks_are_foreseen_to_the_byte(kind: str, batch: int, source: int) -> None:
     """With the encoder's output, which is held while tokens are written."""
     inputs = {"input_ids": ids(1, source)} if source else None

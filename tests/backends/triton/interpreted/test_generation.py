@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from captured_once import steps_once
-from generation_models import bare, captured, ids, same, tiny
+from generation_models import bare, captured, ids, more, same, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import effcompile
@@ -58,7 +58,7 @@ class Spy:
         return self.kernel[grid]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "bart"])
+@pytest.mark.parametrize("kind", ["llama", *more("gemma3_text", "bart")])
 def test_it_says_what_the_model_says(kind: str, launched: list[str]) -> None:
     """Greedy and with beams, whose cache is reordered; each layer's attention is one of the kernels', its
     keys and values are appended by one.
@@ -90,7 +90,7 @@ def test_left_padding(launched: list[str]) -> None:
     assert "cached_attention_part" in launched
 
 
-@pytest.mark.parametrize("narrow", ["bfloat16", "int8"])
+@pytest.mark.parametrize("narrow", ["int8", *more("bfloat16")])
 def test_a_narrower_cache_is_that_of_a_processor(narrow: str, launched: list[str]) -> None:
     """The same codes, so the same logits but for the order of sums, as torch's operators give for them."""
     text, sizes = ids(2, 30), [12, 1, 5, *[1] * 12]
@@ -136,6 +136,7 @@ def test_rows_of_several_requests(launched: list[str]) -> None:
     assert "cached_attention_part" in launched
 
 
+@pytest.mark.skipif(not more(True), reason="takes 20 seconds: EFFCOMPILE_EVERY=1")
 def test_a_plan_and_its_folder(launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Priced, compared and measured, weights in groups; its folder opens without the model, on the same
     kernels.
@@ -230,7 +231,7 @@ class Noting:
         return self.kernel(*args)
 
 
-@pytest.mark.parametrize("narrow", ["", "int8"])
+@pytest.mark.parametrize("narrow", ["int8", *more("")])
 def test_still_steps_say_what_others_say(
     narrow: str, recording: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +246,7 @@ def test_still_steps_say_what_others_say(
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("gemma3_text", "move"), ("bart", "where the new row"), ("t5", "sees more or less")],
+    [("gemma3_text", "move"), *more(("bart", "where the new row"), ("t5", "sees more or less"))],
 )
 def test_what_cannot_stand_still_says_why(kind: str, why: str, recording: None) -> None:
     """Windows; positions that are counted in the cache; a bias that is one of places."""
