@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vision_language_models as models
+from generation_models import more
 
 import effcompile
 from effcompile.core.errors import GuardError, InputsError
@@ -46,8 +47,8 @@ def asked() -> dict[str, torch.Tensor]:
 KINDS: dict[str, Any] = {
     "llava": lambda: of_patches(16, (3, 16, 16)),
     "gemma": both_ways,
-    "qwen": asked,
     "qwen3": asked,
+    **{kind: asked for kind in more("qwen")},
 }
 
 
@@ -141,12 +142,12 @@ def test_rows_that_do_not_fit_and_videos_are_refused(planned: tuple[Any, Any, di
 
 
 def test_positions_that_depend_on_images_are_asked_for() -> None:
-    _, fast, given = planned_of("qwen")
+    _, fast, given = planned_of("qwen3")
     with pytest.raises(GuardError, match="position_ids of a text with images"):
         fast(**given)
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen"])
+@pytest.mark.parametrize("kind", ["qwen3", *more("llava")])
 def test_errors_are_measured_behind_the_users_images(kind: str) -> None:
     model, given = getattr(models, kind)().eval(), KINDS[kind]()
     fast = plan(model, max_error=0.05, memory="200KiB", inputs=given)
