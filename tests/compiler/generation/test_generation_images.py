@@ -48,7 +48,7 @@ KINDS: dict[str, Any] = {
     "llava": lambda: of_patches(16, (3, 16, 16)),
     "gemma": both_ways,
     "qwen3": asked,
-    **{kind: asked for kind in more("qwen")},
+    **dict.fromkeys(more("qwen"), asked),
 }
 
 
