@@ -186,6 +186,8 @@ def resized(program: Program, sizes: Mapping[str, int]) -> Inputs:
         for axis, dim in enumerate(next(specs).shape):
             size = size_at(dim, wanted)
             if size != leaf.shape[axis]:
+                if not leaf.shape[axis]:  # nothing to repeat
+                    leaf = leaf.new_zeros((*leaf.shape[:axis], 1, *leaf.shape[axis + 1 :]))
                 leaf = leaf.index_select(axis, torch.arange(size, device=leaf.device) % leaf.shape[axis])
         return leaf
 

@@ -39,7 +39,7 @@ def lower_step(
         LoweringError: the backend cannot run it.
     """
     # most calls have one row: backends look at the example's
-    program = solid(sized(step, program, batch=1, past=PAST, new=2))
+    program = solid(sized(step, program, batch=1, past=PAST, new=2, images=2))
     calibration = [program.flat_inputs(*as_inputs(text, step.layout, program.kwargs)) for text in texts] or [
         program.flat_inputs()
     ]

@@ -174,11 +174,9 @@ class Stepper:
             if self.step.boundary.counted:
                 counted = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
             each = [counted] * max(1, axes)
-        elif given.dim() == 3 and len(given) in (
-            axes,
-            axes - 1,
-        ):  # without those of the text, which nothing reads
-            each = [given[0], *given][-axes:]
+        elif axes and given.dim() == 3 and len(given) in (1, axes - 1, axes):
+            # nothing reads those of the text
+            each = [given[0]] * axes if len(given) == 1 else [given[0], *given][-axes:]
         else:
             each = [given] * max(1, axes)
         made = [_spread(one, tokens, name).contiguous() for one in each]

@@ -24,9 +24,17 @@ from effcompile.ir.program import Program
 aten = torch.ops.aten
 
 
-def sized(step: GenerationStep, program: Program, *, batch: int, past: int, new: int) -> Program:
-    """The program at an example of these sizes, its nodes' shapes too. Nothing is computed."""
-    return at_inputs(program, (), _example(step, program, batch=batch, past=past, new=new))
+def sized(
+    step: GenerationStep, program: Program, *, batch: int, past: int, new: int, images: int = 0
+) -> Program:
+    """The program at an example of these sizes, its nodes' shapes too. Nothing is computed.
+
+    `images`: rows of images, where it takes any.
+    """
+    example = _example(step, program, batch=batch, past=past, new=new)
+    if images and "images" in example:
+        example["images"] = [rows.new_zeros((images, rows.shape[1])) for rows in example["images"]]
+    return at_inputs(program, (), example)
 
 
 def at_inputs(program: Program, args: Args, kwargs: Kwargs) -> Program:

@@ -186,6 +186,8 @@ class Analysis:
             return given[0]
         if what == "tt.get_program_id":
             return 0, self.grid["xyz".index(rest.split(":")[0].strip())] - 1
+        if what == "tt.get_num_programs":
+            return (self.grid["xyz".index(rest.split(":")[0].strip())],) * 2
         if what == "tt.make_range":
             end, start = (int(re.search(rf"{word} = (\d+)", rest)[1]) for word in ("end", "start"))  # type: ignore[index]
             return start, end - 1
@@ -201,6 +203,8 @@ class Analysis:
             )
         if what == "arith.select":
             return _union(given[1], given[2])
+        if what == "tt.join":
+            return _union(given[0], given[1])
         rule = _RULES.get(what)
         assert rule is not None and len(given) == 2, f"no rule for {line}"
         a, b = (one if isinstance(one, tuple) else full for one in given)
@@ -240,6 +244,12 @@ def _quotient(a: Interval, b: Interval) -> Interval:
     )
 
 
+def _and(a: Interval, b: Interval) -> Interval:
+    """Bits of both: of a number that is not negative no more than it has."""
+    tops = [top for low, top in (a, b) if low >= 0]
+    return (0, min(tops)) if tops else (-(2**63), 2**63 - 1)
+
+
 def _remainder(a: Interval, b: Interval) -> Interval:
     most = max(abs(b[0]), abs(b[1])) - 1
     return max(a[0], -most) if a[0] < 0 else 0, min(a[1], most) if a[1] > 0 else 0
@@ -251,6 +261,8 @@ _RULES = {
     "arith.muli": lambda a, b: (min(_corners(a, b)), max(_corners(a, b))),
     "arith.divsi": _quotient,
     "arith.remsi": _remainder,
+    "arith.andi": _and,
+    "arith.shrsi": lambda a, b: (min(a[0] >> s for s in b), max(a[1] >> s for s in b)),
     "arith.minsi": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "arith.maxsi": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
 }

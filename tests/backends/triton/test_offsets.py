@@ -22,7 +22,9 @@ from triton.runtime.jit import JITFunction
 from effcompile.backends.triton import (
     attention_calls,
     block_sparse,
+    cached_attention,
     compress,
+    group_linear,
     group_quant,
     loss_head,
     rows,
@@ -31,6 +33,7 @@ from effcompile.backends.triton import (
 from effcompile.backends.triton.configs import TABLE, LaunchConfig, interpreting, using
 from effcompile.backends.triton.layout import WIDEST
 from effcompile.ops.attention_terms import Terms
+from effcompile.ops.group_codes import _LANES, _SCALES, GROUP
 from effcompile.ops.loss_head import MEAN
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="kernels are launched by the interpreter here")
@@ -131,10 +134,25 @@ def plain() -> None:
     states8.lion(p, p, state, scale, table, 1e-3, 0.9, 0.99, 0.1)
 
 
+def generated() -> None:
+    """A token of 64 rows over caches of 131,072 tokens in each form, and linears of as many codes as fit."""
+    query = apart(64, 64, 1, 128)
+    for dtype, width in ((BF16, 128), (torch.int8, 132)):
+        cache = made(64, 16, 1 << 17, width, dtype=dtype)
+        mask = made(64, 1, 1, 1 << 17, dtype=torch.bool)
+        assert cached_attention.attend(query, cache, cache, mask, 0.1) is not None
+        assert cached_attention.write(cache, made(64, 16, 1, 128), made(1, dtype=torch.int64))
+    one = made(1, 16, 1 << 17, 128)
+    assert cached_attention.attend(made(1, 64, 1, 128), one, one, None, 0.1) is not None
+    for bits in (4, 8):
+        panels = made((1 << 18) // _LANES, (1 << 15) // GROUP, _SCALES + 64 * bits, dtype=torch.uint8)
+        group_linear.linear(made(16, 1 << 15), panels, 1 << 18, None, "none")
+
+
 CASES: dict[str, Callable[[], None]] = {
     "attention": lambda: attend(made, lists=False),
     "attention, rows apart": lambda: attend(apart, lists=True), "loss head": head, "block-sparse": blocks,
-    "codes": codes, "the others": plain,
+    "codes": codes, "a step of generation": generated, "the others": plain,
 }  # fmt: skip
 
 
@@ -144,6 +162,8 @@ def read_by(arguments: dict[str, Any]) -> dict[str, tuple[int, int]]:
     for kind in ("partial", "full"):
         if isinstance(index := arguments.get(f"{kind}_index"), Tensor):
             found |= {f"{kind}_index": (0, index.shape[-1] - 1), f"{kind}_count": (0, index.shape[-1])}
+    if isinstance(arguments.get("place"), Tensor):
+        found["place"] = (0, (1 << 17) - 1)
     if "values" in arguments or "found" in arguments:
         kept = arguments.get("values", arguments.get("found")).shape[0]
         side = 1 << 11
@@ -195,7 +215,9 @@ def test_every_kernel_was_looked_at() -> None:
     kernels = {
         name
         for file in files
-        for name in re.findall(r"@triton.jit\ndef ([a-z]\w+)\(\s*\w+,", file.read_text(encoding="utf-8"))
+        for name in re.findall(
+            r"@triton.jit(?:\([^\n]*\))?\ndef ([a-z]\w+)\(\s*\w+,", file.read_text(encoding="utf-8")
+        )
     }
     launched = {
         name

@@ -65,17 +65,9 @@ def planned(request: pytest.FixtureRequest) -> tuple[Any, GenerationExecutable, 
     return planned_of(request.param)
 
 
-def plan(model: Any, **more: Any) -> GenerationExecutable:
-    made = effcompile.optimize(
-        model,
-        mode="generation",
-        backend="torch-eager",
-        context=48,
-        prompt=16,
-        new=8,
-        target="cpu-generic",
-        **more,
-    )
+def plan(model: Any, **more_asked: Any) -> GenerationExecutable:
+    asked_of = {"backend": "torch-eager", "context": 48, "prompt": 16, "new": 8, "target": "cpu-generic"}
+    made = effcompile.optimize(model, mode="generation", **{**asked_of, **more_asked})
     assert isinstance(made, GenerationExecutable)
     return made
 
@@ -159,6 +151,26 @@ def test_errors_are_measured_behind_the_users_images(kind: str) -> None:
     few = {**given, "input_ids": given["input_ids"].clone().fill_(7)}
     with pytest.raises(InputsError, match=r"calibration\[0\].*image tokens"):
         plan(model, max_error=0.05, inputs=few)
+
+
+def test_a_text_goes_on_behind_its_images(planned: tuple[Any, Any, dict[str, Any]]) -> None:
+    """Positions that generate() gives for all axes at once."""
+    model, fast, given = planned
+    more_of_it, said = torch.tensor([[7, 8, 9]] * 2), []
+    for one in (fast, model):
+        first = one.generate(**given, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, more_of_it], dim=1)
+        said.append(
+            one.generate(ids, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False)
+        )
+    assert torch.equal(*said)
+
+
+def test_onnxruntime_says_the_same() -> None:
+    model, _, given = planned_of("llava")
+    made = plan(model, backend="onnxruntime")
+    ids = made.generate(**given, max_new_tokens=8, do_sample=False)
+    assert torch.equal(ids, model.generate(**given, max_new_tokens=8, do_sample=False))
 
 
 def placed(model: Any, given: dict[str, Any]) -> dict[str, Any]:
