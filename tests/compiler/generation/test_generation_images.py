@@ -142,7 +142,7 @@ def test_positions_that_depend_on_images_are_asked_for() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", *more("llava")])
 def test_errors_are_measured_behind_the_users_images(kind: str) -> None:
     model, given = getattr(models, kind)().eval(), KINDS[kind]()
-    fast = plan(model, max_error=0.05, memory="200KiB", inputs=given)
+    fast = plan(model, max_error=0.05, minimize="memory", inputs=given)
     given = placed(model, given)
     with torch.no_grad():
         told = model(**given).logits
