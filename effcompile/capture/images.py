@@ -132,7 +132,9 @@ class ImageToken:
         finally:
             for each in hooks:
                 each.remove()
-        return cls(token, read[0][0, :1].clone())
+        with torch.no_grad():
+            rows = read[0] if read else model.get_input_embeddings()(ids)
+        return cls(token, rows[0, :1].clone())
 
 
 def drawn(model: HFModel, rows: int, count: int) -> list[torch.Tensor]:

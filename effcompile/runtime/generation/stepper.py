@@ -54,6 +54,8 @@ class Stepper:
         for name in CACHE_NAMES:  # another transformers may have planned it, and saved it so
             if (held := given.pop(name, None)) is not None:
                 given[self.step.boundary.cache] = held
+        if not given.get(images.ENCODED):  # generate() gives it without images, too
+            given.pop(images.ENCODED, None)
         self._check(given)
         tokens = given[self.step.boundary.tokens]
         cache = given.get(self.step.boundary.cache)

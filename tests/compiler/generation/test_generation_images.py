@@ -166,6 +166,16 @@ def test_a_text_goes_on_behind_its_images(planned: tuple[Any, Any, dict[str, Any
     assert torch.equal(*said)
 
 
+def test_text_alone_where_it_is_not_known_how_images_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effcompile.capture.images.taken_by", lambda *_: {})
+    model, text = models.llava().eval(), torch.tensor([[5, 9, 7]])
+    fast = plan(model)
+    ids = fast.generate(text, max_new_tokens=6, do_sample=False)
+    assert torch.equal(ids, model.generate(text, max_new_tokens=6, do_sample=False))
+    with pytest.raises(GuardError, match="mm_encoder_outputs is not planned for"):
+        fast.generate(**KINDS["llava"](), max_new_tokens=6)
+
+
 def test_onnxruntime_says_the_same() -> None:
     model, _, given = planned_of("llava")
     made = plan(model, backend="onnxruntime")
