@@ -188,14 +188,18 @@ def added_in_place(model: HFModel) -> Iterator[None]:
     """Rows that are added to those of image tokens behind layers (Qwen3-VL's deepstack) are, without counting
     these: Hugging Face's own code selects them, and no graph with sizes that depend on values can be saved.
     """
-    within: list[Any] = [module for module in model.modules() if hasattr(module, "_deepstack_process")]
-    for module in within:
-        module._deepstack_process = _added
+    name = "_deepstack_process"
+    within = [vars(module) for module in model.modules() if hasattr(module, name)]
+    own = [held.get(name) for held in within]
+    for held in within:
+        held[name] = _added
     try:
         yield
     finally:
-        for module in within:
-            del module._deepstack_process
+        for held, was in zip(within, own, strict=True):
+            del held[name]
+            if was is not None:  # an own one, put on by the user
+                held[name] = was
 
 
 def _added(hidden: torch.Tensor, there: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -79,6 +79,15 @@ class TextWithImages:
         return made
 
 
+def by_axis(positions: torch.Tensor, axes: int) -> list[torch.Tensor]:
+    """Position ids (rows, tokens) of each axis: of all at once, or with or without the text's own first,
+    which nothing reads.
+    """
+    if positions.dim() != 3 or len(positions) not in (1, axes - 1, axes):
+        return [positions] * axes
+    return [positions[0]] * axes if len(positions) == 1 else [positions[0], *positions][-axes:]
+
+
 def between_images(kinds: torch.Tensor, ends: Sequence[int]) -> list[int]:
     """Ends of chunks that leave images whole: each is moved behind the images that it would cut.
 

@@ -14,7 +14,7 @@ from effcompile.capture import images
 from effcompile.capture.caches import CACHE_NAMES, HFCache, check_cache, new_cache_of, seen_by
 from effcompile.core.errors import GuardError
 from effcompile.core.types import Forward, HFClass, Kwargs, Outputs
-from effcompile.runtime.generation.images import Eye, encoded, kinds_of, rows_for
+from effcompile.runtime.generation.images import Eye, by_axis, encoded, kinds_of, rows_for
 from effcompile.runtime.generation.steps import LoweredStep
 
 #: Arguments of a forward that change nothing here, or that generate() gives always.
@@ -171,18 +171,14 @@ class Stepper:
     ) -> dict[str, torch.Tensor]:
         """Position ids by name, as they were given or as the model counts them."""
         name, axes = self.step.boundary.positions, self.step.boundary.axes
-        if given is None:
-            counted = torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape)
-            if self.step.boundary.counted:
-                counted = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
-            each = [counted] * max(1, axes)
-        elif axes and given.dim() == 3 and len(given) in (1, axes - 1, axes):
-            # nothing reads those of the text
-            each = [given[0]] * axes if len(given) == 1 else [given[0], *given][-axes:]
-        else:
-            each = [given] * max(1, axes)
-        made = [_spread(one, tokens, name).contiguous() for one in each]
-        return {f"positions_{at}": one for at, one in enumerate(made)} if axes else {"positions": made[0]}
+        if given is None and self.step.boundary.counted:
+            given = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
+        elif given is None:
+            given = torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        if not axes:
+            return {"positions": _spread(given, tokens, name).contiguous()}
+        each = enumerate(by_axis(given, axes))
+        return {f"positions_{at}": _spread(one, tokens, name).contiguous() for at, one in each}
 
     def _outputs(self, logits: torch.Tensor, cache: HFCache | None, hidden: torch.Tensor | None) -> Outputs:
         if self.config.is_encoder_decoder:

@@ -14,7 +14,7 @@ from effcompile.capture.memory import as_it_was
 from effcompile.capture.mends import evaluating
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.types import HFModel, Inputs, Kwargs
-from effcompile.runtime.generation.images import Eye, TextWithImages, between, rows_for
+from effcompile.runtime.generation.images import Eye, TextWithImages, between, by_axis, rows_for
 from effcompile.search.generation.text import CalibrationText, calibration_texts
 
 #: What Hugging Face's positions of a text with images are computed of (transformers 5.23, get_rope_index).
@@ -66,11 +66,10 @@ def _with_images(
 def _positions(model: HFModel, tokens: torch.Tensor, given: Kwargs, axes: int) -> torch.Tensor:
     """Position ids (axes, rows, tokens) of a text with images, as generate() makes them."""
     if given.get("position_ids") is not None:
-        found: torch.Tensor = given["position_ids"]
-        return found if len(found) == axes else torch.cat([found[:1], found])  # nothing reads the text's own
+        return torch.stack(by_axis(given["position_ids"], axes))
     told = {name: given[name] for name in _OF_POSITIONS if given.get(name) is not None}
     with as_it_was(model), torch.no_grad():
-        found = model._prepare_position_ids_for_generation(
+        found: torch.Tensor = model._prepare_position_ids_for_generation(
             tokens, {"attention_mask": torch.ones_like(tokens), **told}
         )
     return found
