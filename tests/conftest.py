@@ -1,11 +1,17 @@
 """What all tests share."""
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Generator
 
 import pytest
+from hypothesis import settings
+
+# Everyone's cases are CI's, where hypothesis draws them from the test itself; `make fuzz` draws them anew.
+if not os.environ.keys() & {"EFFCOMPILE_FUZZ_CASES", "EFFCOMPILE_EVERY"}:
+    settings.load_profile("ci")
 
 
 def pytest_configure() -> None:

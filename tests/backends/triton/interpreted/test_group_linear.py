@@ -60,9 +60,10 @@ def test_it_is_the_emulated_product(
     x[rows // 2, : k // 2] = 0.0
     codes, scales = quantize(weight, bits)
     found = tiled.linear(x, pack(codes, scales, bits), n, bias_or_none, after)
-    wanted = AFTER[after](emulated(x, codes, scales, bias_or_none))
+    before = emulated(x, codes, scales, bias_or_none)
     assert found is not None and found.dtype is torch.float32
-    assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm().clamp(min=1e-6)
+    # Of the sums: GELU of -6.5 is -6e-11, of which float32 has nothing left beside 1 + erf.
+    assert (found.double() - AFTER[after](before)).norm() <= 2e-6 * before.norm().clamp(min=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
