@@ -17,6 +17,7 @@ from effcompile.backends import resident
 from effcompile.backends.base import Run
 from effcompile.backends.indices import flagged
 from effcompile.backends.openvino import model as models
+from effcompile.backends.openvino.edits import attended
 from effcompile.backends.openvino.measure import KERNELS, measure
 from effcompile.backends.openvino.shapes import FLAG, Shaped
 from effcompile.core.errors import FormatError, LoweringError, MissingPackageError, UsageError
@@ -112,7 +113,7 @@ class OpenVino:
         if refusal := _why_not(program):
             raise LoweringError(f"OpenVINO cannot run {program.name} as planned: {refusal}.")
         checked = flagged(program)
-        converted = models.convert(checked)
+        converted = models.convert(attended(checked))
         names = models.names_of_sites(program, converted) | models.names_of_attentions(program, converted)
         quantized = models.quantize(program, converted, names, calibration)
         precision = "bf16" if BF16 in _linear_formats(program) else "f32"

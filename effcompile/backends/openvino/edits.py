@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from effcompile.ir.program import Program, dtype_of
+from effcompile.ir.program import Program, dtype_of, shape_of
 
 aten = torch.ops.aten
 
@@ -16,7 +16,7 @@ def attended(program: Program) -> Program:
     """The program whose queries that may see nothing, as those of padding before a text, see everything and
     then give 0, as in torch; itself where no mask hides anything.
 
-    OpenVINO's attention gives no number for them, which the cache then keeps and multiplies by 0.
+    OpenVINO's attention gives no number for them, which the next layer or a cache then multiplies by 0.
     """
     if not any(_masked(node) for node in program.graph.nodes):
         return program
@@ -76,7 +76,14 @@ def _mask(node: fx.Node) -> fx.Node | None:
 
 
 def _masked(node: fx.Node) -> bool:
+    """Whether a query may see nothing where another sees something: with one mask for all of a text, it is
+    the whole text that is padding.
+    """
     if node.target is not aten.scaled_dot_product_attention.default:
         return False
     mask = _mask(node)
-    return mask is not None and dtype_of(mask) is torch.bool
+    if mask is None or dtype_of(mask) is not torch.bool:
+        return False
+    while mask.target is aten.expand.default:
+        mask = mask.all_input_nodes[0]
+    return shape_of(mask)[-2:-1] != (1,)

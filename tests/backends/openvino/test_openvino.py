@@ -139,7 +139,7 @@ def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: P
 def test_measures_what_it_has() -> None:
     assert (OpenVino().measure(KernelCall("linear/int8_static", (8, 32, 32))) or 0) > 0
     assert (OpenVino().measure(KernelCall("attention/sdpa_int8", (1, 2, 8, 8, 16))) or 0) > 0
-    assert OpenVino().measure(KernelCall("linear/w4", (8, 32, 32, 32))) is None
+    assert OpenVino().measure(KernelCall("linear/int8_token", (8, 32, 32))) is None
 
 
 @pytest.mark.parametrize("kernel", sorted(measure.WITHOUT))
@@ -169,3 +169,22 @@ def test_nan_is_refused_and_infinity_is_not() -> None:
     x[0, 2] = float("nan")
     with pytest.raises(InputsError, match=r"NaN.*another backend"):
         lowered(x)
+
+
+class Decoder(nn.Module):
+    """Two causal attentions with padding, before a text as well."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[1])
+        sees = (at[:, None] >= at) & mask.bool()[:, None, None, :]
+        for _ in range(2):
+            x = x + nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], sees)[:, 0]
+        return x
+
+
+@installed
+def test_what_sees_nothing_is_no_nan_in_the_next_layer() -> None:
+    x, mask = torch.randn(2, 9, 16), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    lowered = OpenVino().lower(capture(Decoder(), (x, mask)), None, [])
+    torch.testing.assert_close(lowered(x, mask)[0], Decoder()(x, mask))
