@@ -1,6 +1,7 @@
 """Tiny Hugging Face models that generate: two layers, width 32, random weights."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -219,12 +220,12 @@ def bare(
     context: int = CONTEXT,
     *,
     batch: int = 1,
-    narrow: str = "",
+    narrow: str | Mapping[str, str] = "",
     chunk: int = 64,
 ) -> Planned:
     """The model's steps lowered as they are: nothing is priced, which takes longer than all the rest.
 
-    `narrow`: the dtype of its cache.
+    `narrow`: the dtype of its cache, or that of each leaf by name.
     """
     model, step = captured
     step = replace(step, layout=step.layout.narrowed(narrow))

@@ -24,6 +24,8 @@ from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 #: Any of transformers' caches and of their layers, which have no types of their own.
 HFCache = Any
 HFLayer = Any
+#: (name of a leaf, its new rows) → what is kept of them.
+Kept = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class _Missing:
@@ -70,25 +72,29 @@ def new_cache_of(config: HFConfig) -> HFCache:
     )
 
 
-class _Rounding(cache_utils.DynamicCache):
-    """A cache that rounds what is written to it."""
+class _Written(cache_utils.DynamicCache):
+    """A cache that keeps something else than what is written to it."""
 
-    def __init__(self, config: HFConfig, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, config: HFConfig, kept: Kept) -> None:
         super().__init__(config=config)
-        self._rounded = rounded
+        self._kept = kept
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        made: tuple[torch.Tensor, torch.Tensor] = super().update(
-            self._rounded(key_states), self._rounded(value_states), *args, **kwargs
+        keys, values = (
+            self._kept(f"layers.{layer_idx}.{name}", rows)
+            for name, rows in (("keys", key_states), ("values", value_states))
         )
+        made: tuple[torch.Tensor, torch.Tensor] = super().update(keys, values, layer_idx, *args, **kwargs)
         return made
 
 
-def rounding_cache(model: HFModel, rounded: Callable[[torch.Tensor], torch.Tensor]) -> HFCache:
-    """An empty cache that keeps keys and values of self-attention as they are rounded."""
-    own = _Rounding(model.config.get_text_config(decoder=True), rounded)
+def cache_keeping(model: HFModel, kept: Kept) -> HFCache:
+    """An empty cache that keeps of keys and values of self-attention what `kept` makes of them: of a leaf's
+    name and its new rows.
+    """
+    own = _Written(model.config.get_text_config(decoder=True), kept)
     return (
         cache_utils.EncoderDecoderCache(own, cache_utils.DynamicCache())
         if model.config.is_encoder_decoder

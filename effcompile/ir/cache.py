@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 #: A window's buffer is longer than the window by this part of it.
 _SLACK = 8
 
-#: What rows of 32 bits may be held in: bytes of an element, and of a row's scale.
-_NARROW = {"bfloat16": (2, 0), "int8": (1, 4)}
+#: The kind of the choices of how leaves are held, and what their sites begin with.
+CACHE = "cache"
+#: What rows of 32 bits may be held in → bytes of an element as it is stored, and elements of a row of so many
+#: numbers with its scales.
+_NARROW: Mapping[str, tuple[int, Callable[[int], int]]] = {
+    "bfloat16": (2, lambda width: width),
+    "int8": (1, lambda width: width + 4),
+}
 
 
 class Growth(enum.StrEnum):
@@ -37,8 +43,7 @@ class CacheLeaf:
         layer: of which layer.
         shape: sizes without the batch and the rows.
         window: rows that are kept at the most; 0 where all are.
-        item_bytes: of one element.
-        row_bytes: that stand behind the elements of a row: its scale.
+        item_bytes: of one element, in the graph's own dtype.
         held: dtype that rows are held in, where it is not the graph's own.
     """
 
@@ -48,21 +53,24 @@ class CacheLeaf:
     shape: tuple[int, ...]
     window: int = 0
     item_bytes: int = 4
-    row_bytes: int = 0
     held: str = ""
+
+    @property
+    def site(self) -> str:
+        """Where a plan decides how it is held."""
+        return f"{CACHE}.{self.name}"
 
     def narrowed(self, dtype: str) -> CacheLeaf:
         """In "bfloat16", or in "int8" with a scale for each row; where it is held in 32 bits and written
-        token by token.
+        token by token. "" leaves it as it is.
         """
-        narrow = self.growth in (Growth.FULL, Growth.WINDOW) and self.item_bytes == 4
-        item, scale = _NARROW[dtype]
-        return replace(self, item_bytes=item, row_bytes=scale, held=dtype) if narrow else self
+        narrow = dtype and self.growth in (Growth.FULL, Growth.WINDOW) and self.item_bytes == 4
+        return replace(self, held=dtype) if narrow else self
 
     @property
     def width(self) -> int:
-        """Elements of a row as it is held, its scale among them."""
-        return self.shape[-1] + self.row_bytes // self.item_bytes
+        """Elements of a row as it is held, its scales among them."""
+        return _NARROW[self.held][1](self.shape[-1]) if self.held else self.shape[-1]
 
     def rows(self, context: int, source: int = 0) -> int:
         """Rows that are kept where so many tokens were seen; 1 of a state."""
@@ -96,8 +104,8 @@ class CacheLeaf:
 
     def nbytes(self, rows: int, batch: int) -> int:
         """Bytes of so many rows."""
-        per_row = math.prod(self.shape) * self.item_bytes + self.row_bytes * math.prod(self.shape[:-1])
-        return batch * rows * per_row
+        item = _NARROW[self.held][0] if self.held else self.item_bytes
+        return batch * rows * math.prod(self.shape[:-1]) * self.width * item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +140,12 @@ class CacheLayout:
         """Of these the leaves that grow by rows; states are replaced."""
         return tuple(at for at in self.written if self.leaves[at].growth is not Growth.STATE)
 
-    def narrowed(self, dtype: str) -> CacheLayout:
-        """With its rows in "bfloat16" or "int8"; "" leaves them as the graph has them."""
-        return CacheLayout(leaves=tuple(leaf.narrowed(dtype) for leaf in self.leaves)) if dtype else self
-
-    @property
-    def narrow(self) -> str:
-        """The dtype that rows are held in where it is not the graph's; "" where it is."""
-        return next((leaf.held for leaf in self.leaves if leaf.held), "")
+    def narrowed(self, held: str | Mapping[str, str]) -> CacheLayout:
+        """With all rows in one dtype of `CacheLeaf.narrowed`, or those of each leaf, by name, in its own; ""
+        leaves them as the graph has them.
+        """
+        of = held.get if isinstance(held, Mapping) else lambda name, default: held
+        return CacheLayout(leaves=tuple(leaf.narrowed(of(leaf.name, "")) for leaf in self.leaves))
 
     def state_bytes(self, batch: int) -> int:
         """Bytes of what is of one size."""

@@ -25,19 +25,24 @@ def as_codes(rows: Tensor) -> Tensor:
     scales = torch.where(
         finite, torch.where(some, most / 127, torch.zeros_like(most)), torch.full_like(most, torch.nan)
     )
-    codes = torch.round(wide * inverse).nan_to_num(0.0).to(torch.int8)
+    codes = (wide * inverse).round_().nan_to_num_(0.0).to(torch.int8)  # in place: a prompt's rows are many
     return torch.cat([codes, scales.contiguous().view(torch.int8)], -1)
 
 
 def as_numbers(held: Tensor) -> Tensor:
     """(…, D + 4) of s8 → (…, D) in fp32."""
     scales = held[..., -SCALE:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return held[..., :-SCALE].float() * scales
+    return held[..., :-SCALE].float().mul_(scales)
 
 
 def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows as a cache of that dtype gives them back, in their own dtype."""
     return (as_numbers(as_codes(rows)) if dtype is torch.int8 else rows.to(dtype)).to(rows.dtype)
+
+
+def held_width(width: int, dtype: torch.dtype) -> int:
+    """Elements of a row of so many numbers as a cache of that dtype holds it."""
+    return width + SCALE if dtype is torch.int8 else width
 
 
 def into(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,8 @@ constexpr int64_t AHEAD = 32;  // keys that are fetched before they are multipli
 
 enum Form { WIDE, BF16, CODES };  // of a row: fp32, bf16, or s8 and behind them their scale in fp32
 
+inline int64_t bytes_of(int64_t form) { return form == WIDE ? 4 : form == BF16 ? 2 : 1; }  // of an element as it is held
+
 struct Rows {  // of keys or of values of one head
     const void* at;
     int64_t stride, width, form;
@@ -130,16 +132,16 @@ inline float softmax(float* scores, int64_t count) {
 // in elements: of q (b, h, s), of k and of v (b, h, row), of the mask (b, h, s); an element of a mask is a bool or a float that is added.
 // `scratch` holds for each thread shared * S rows of K floats, rounded up to vectors, and KEYS * D floats.
 extern "C" void cached_attention(const float* q, const void* k, const void* v, const void* mask, float* out, const int64_t* sizes,
-                                 const int64_t* of_q, const int64_t* of_k, const int64_t* of_v, const int64_t* of_mask, int64_t form,
-                                 int64_t added, float scale, float* scratch, int64_t scratch_apart, int64_t threads) {
+                                 const int64_t* of_q, const int64_t* of_k, const int64_t* of_v, const int64_t* of_mask,
+                                 int64_t key_form, int64_t value_form, int64_t added, float scale, float* scratch, int64_t scratch_apart, int64_t threads) {
     const int64_t batch = sizes[0], groups = sizes[1], shared = sizes[2], queries = sizes[3], keys = sizes[4], width = sizes[5];
-    const int64_t padded = (keys + W - 1) / W * W, bytes = form == WIDE ? 4 : form == BF16 ? 2 : 1;
+    const int64_t padded = (keys + W - 1) / W * W;
 #pragma omp parallel for num_threads((int)threads) if (threads > 1 && batch * groups > 1)
     for (int64_t task = 0; task < batch * groups; task++) {
         const int64_t b = task / groups, head = task % groups;
         float *scores = scratch + omp_get_thread_num() * scratch_apart, *room = scores + shared * queries * padded;
-        const Rows of_keys{(const char*)k + (b * of_k[0] + head * of_k[1]) * bytes, of_k[2], width, form};
-        const Rows of_values{(const char*)v + (b * of_v[0] + head * of_v[1]) * bytes, of_v[2], width, form};
+        const Rows of_keys{(const char*)k + (b * of_k[0] + head * of_k[1]) * bytes_of(key_form), of_k[2], width, key_form};
+        const Rows of_values{(const char*)v + (b * of_v[0] + head * of_v[1]) * bytes_of(value_form), of_v[2], width, value_form};
         int64_t apart;
         for (int64_t from = 0; from < keys; from += KEYS) {
             const int64_t count = std::min(KEYS, keys - from);

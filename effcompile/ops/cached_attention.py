@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import elsewhere
-from effcompile.ops.cache_rows import SCALE, as_numbers, into
+from effcompile.ops.cache_rows import as_numbers, held_width, into
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
 
 _SOURCE = Path(__file__).with_name("cached_attention.cpp")
@@ -56,6 +57,7 @@ class AttentionKernels:
             *(_THREE,) * 4,
             ARGUMENT,
             ARGUMENT,
+            ARGUMENT,
             ctypes.c_float,
             POINTER,
             ARGUMENT,
@@ -78,7 +80,8 @@ class AttentionKernels:
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
             made.data_ptr(), _SIX(batch, groups, shared, queries, keys, width), _THREE(*query.stride()[:3]),
             _THREE(*key.stride()[:3]), _THREE(*value.stride()[:3]), _THREE(*strides), FORMS[key.dtype],
-            mask is not None and mask.dtype is torch.float32, scale, scratch.data_ptr(), apart, threads,
+            FORMS[value.dtype], mask is not None and mask.dtype is torch.float32, scale, scratch.data_ptr(),
+            apart, threads,
         )  # fmt: skip
         return made.transpose(1, 2)
 
@@ -89,10 +92,10 @@ class AttentionKernels:
         wave = lambda step, *shape: (torch.arange(math.prod(shape)) * step).sin().view(shape)  # noqa: E731
         query, key, value = wave(0.7, 2, 6, 2, 20), wave(0.3, 2, 2, 75, 20), wave(0.9, 2, 2, 75, 20)
         seen = torch.arange(2 * 2 * 75).view(2, 1, 2, 75) % 7 != 3
-        for dtype, mask in (
-            (dtype, mask) for dtype in FORMS for mask in (None, seen, wave(0.5, 2, 6, 2, 75))
-        ):
-            k, v = (into(each, dtype).to(dtype) for each in (key, value))
+        masks = (None, seen, wave(0.5, 2, 6, 2, 75))
+        for (at, of_key), of_value in itertools.product(enumerate(FORMS), FORMS):
+            k, v = into(key, of_key).to(of_key), into(value, of_value).to(of_value)
+            mask = masks[at % 3]
             if not torch.allclose(
                 self.attention(query, k, v, mask, 0.3), by_torch(query, k, v, mask, 0.3), rtol=1e-4, atol=1e-5
             ):
@@ -129,7 +132,8 @@ def cached_attention(
     """softmax(q kᵀ · scale + mask) v, (B, H, S, D), for query (B, H, S, D), key and value (B, G, K, D) with H
     a multiple of G.
 
-    Keys and values are in its dtype, in bf16, or in 8 bits with a scale behind each row (cache_rows.py).
+    Keys and values, each by itself, are in its dtype, in bf16, or in 8 bits with a scale behind each row
+    (cache_rows.py).
     `mask` (B or 1, H or 1, S, K): a bool that says what is seen, or numbers that are added.
     """
     factor = query.shape[3] ** -0.5 if scale is None else scale
@@ -145,9 +149,9 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
     """Whether the kernel takes them."""
     queries, heads, groups = query.shape[2], query.shape[1], key.shape[1]
     few = 0 < queries <= FEW and queries * heads // groups <= MOST and query.shape[0] * key.shape[2] > 0
-    width = query.shape[3] + (SCALE if key.dtype is torch.int8 else 0)
-    held = (
-        key.dtype is value.dtype and key.dtype in FORMS and key.shape == value.shape and key.shape[3] == width
+    held = key.shape[:3] == value.shape[:3] and all(
+        each.dtype in FORMS and each.shape[3] == held_width(query.shape[3], each.dtype)
+        for each in (key, value)
     )
     dense = query.stride(3) == key.stride(3) == value.stride(3) == 1
     masked = mask is None or masks_so(mask, queries, key.shape[2])
@@ -162,7 +166,7 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
     """
     batch, heads, rows, width = query.shape
     groups = key.shape[1]
-    if key.dtype != query.dtype and groups > 1:
+    if (key.dtype != query.dtype or value.dtype != query.dtype) and groups > 1:
         made = query.new_empty((batch, rows, heads, width)).transpose(1, 2)
         shared = heads // groups
         for at in range(groups):

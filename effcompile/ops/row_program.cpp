@@ -47,7 +47,7 @@ typedef void Wide(const float*, int64_t, int64_t, int64_t, const void*, const vo
 typedef void LayerNorm(const float*, const float*, const void*, const void*, double, int64_t, int64_t, float*, int64_t);
 typedef void Follow(const float*, int64_t, int64_t, float*, int64_t);
 typedef void Attend(const float*, const void*, const void*, const void*, float*, const int64_t*, const int64_t*, const int64_t*,
-                    const int64_t*, const int64_t*, int64_t, int64_t, float, float*, int64_t, int64_t);
+                    const int64_t*, const int64_t*, int64_t, int64_t, int64_t, float, float*, int64_t, int64_t);
 
 // To bf16, to nearest even; NaN stays one.
 inline uint16_t narrowed(float x) {
@@ -93,7 +93,7 @@ void attend(const Step& s, const Cache& keys, const Cache& values, const Mask* m
     const int64_t of_k[3] = {keys.of_batch, keys.of_head, keys.of_row};
     const int64_t of_v[3] = {values.of_batch, values.of_head, values.of_row};
     reinterpret_cast<Attend*>(s.call)(q, keys.at, values.at, mask ? mask->at : nullptr, out, sizes, of_q, of_k, of_v,
-                                      mask ? mask->strides : none, keys.form, mask ? mask->added : 0, (float)s.eps, scratch, apart,
+                                      mask ? mask->strides : none, keys.form, values.form, mask ? mask->added : 0, (float)s.eps, scratch, apart,
                                       threads);
 }
 

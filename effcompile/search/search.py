@@ -14,7 +14,7 @@ from effcompile import planner
 from effcompile.backends.base import Backend
 from effcompile.backends.torch.numerics import not_here
 from effcompile.core.causes import Limits, MachineTooSmall
-from effcompile.core.cost import Cost, Provenance, total
+from effcompile.core.cost import Cost, total
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.core.installed import versions
@@ -26,46 +26,16 @@ from effcompile.ir.formats import FP32, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
-from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
+from effcompile.passes import Choice, Context, Declined, Pass, propose_all
 from effcompile.search.machine import BASELINE, Machine
+from effcompile.search.proposal import Proposal
 from effcompile.search.refine import Constraints
 from effcompile.search.regimes import FREE, NARROW, Regimes, merged
-from effcompile.search.told import decision, not_taken, objective
+from effcompile.search.told import decision, not_taken
 from effcompile.sites.parts import stored_format
 
 #: The solver proves that nothing is cheaper by more than this share.
 GAP = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """Everything that may be decided for one backend, and what no choice changes."""
-
-    backend: str
-    choices: tuple[Choice, ...]
-    declined: tuple[Declined, ...]
-    rest: Cost  # nodes that no choice covers; parameters that no choice stores; peak activations
-    provenance: Provenance
-
-    def at_most_bytes(self) -> int:
-        """Bytes with the largest option everywhere."""
-        largest = (max(option.cost.peak_bytes for option in choice.options) for choice in self.choices)
-        return self.rest.weight_bytes + self.rest.bytes_kept + sum(largest)
-
-    def problem(self, goal: Goal) -> planner.Problem:
-        """As plain numbers for the planner."""
-        limits: dict[str, float] = {"error_squared": (goal.max_error or 0.0) ** 2}
-        if goal.memory is not None:
-            limits["memory"] = float(goal.memory)
-        return planner.Problem(
-            sites={
-                choice.site: tuple(_alternative(option, goal) for option in choice.options)
-                for choice in self.choices
-            },
-            limits=limits,
-            base={"memory": float(self.rest.weight_bytes + self.rest.bytes_kept)},
-            base_objective=objective(replace(self.rest, bytes_kept=0), goal),
-        )
 
 
 def _lacks(backend: Backend, target: Target, call: KernelCall) -> Reason | None:
@@ -306,16 +276,6 @@ def _with_errors(error: InfeasibleError) -> InfeasibleError:
     )
     binding = tuple(limit.get(name, name) for name in error.binding)
     return InfeasibleError(*why, binding=binding, nearest=nearest, untried=error.untried)
-
-
-def _alternative(option: Option, goal: Goal) -> planner.Alternative:
-    cost = option.cost
-    return planner.Alternative(
-        name=option.name,
-        objective=objective(cost, goal),
-        resources={"error_squared": cost.error_squared, "memory": float(cost.peak_bytes)},
-        requires=option.requires,
-    )
 
 
 def _scaled(choice: Choice, constraints: Constraints) -> Choice:

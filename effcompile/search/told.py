@@ -56,8 +56,7 @@ def _why(option: Option, baseline: Option, alternatives: int) -> Reason | None:
     if option is baseline:
         return Kept(options=alternatives)
     saved = baseline.cost.seconds - option.cost.seconds
-    held = baseline.cost.weight_bytes + baseline.cost.bytes_kept
-    smaller = max(0, held - option.cost.weight_bytes - option.cost.bytes_kept)
+    smaller = max(0, _held(baseline.cost) - _held(option.cost))
     error = option.cost.error if option.cost.error_squared else 0.0
     return Gains(seconds=saved, bytes=smaller, error=error) if saved or smaller or error else None
 
@@ -102,16 +101,14 @@ def _reason(
             return Requires(site=other, options=tuple(allowed), offered=True)
     if objective(taken.cost, goal) <= objective(option.cost, goal):
         if goal.minimize == "memory":
-            return NotSmaller(
-                bytes=option.cost.weight_bytes, against=taken.cost.weight_bytes, than=taken.name
-            )
+            return NotSmaller(bytes=_held(option.cost), against=_held(taken.cost), than=taken.name)
         return NotFaster(seconds=option.cost.seconds, against=taken.cost.seconds, than=taken.name)
     for other, needing in chosen.items():
         if option.name not in needing.requires.get(site, (option.name,)):
             return Needed(site=other, option=needing.name)
     moved = {
         "error_squared": option.cost.error_squared - taken.cost.error_squared,
-        "memory": float(option.cost.weight_bytes - taken.cost.weight_bytes),
+        "memory": float(_held(option.cost) - _held(taken.cost)),
     }
     for resource, limit in problem.limits.items():
         would_be = solution.resources[resource] + moved[resource]
@@ -120,3 +117,8 @@ def _reason(
                 return OverBudget(needed=round(would_be), budget=round(limit))
             return OverError(error=would_be**0.5, limit=limit**0.5)
     return WithinGap(gap=solution.gap)
+
+
+def _held(cost: Cost) -> int:
+    """Bytes that are there throughout."""
+    return cost.weight_bytes + cost.bytes_kept

@@ -13,6 +13,7 @@ from torch import Tensor
 from effcompile.machine import instructions, native
 from effcompile.ops import cached_attention as op
 from effcompile.ops import group_native
+from effcompile.ops.cache_rows import as_numbers, into
 from effcompile.ops.cached_attention import cached_attention
 from effcompile.ops.instruction_sets import WORDS
 
@@ -31,6 +32,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    k, v = (side if side.dtype.is_floating_point else as_numbers(side) for side in (k, v))
     k, v = (side.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for side in (k, v))
     scores = q.double() @ k.transpose(2, 3) * scale
     if mask is not None:
@@ -39,12 +41,16 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 
 
 def drawn(
-    batch: int, groups: int, shared: int, rows: int, keys: int, width: int, masked: str, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
+    batch: int, groups: int, shared: int, rows: int, keys: int, width: int, masked: str,
+    dtype: torch.dtype, of_values: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Queries as a projection lays them, keys and values as a cache's rows lie in its buffer."""
     made = torch.Generator().manual_seed(keys * width)
     q = torch.randn(batch, rows, groups * shared, width, generator=made).transpose(1, 2)
-    buffers = torch.randn(2, batch, groups, keys + 9, width, generator=made).to(dtype)
+    wide = torch.randn(2, batch, groups, keys + 9, width, generator=made)
+    buffers = [
+        into(rows, kind).to(kind) for rows, kind in zip(wide, (dtype, of_values or dtype), strict=True)
+    ]
     mask = torch.rand(batch, groups * shared if masked == "by head" else 1, rows, keys, generator=made) > 0.4
     mask[..., 0] = True
     numbers = torch.randn(batch, 1, rows, keys, generator=made)
@@ -60,7 +66,7 @@ def drawn(
 @given(
     batch=st.integers(1, 2), groups=st.integers(1, 3), shared=st.integers(1, 4), rows=st.integers(1, 9),
     keys=st.integers(1, 300), width=st.integers(1, 70), masked=st.sampled_from(MASKS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]), threads=st.integers(1, 2),
+    dtype=st.sampled_from([*op.FORMS]), of_values=st.sampled_from([*op.FORMS]), threads=st.integers(1, 2),
 )  # fmt: skip
 def test_any_shape(
     batch: int,
@@ -71,9 +77,10 @@ def test_any_shape(
     width: int,
     masked: str,
     dtype: torch.dtype,
+    of_values: torch.dtype,
     threads: int,
 ) -> None:
-    q, k, v, mask = drawn(batch, groups, shared, rows, keys, width, masked, dtype)
+    q, k, v, mask = drawn(batch, groups, shared, rows, keys, width, masked, dtype, of_values)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

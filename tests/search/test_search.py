@@ -13,7 +13,8 @@ from effcompile.passes import Choice, Option
 from effcompile.planner import solve
 from effcompile.search import pricing
 from effcompile.search.progress import QUIET
-from effcompile.search.search import Proposal, _without_conflicts
+from effcompile.search.proposal import Proposal
+from effcompile.search.search import _without_conflicts
 
 
 def option(name, seconds, error=0.0, **requires):

@@ -8,7 +8,7 @@ and what lies between them one call each (regions.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -71,8 +71,26 @@ def appending(
     return fx.GraphModule(module, graph, class_name=type(module).__name__)
 
 
+def narrowable(module: fx.GraphModule, places: Sequence[int]) -> list[int]:
+    """Those of these inputs that may be held in another dtype than the graph's."""
+    made = appending(module, dict.fromkeys(places, 0))
+    holders = made.graph.find_nodes(op="placeholder")
+    return [at for at in places if _other_reader(holders[at]) is None]
+
+
 def _check_readers(holder: fx.Node) -> None:
     """Raises LoweringError where a cache is read by anything but an append and the attentions behind it."""
+    if (other := _other_reader(holder)) is not None:
+        raise LoweringError(
+            f"A narrower cache is read by attentions alone; {other.name} takes the model's own dtype. Leave "
+            "the cache as it is."
+        )
+
+
+def _other_reader(holder: fx.Node) -> fx.Node | None:
+    """What reads a cache and is no append, and no attention behind one; the cache itself where nothing is
+    appended.
+    """
     appended = [user for user in holder.users if user.target is append]
     others = [user for user in holder.users if user not in appended and user.target is not aten.sym_size.int]
     others += [
@@ -81,12 +99,7 @@ def _check_readers(holder: fx.Node) -> None:
         for user in node.users
         if user.op != "output" and not _only_attends(user, node)
     ]
-    if others or not appended:
-        name = others[0].name if others else holder.name
-        raise LoweringError(
-            f"A narrower cache is read by attentions alone; {name} takes the model's own dtype. Leave the "
-            "cache as it is."
-        )
+    return next(iter(others), None if appended else holder)
 
 
 def _only_attends(user: fx.Node, rows: fx.Node) -> bool:

@@ -38,7 +38,7 @@ from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
 from effcompile.search.corrected import corrected
 from effcompile.search.generation.calls import call_seconds
 from effcompile.search.generation.errors import option_errors
-from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
+from effcompile.search.generation.held import cache_choices, forms_of, held_in
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.seen import texts_to_measure
@@ -291,7 +291,7 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
     with bench.progress.step("measure sensitivity"):
         found = option_errors(step, goal, (*bench.passes, *bench.before), texts, backends)
         called = call_seconds(step, bench.model, goal) if machine.here else 0.0
-        beside = cache_choice(step, bench.model, goal, machine.target, texts)
+        beside = cache_choices(step, bench.model, goal, machine.target, texts)
     return Shop(
         bench=bench, machine=machine, sensitivity=found, beside=beside,
         regimes=regimes_of(step, goal, CHUNK, longest_source(texts), bench.before, called),
@@ -345,7 +345,7 @@ def _settle(
 def _lowered(bench: Bench, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Generated, int]:
     """The plan carried out and compared, and its peak as measured."""
     with bench.progress.step(f"lower to {backend.name}"):
-        step = replace(bench.step, layout=bench.step.layout.narrowed(dtype_in(plan)))
+        step = replace(bench.step, layout=held_in(plan, bench.step.layout))
         program = step.program
         for each in bench.passes:
             program = each.apply(program, plan)
@@ -363,7 +363,7 @@ def _lowered(bench: Bench, backend: Backend, plan: Plan, told: Sequence[Told]) -
         settings=dict(parts["step"].settings),
         measured=replace(plan.predicted, seconds=None, peak_bytes=peak),
     )
-    applied = {CACHE: form_of(lowered.layout)}
+    applied = forms_of(lowered.layout)
     for part in parts.values():
         applied |= part.applied
     decisions = tuple(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.timing import faster_half_median, interleaved
 from effcompile.core.types import Forward, HFModel, Kwargs, Outputs
-from effcompile.ir.cache import Growth
+from effcompile.ir.cache import CacheLayout, Growth
 from effcompile.ir.figures import Totals
 from effcompile.ir.formats import FP32
 from effcompile.ir.plan import Plan
@@ -34,6 +35,7 @@ from effcompile.ir.program import Program
 from effcompile.runtime.generation.executable import LoweredEncoder
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import LoweredStep
+from effcompile.search.generation.held import forms_of
 from effcompile.sites.parts import embeddings, linears
 
 ORIGINAL = "original"
@@ -303,6 +305,7 @@ def told(
             else []
         ),
         Because("cache of {} tokens: {} bytes", (context, cache)),
+        *_held(lowered.layout),
         *(
             [Because("of the cache {} bytes are states, of one size whatever the context", (states,))]
             if (states := lowered.layout.state_bytes(goal.batch))
@@ -316,6 +319,19 @@ def told(
     baseline = replace(plan.baseline, seconds=theirs.total(goal), peak_bytes=None)
     planned = itertools.takewhile(lambda note: not isinstance(note, TokenRates), plan.notes)
     return replace(plan, measured=totals, measured_baseline=baseline, notes=(*planned, *notes))
+
+
+def _held(layout: CacheLayout) -> Iterator[Because]:
+    """In how many layers what is held in which form, where some of it is not as the model has it."""
+    forms = forms_of(layout)
+    rows = [leaf for leaf in layout if leaf.growth in (Growth.FULL, Growth.WINDOW)]
+    of_layers: dict[tuple[str, str], list[str]] = {}  # (layer, form) → what of it
+    for leaf in rows:
+        layer, _, side = leaf.name.rpartition(".")
+        of_layers.setdefault((layer, forms[leaf.site].name), []).append(side)
+    counts = Counter((" and ".join(sides), form) for (_, form), sides in of_layers.items())
+    for (sides, form), count in counts.items() if any(leaf.held for leaf in rows) else ():
+        yield Because("cache: {name} of {} layers in {name}", (sides, count, form))
 
 
 def _looked_up(program: Program, plan: Plan) -> int:
