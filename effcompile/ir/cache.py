@@ -22,6 +22,7 @@ CACHE = "cache"
 _NARROW: Mapping[str, tuple[int, Callable[[int], int]]] = {
     "bfloat16": (2, lambda width: width),
     "int8": (1, lambda width: width + 4),
+    "uint8": (1, lambda width: width // 2 + 2 * math.ceil(width / 32)),
 }
 
 
@@ -61,10 +62,12 @@ class CacheLeaf:
         return f"{CACHE}.{self.name}"
 
     def narrowed(self, dtype: str) -> CacheLeaf:
-        """In "bfloat16", or in "int8" with a scale for each row; where it is held in 32 bits and written
-        token by token. "" leaves it as it is.
+        """In "bfloat16", in "int8" with a scale for each row, or in "uint8", two numbers of 4 bits in each,
+        with a scale for each 32; where it is held in 32 bits and written token by token. "" leaves it as it
+        is, and so do pairs that do not come out even.
         """
-        narrow = dtype and self.growth in (Growth.FULL, Growth.WINDOW) and self.item_bytes == 4
+        even = dtype != "uint8" or self.shape[-1] % 2 == 0
+        narrow = dtype and even and self.growth in (Growth.FULL, Growth.WINDOW) and self.item_bytes == 4
         return replace(self, held=dtype) if narrow else self
 
     @property

@@ -135,6 +135,11 @@ TABLE_INT8_GROUPS = WeightFormat(
     family="int8_row_groups", bits=8, scale="group", group=USUAL_GROUP, scale_bytes=2
 )
 
+#: Rows of a cache in 4 bits.
+ROWS_INT4_GROUPS = WeightFormat(
+    family="int4_row_groups", bits=4, scale="group", group=USUAL_GROUP, scale_bytes=2
+)
+
 
 def _table(formats: Iterable[WeightFormat]) -> dict[str, WeightFormat]:
     return {each.family: each for each in formats}

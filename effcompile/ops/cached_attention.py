@@ -27,7 +27,7 @@ from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
 
 _SOURCE = Path(__file__).with_name("cached_attention.cpp")
 #: dtype of a cache → how the kernel names it.
-FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 _WIDEST = max(WORDS.values())
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 #: Queries of one row that the kernel takes at once, and all that share a head of keys; keys whose rows it
@@ -132,7 +132,7 @@ def cached_attention(
     """softmax(q kᵀ · scale + mask) v, (B, H, S, D), for query (B, H, S, D), key and value (B, G, K, D) with H
     a multiple of G.
 
-    Keys and values, each by itself, are in its dtype, in bf16, or in 8 bits with a scale behind each row
+    Keys and values, each by itself, are in its dtype, in bf16, or in 8 or 4 bits with scales behind each row
     (cache_rows.py).
     `mask` (B or 1, H or 1, S, K): a bool that says what is seen, or numbers that are added.
     """
@@ -176,7 +176,7 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
             made[:, own] = by_torch(query[:, own], key[:, one], value[:, one], seen, scale)
         return made
     key, value = (
-        (as_numbers(each) if each.dtype is torch.int8 else each).to(query.dtype) for each in (key, value)
+        (each if each.dtype.is_floating_point else as_numbers(each)).to(query.dtype) for each in (key, value)
     )
     if query.is_cuda and rows != 1 and mask is not None:
         # with fewer heads of keys and a mask torch holds all scores

@@ -28,7 +28,7 @@ struct Cache {  // (batch, heads, rows, width) as it is after the call: new rows
     int64_t of_batch, of_head, of_row, heads, rows, form;
 };
 
-enum Form { WIDE, BF16, CODES };  // of its rows, as cached_attention.cpp has them
+enum Form { WIDE, BF16, CODES, PAIRS };  // of its rows, as cached_attention.cpp has them
 
 struct Mask {
     const void* at;
@@ -70,6 +70,31 @@ void coded(const float* from, int64_t width, int8_t* to) {
     std::memcpy(to + width, &scale, 4);
 }
 
+// Pairs of codes of 4 bits, and behind them their scales.
+void paired(const float* from, int64_t width, uint8_t* to) {
+    uint8_t* scales = to + width / 2;
+    for (int64_t at = 0; at < width; at += 32, from += 32, scales += 2) {
+        const int64_t count = std::min<int64_t>(32, width - at), half = count / 2;
+        float low = from[0], high = from[0];
+        bool finite = true;
+        for (int64_t i = 0; i < count; i++) {
+            finite = finite && std::isfinite(from[i]);
+            low = std::min(low, from[i]);
+            high = std::max(high, from[i]);
+        }
+        const float top = high > -low ? high : low;
+        const bool some = finite && std::fabs(top) > 1e-30f;
+        const uint16_t held = !finite ? 0x7fc0 : some ? narrowed(top / -8.0f) : 0;
+        const uint32_t word = (uint32_t)held << 16;
+        float scale;
+        std::memcpy(&scale, &word, 4);
+        uint8_t codes[32];
+        for (int64_t i = 0; i < count; i++) codes[i] = some ? (uint8_t)(std::min(std::max(std::nearbyint(from[i] / scale), -8.0f), 7.0f) + 8) : 8;
+        for (int64_t i = 0; i < half; i++) *to++ = codes[i] | codes[half + i] << 4;
+        std::memcpy(scales, &held, 2);
+    }
+}
+
 // New rows (batch, rows, heads * width) into the last rows of a cache.
 void append(const Cache& to, const float* from, int64_t batch, int64_t rows, int64_t width) {
     for (int64_t b = 0; b < batch; b++)
@@ -80,6 +105,8 @@ void append(const Cache& to, const float* from, int64_t batch, int64_t rows, int
                     std::memcpy(static_cast<float*>(to.at) + at, from, width * 4);
                 else if (to.form == CODES)
                     coded(from, width, static_cast<int8_t*>(to.at) + at);
+                else if (to.form == PAIRS)
+                    paired(from, width, static_cast<uint8_t*>(to.at) + at);
                 else
                     for (int64_t i = 0; i < width; i++) static_cast<uint16_t*>(to.at)[at + i] = narrowed(from[i]);
             }

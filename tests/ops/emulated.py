@@ -125,19 +125,20 @@ def _rotary(a: Sequence[int]) -> Pointers:
 
 def _cached_attention(a: Sequence[int]) -> Pointers:
     batch, groups, shared, queries, keys, width = _read(a[5], 6)
-    heads, form, threads = groups * shared, a[10], a[15]
-    size, row = {0: (4, width), 1: (2, width), 2: (1, width + 4)}[form]
+    heads, threads = groups * shared, a[16]
+    sizes = {0: (4, width), 1: (2, width), 2: (1, width + 4), 3: (1, width // 2 + 2 * _up(width, 32))}
     of_q, of_k, of_v, of_mask = (_read(a[at], 3) for at in (6, 7, 8, 9))
     cache = {
-        at: (_IN, size * _span((batch, groups, keys), strides, row)) for at, strides in ((1, of_k), (2, of_v))
+        at: (_IN, sizes[form][0] * _span((batch, groups, keys), strides, sizes[form][1]))
+        for at, strides, form in ((1, of_k, a[10]), (2, of_v, a[11]))
     }
-    seen = _span((batch, heads, queries), of_mask, keys) * (4 if a[11] else 1)
+    seen = _span((batch, heads, queries), of_mask, keys) * (4 if a[12] else 1)
     ends = {
         0: (_IN, 4 * _span((batch, heads, queries), of_q, width)),
         4: (_OUT, 4 * batch * heads * queries * width),
     }
     told = {5: (_IN, 48), **dict.fromkeys((6, 7, 8, 9), (_IN, 24))}
-    return {**cache, **ends, **told, 3: (_IN, seen), 13: (_ROOM, 4 * threads * a[14])}
+    return {**cache, **ends, **told, 3: (_IN, seen), 14: (_ROOM, 4 * threads * a[15])}
 
 
 def _adam8(a: Sequence[int]) -> Pointers:

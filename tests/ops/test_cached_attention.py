@@ -65,7 +65,7 @@ def drawn(
 @settings(max_examples=60, deadline=None)
 @given(
     batch=st.integers(1, 2), groups=st.integers(1, 3), shared=st.integers(1, 4), rows=st.integers(1, 9),
-    keys=st.integers(1, 300), width=st.integers(1, 70), masked=st.sampled_from(MASKS),
+    keys=st.integers(1, 300), width=st.integers(1, 140), masked=st.sampled_from(MASKS),
     dtype=st.sampled_from([*op.FORMS]), of_values=st.sampled_from([*op.FORMS]), threads=st.integers(1, 2),
 )  # fmt: skip
 def test_any_shape(
@@ -80,6 +80,7 @@ def test_any_shape(
     of_values: torch.dtype,
     threads: int,
 ) -> None:
+    width += width % 2 and torch.uint8 in (dtype, of_values)
     q, k, v, mask = drawn(batch, groups, shared, rows, keys, width, masked, dtype, of_values)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -91,16 +92,33 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize("masked", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_instruction_set(isa: str, dtype: torch.dtype, masked: str) -> None:
-    for shape in ((2, 2, 3, 1, 75, 20), (1, 4, 1, 3, 130, 64), (2, 1, 5, 1, 7, 3)):
-        q, k, v, mask = drawn(*shape, masked, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "of_values"),
+    [(torch.float32, torch.uint8), (torch.bfloat16, torch.float32), (torch.uint8, torch.int8)],
+)
+def test_every_instruction_set(isa: str, dtype: torch.dtype, of_values: torch.dtype, masked: str) -> None:
+    for shape in ((2, 2, 3, 1, 75, 20), (1, 4, 1, 3, 130, 64), (2, 1, 7, 1, 7, 4), (1, 1, 3, 2, 70, 128)):
+        q, k, v, mask = drawn(*shape, masked, dtype, of_values)
         torch.testing.assert_close(
             cached_attention(q, k, v, mask, None).double(),
             by_hand(q, k, v, mask, shape[5] ** -0.5),
             rtol=1e-4,
             atol=1e-5,
         )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shared=st.integers(1, 7), keys=st.integers(1, 200), half=st.integers(1, 70),
+    forms=st.tuples(*[st.sampled_from([torch.bfloat16, torch.int8, torch.uint8])] * 2),
+)  # fmt: skip
+def test_narrow_rows_are_read_as_what_they_stand_for(
+    shared: int, keys: int, half: int, forms: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """To the bit what the kernel gives for them in fp32."""
+    q, k, v, _ = drawn(2, 2, shared, 1, keys, 2 * half, "no", *forms)
+    wide = [each.float() if each.dtype.is_floating_point else as_numbers(each) for each in (k, v)]
+    assert torch.equal(cached_attention(q, k, v, None, 0.3), cached_attention(q, *wide, None, 0.3))
 
 
 def test_what_is_hidden_is_not_read(isa: str) -> None:

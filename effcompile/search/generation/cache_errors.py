@@ -1,14 +1,14 @@
 """How much each leaf of a cache changes the logits when it is held narrower.
 
-All keys, and all values, are rounded in a form at once, and the model is run: so much is theirs together.
-What of it is a leaf's follows from gradients, as with weights (estimate/sensitivity.py): for v of random
-signs over the logits and δ what rounding changes of a leaf, E (vᵀ J δ)² = ‖J δ‖². Rows are rounded
-independently of each other, so that their squares add.
+The model is run with all keys and values in 8 bits, with all keys in 4 bits, and with all values: so much is
+theirs together. What of it is a leaf's, and what rounding to bf16 makes, follows from gradients, as with
+weights (estimate/sensitivity.py): for v of random signs over the logits and δ what rounding changes of a
+leaf, E (vᵀ J δ)² = ‖J δ‖². Rows are rounded independently of each other, so that their squares add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,97 +21,87 @@ from effcompile.ops.cache_rows import rounded
 from effcompile.runtime.generation.images import TextWithImages
 from effcompile.search.generation.text import CalibrationText
 
-#: Texts' rows, and tokens of each, that errors are measured on; draws of v.
-_ROWS, _TOKENS, _DRAWS = 2, 96, 2
+#: Texts' rows, and tokens of each, that errors are measured on.
+_ROWS, _TOKENS = 1, 96
 #: The squared error of what rounds and is not seen to: see `_UNSEEN` in estimate/sensitivity.py.
 _UNSEEN = 2.0**-48
+#: What a leaf may be held in; of that the dtype, and the ends of the names of those that are rounded at once.
+_DTYPES = ("bfloat16", "int8", "uint8")
+_RUNS = (("int8", ("keys", "values")), ("uint8", ("keys",)), ("uint8", ("values",)))
+#: The least part of the largest one that is believed.
+_LEAST = 1e-12
 #: (leaf, dtype) → its part.
 Parts = dict[tuple[str, str], float]
 
 
 def leaf_errors(
-    model: HFModel,
-    step: GenerationStep,
-    texts: Sequence[CalibrationText],
-    leaves: Sequence[str],
-    dtypes: Sequence[str],
+    model: HFModel, step: GenerationStep, texts: Sequence[CalibrationText], leaves: Sequence[str]
 ) -> dict[tuple[str, str], float]:
     """(leaf, dtype) → squared relative error of the logits, the largest over the texts."""
     given = [_given(model, step, text) for text in texts]
-    totals: Parts = {}
+    runs: dict[tuple[str, tuple[str, ...]], float] = {}  # of the leaves whose names end so
     with evaluating(model), torch.no_grad():
+        parts, told = _parts(model, given[0], leaves)
         for one in given:
-            told = _logits(model, one, new_cache(model))
-            for side, dtype in ((side, dtype) for side in _sides(leaves) for dtype in dtypes):
-                cache = cache_keeping(model, _rounding(side, dtype))
-                error = relative_error(_logits(model, one, cache), told) ** 2
-                totals[side, dtype] = max(totals.get((side, dtype), 0.0), error)
-        parts = _parts(model, given[0], leaves, dtypes)
-    sums = _sums(parts)
+            told = _logits(model, one, new_cache(model)) if one is not given[0] else told
+            for dtype, ends in _RUNS:
+                found = _logits(model, one, cache_keeping(model, _rounding(dtype, ends)))
+                error = relative_error(found, told) ** 2
+                runs[dtype, ends] = max(runs.get((dtype, ends), 0.0), error)
+    scales = {
+        (leaf, dtype): error / sum(parts[each, dtype] for each in leaves if each.endswith(ends))
+        for (dtype, ends), error in runs.items()
+        for leaf in leaves
+        if leaf.endswith(ends)
+    }
     return {
-        (leaf, dtype): max(_UNSEEN, totals[_side(leaf), dtype] * part / sums[_side(leaf), dtype])
+        (leaf, dtype): max(_UNSEEN, part * scales.get((leaf, dtype), scales[leaf, "int8"]))
         for (leaf, dtype), part in parts.items()
     }
 
 
-def _side(leaf: str) -> str:
-    """`keys` or `values`."""
-    return leaf.rpartition(".")[2]
+def _rounding(dtype: str, ends: tuple[str, ...]) -> Kept:
+    return lambda leaf, rows: _rounded(rows, dtype) if leaf.endswith(ends) else rows
 
 
-def _sides(leaves: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(map(_side, leaves)))
+def _rounded(rows: torch.Tensor, dtype: str) -> torch.Tensor:
+    """As a leaf of that dtype holds rows: pairs of what is not even are not made."""
+    even = dtype != "uint8" or rows.shape[-1] % 2 == 0
+    return rounded(rows, getattr(torch, dtype)) if even else rows
 
 
-def _rounding(side: str, dtype: str) -> Kept:
-    return lambda leaf, rows: rounded(rows, getattr(torch, dtype)) if _side(leaf) == side else rows
-
-
-def _parts(model: HFModel, given: Kwargs, leaves: Sequence[str], dtypes: Sequence[str]) -> Parts:
-    """Relative to each other; alike where nothing can be differentiated, or nothing is seen."""
-    alike: Parts = {(leaf, dtype): 1.0 for leaf in leaves for dtype in dtypes}
+def _parts(model: HFModel, given: Kwargs, leaves: Sequence[str]) -> tuple[Parts, torch.Tensor]:
+    """Relative to each other, alike where nothing can be differentiated or seen; and the logits."""
+    alike: Parts = {(leaf, dtype): 1.0 for leaf in leaves for dtype in _DTYPES}
     rows: dict[str, torch.Tensor] = {}
     shifts: dict[str, torch.Tensor] = {}
 
     def shifted(leaf: str, new: torch.Tensor) -> torch.Tensor:
-        if leaf not in leaves:
-            return new
         rows[leaf], shifts[leaf] = new.detach(), torch.zeros_like(new, requires_grad=True)
         return new + shifts[leaf]
 
     try:
         with torch.enable_grad():
             logits = _logits(model, given, cache_keeping(model, shifted))
-            drawn = [_gradients(logits, shifts, seed) for seed in range(_DRAWS)]
+            gradients = _gradients(logits, shifts)
     except (RuntimeError, NotImplementedError):
-        return alike
-    found: Parts = {}
+        return alike, _logits(model, given, new_cache(model))
+    logits, found = logits.detach(), Parts()
     for leaf, dtype in alike:
-        moved = (rounded(rows[leaf], getattr(torch, dtype)) - rows[leaf]) if leaf in rows else torch.zeros(())
-        seen = (each[leaf] for each in drawn if leaf in each)
-        found[leaf, dtype] = sum(float((each * moved).sum(-1).square().sum()) for each in seen)
-    sums = _sums(found)
-    return {
-        (leaf, dtype): part if 0 < sums[_side(leaf), dtype] < torch.inf else 1.0
-        for (leaf, dtype), part in found.items()
-    }
+        if leaf not in gradients:
+            return alike, logits
+        moved = gradients[leaf] * (_rounded(rows[leaf], dtype) - rows[leaf])
+        found[leaf, dtype] = float(moved.sum(-1).square().sum())
+    least = _LEAST * max(found.values())
+    seen = 0 < least < torch.inf
+    return ({key: max(part, least) for key, part in found.items()} if seen else alike), logits
 
 
-def _sums(parts: Parts) -> Parts:
-    """(side, dtype) → those of its leaves together."""
-    found: Parts = {}
-    for (leaf, dtype), part in parts.items():
-        found[_side(leaf), dtype] = found.get((_side(leaf), dtype), 0.0) + part
-    return found
-
-
-def _gradients(
-    logits: torch.Tensor, shifts: Mapping[str, torch.Tensor], seed: int
-) -> dict[str, torch.Tensor]:
-    """VᵀJ of every leaf that the logits depend on, for one draw of v."""
-    signs = torch.randint(0, 2, logits.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
-    v = signs.to(logits) * 2 - 1
-    made = torch.autograd.grad(logits, [*shifts.values()], v, retain_graph=True, allow_unused=True)
+def _gradients(logits: torch.Tensor, shifts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """VᵀJ of every leaf that the logits depend on."""
+    signs = torch.randint(0, 2, logits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    v = signs.to(logits).mul_(2).sub_(1)
+    made = torch.autograd.grad(logits, [*shifts.values()], v, allow_unused=True)
     return {leaf: each for leaf, each in zip(shifts, made, strict=True) if each is not None}
 
 

@@ -1,5 +1,5 @@
 """How each leaf of a cache is held, as choices of the solve: keys and values of each layer as the model has
-them, in bf16, or in 8 bits with a scale for each row.
+them, in bf16, in 8 bits with a scale for each row, or in 4 bits with a scale for each 32 numbers.
 
 A narrower cache leaves memory to the weights and is read faster; its error counts with that of the weights.
 It is offered where the cache grows in place, and nothing but attentions of ours reads it.
@@ -16,7 +16,7 @@ from effcompile.core.errors import FormatError
 from effcompile.core.goal import Goal
 from effcompile.core.types import HFModel
 from effcompile.ir.cache import CACHE, CacheLayout, CacheLeaf
-from effcompile.ir.formats import BF16, FP32, TABLE_INT8_ROWS, Form
+from effcompile.ir.formats import BF16, FP32, ROWS_INT4_GROUPS, TABLE_INT8_ROWS, Form
 from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
 from effcompile.passes import Choice, Option
@@ -28,6 +28,7 @@ FORMS: Mapping[str, Form] = {
     "": Form(weights=FP32),
     "bfloat16": Form(weights=BF16),
     "int8": Form(weights=TABLE_INT8_ROWS),
+    "uint8": Form(weights=ROWS_INT4_GROUPS),
 }
 
 
@@ -67,7 +68,7 @@ def cache_choices(
     leaves = [] if goal.exact else _narrowable(step)
     if not leaves:
         return ()
-    errors = leaf_errors(model, step, texts, [leaf.name for leaf in leaves], [*filter(None, FORMS)])
+    errors = leaf_errors(model, step, texts, [leaf.name for leaf in leaves])
     return tuple(
         Choice(
             site=leaf.site,
@@ -86,13 +87,15 @@ def _options(
     target: Target,
     errors: Mapping[tuple[str, str], float],
 ) -> Iterator[Option]:
-    """A GPU's kernels read keys and values of one form."""
+    """A GPU's kernels read keys and values of one form, and none in 4 bits."""
     context, prompt, new = goal.tokens
     middle = min(context, prompt + new // 2)
     bytes_of = lambda one, tokens: one.nbytes(one.capacity(tokens), goal.batch)  # noqa: E731
     beside = next((other for other in leaves if other.layer == leaf.layer and other != leaf), leaf)
     for dtype, form in FORMS.items():
         narrow = leaf.narrowed(dtype)
+        if narrow.held != dtype or (dtype == "uint8" and target.device == "cuda"):
+            continue
         cost = Cost(
             seconds=-new * (bytes_of(leaf, middle) - bytes_of(narrow, middle)) / target.memory_bandwidth,
             bytes_kept=bytes_of(narrow, context),

@@ -31,9 +31,19 @@ def in_8_bits(rows: torch.Tensor) -> torch.Tensor:
     return torch.where(scale > 0, (rows / scale).round() * scale, 0.0)
 
 
-ROUNDINGS = {"": lambda rows: rows, "bfloat16": lambda rows: rows.bfloat16().float(), "int8": in_8_bits}
+def in_4_bits(rows: torch.Tensor) -> torch.Tensor:
+    """Of at most 32 numbers."""
+    top = rows.gather(3, rows.abs().argmax(3, keepdim=True))
+    scale = (top / -8).bfloat16().float()
+    return torch.where(scale != 0, (rows / scale).round().clamp(-8, 7) * scale, 0.0)
+
+
+ROUNDINGS = {
+    "": lambda rows: rows, "bfloat16": lambda rows: rows.bfloat16().float(),
+    "int8": in_8_bits, "uint8": in_4_bits,
+}  # fmt: skip
 #: A mix: what each leaf is held in, by turns.
-MIX = ("int8", "bfloat16", "", "int8")
+MIX = ("int8", "uint8", "bfloat16", "", "uint8")
 
 
 class Rounding(transformers.DynamicCache):
@@ -51,7 +61,7 @@ class Rounding(transformers.DynamicCache):
 
 
 WAYS = [
-    ("llama", "bfloat16"),
+    ("llama", "uint8"),
     ("llama", "int8"),
     ("llama", "mix"),
     ("gemma3_text", "mix"),
@@ -90,7 +100,7 @@ def test_it_is_the_model_behind_a_cache_that_rounds(narrow: Planned) -> None:
     torch.testing.assert_close(found, told, rtol=2e-3, atol=2e-3)  # a code that is half way goes either way
     assert float((found - told).norm() / told.norm()) < 5e-4
     exact = logits(model, transformers.DynamicCache(config=model.config), text, sizes)
-    assert 1e-5 < float((found - exact).norm() / exact.norm()) < 2e-2
+    assert 1e-5 < float((found - exact).norm() / exact.norm()) < 0.2
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 20, 33, 60])
@@ -112,8 +122,8 @@ def test_its_bytes_are_those_of_the_layout(narrow: Planned, tokens: int) -> None
 
 
 def row_bytes(dtype: str, width: int) -> int:
-    """Of one head: four or two bytes a number, or one and a scale of four."""
-    return {"": 4 * width, "bfloat16": 2 * width, "int8": width + 4}[dtype]
+    """Of one head: four or two bytes a number, one and a scale of four, or half of one and a scale of two."""
+    return {"": 4 * width, "bfloat16": 2 * width, "int8": width + 4, "uint8": width // 2 + 2}[dtype]
 
 
 @pytest.mark.parametrize(
@@ -175,13 +185,13 @@ def test_its_form_is_in_the_solve(llama: nn.Module) -> None:
     """Bytes are those of 512 tokens, keys and values, 4 heads of 8; the peak falls by what a narrower form
     saves, less what widening one head's rows takes.
     """
-    own, codes = 512 * 2 * 4 * 8 * 4, 512 * 2 * 4 * (8 + 4)
+    own, codes = 512 * 2 * 4 * 8 * 4, 512 * 2 * 4 * (4 + 2)
     smallest = effcompile.plan(llama, TEXT, minimize="memory", **GIVEN)
-    assert cache_of(smallest) == ({"int8_rows"}, codes, own)
-    assert 0 < error_of(smallest) < 0.05
+    assert cache_of(smallest) == ({"int4_row_groups"}, codes, own)
+    assert 0 < error_of(smallest) < 0.2
     assert cache_of(effcompile.plan(llama, TEXT, **{**GIVEN, "max_error": None})) == (set(), 0, 0)
     exact = effcompile.plan(
-        llama, TEXT, minimize="memory", **{**GIVEN, "max_error": error_of(smallest) / 1e3}
+        llama, TEXT, minimize="memory", **{**GIVEN, "max_error": error_of(smallest) / 1e5}
     )
     assert cache_of(exact) == ({"fp32"}, own, own)
     assert exact.predicted.peak_bytes - smallest.predicted.peak_bytes >= own - codes - 2 * 512 * (8 + 1) * 4
@@ -195,7 +205,7 @@ def test_what_was_decided_is_built_and_compared(llama: nn.Module) -> None:
     )
     plan, layout = executable.plan, executable.lowered.layout
     found = {each.site: each for each in plan.decisions if each.kind == "cache"}
-    names = {"": "fp32", "bfloat16": "bf16", "int8": "int8_rows"}
+    names = {"": "fp32", "bfloat16": "bf16", "int8": "int8_rows", "uint8": "int4_row_groups"}
     assert {leaf.site: names[leaf.held] for leaf in layout} == {site: d.option for site, d in found.items()}
     assert all(each.applied == each.option for each in found.values()) and len(cache_of(plan)[0]) > 1
     assert layout.nbytes(512, 1) == cache_of(plan)[1]
