@@ -19,35 +19,43 @@ enum Form { WIDE, BF16, CODES, PAIRS };
 
 inline int64_t bytes_of(int64_t form) { return form == WIDE ? 4 : form == BF16 ? 2 : 1; }  // of an element as it is held
 
-// W bytes as whole numbers.
+// W bytes, or halves, as whole numbers.
 #if WIDTH == 16
 inline VI words_at(const int8_t* p) { return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline VI words_at(const uint8_t* p) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline VI words_at(const uint16_t* p) { return (VI)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 #elif WIDTH == 8
+inline VI words_at(const uint16_t* p) { return (VI)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline VI words_at(const int8_t* p) { return (VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 inline VI words_at(const uint8_t* p) { return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 #else
 inline VI words_at(const int8_t* p) { return VI{p[0], p[1], p[2], p[3]}; }
 inline VI words_at(const uint8_t* p) { return VI{p[0], p[1], p[2], p[3]}; }
+inline VI words_at(const uint16_t* p) { return VI{p[0], p[1], p[2], p[3]}; }
 #endif
 
-inline float scale_at(const void* at, int64_t bytes) {  // fp32, or bf16
-    uint32_t word = 0;
-    std::memcpy(reinterpret_cast<char*>(&word) + 4 - bytes, at, bytes);
-    float scale;
-    std::memcpy(&scale, &word, 4);
-    return scale;
+inline float as_float(uint32_t word) {
+    float made;
+    std::memcpy(&made, &word, 4);
+    return made;
+}
+
+inline float bf16_at(const uint8_t* at) {
+    uint16_t half;
+    std::memcpy(&half, at, 2);
+    return as_float((uint32_t)half << 16);
 }
 
 inline void widen_bf16(const uint16_t* p, int64_t width, float* to) {
     uint32_t* words = reinterpret_cast<uint32_t*>(to);
     int64_t i = 0;
-    for (; W > 4 && i + W <= width; i += W) store(to + i, (V)(__builtin_convertvector(*reinterpret_cast<const VHLoose*>(p + i), VU) << 16));
+    for (; W > 4 && i + W <= width; i += W) store(to + i, (V)(words_at(p + i) << 16));
     for (; i < width; i++) words[i] = (uint32_t)p[i] << 16;
 }
 
 inline void widen_codes(const int8_t* p, int64_t width, float* to) {
-    const float scale = scale_at(p + width, 4);
+    float scale;
+    std::memcpy(&scale, p + width, 4);
     int64_t i = 0;
     for (; W > 4 && i + W <= width; i += W) store(to + i, as_floats(words_at(p + i)) * scale);
     for (; i < width; i++) to[i] = p[i] * scale;
@@ -73,9 +81,9 @@ inline void widen_group(const uint8_t* pairs, float scale, float* to) {
 inline void widen_pairs(const uint8_t* p, int64_t width, float* to) {
     const uint8_t* scales = p + width / 2;
     int64_t i = 0;
-    for (; i + 32 <= width; i += 32, p += 16, scales += 2) widen_group(p, scale_at(scales, 2), to + i);
+    for (; i + 32 <= width; i += 32, p += 16, scales += 2) widen_group(p, bf16_at(scales), to + i);
     const int64_t half = (width - i) / 2;
-    const float scale = half ? scale_at(scales, 2) : 0.0f;
+    const float scale = half ? bf16_at(scales) : 0.0f;
     for (int64_t at = 0; at < half; at++) {
         to[i + at] = ((p[at] & 15) - 8) * scale;
         to[i + half + at] = ((p[at] >> 4) - 8) * scale;
@@ -248,8 +256,10 @@ extern "C" void cached_attention(const float* q, const void* k, const void* v, c
         for (int64_t r = 0; r < rows; r++) {
             float* row = scores + r * padded;
             const int64_t at = b * of_mask[0] + (head * shared + r / queries) * of_mask[1] + r % queries * of_mask[2];
-            for (int64_t key = 0; mask && key < keys; key++)
-                row[key] = added ? row[key] + ((const float*)mask)[at + key] : ((const uint8_t*)mask)[at + key] ? row[key] : -INFINITY;
+            const float* add = added ? static_cast<const float*>(mask) + at : nullptr;
+            const uint8_t* seen = mask && !added ? static_cast<const uint8_t*>(mask) + at : nullptr;
+            for (int64_t key = 0; add && key < keys; key++) row[key] += add[key];
+            for (int64_t key = 0; seen && key < keys; key++) row[key] = seen[key] ? row[key] : -INFINITY;
             for (int64_t key = keys; key < padded; key++) row[key] = -INFINITY;
             inverse[r] = softmax(row, padded);
             std::memset(result[r], 0, width * 4);

@@ -90,7 +90,7 @@ class AttentionKernels:
         of bools and of numbers.
         """
         wave = lambda step, *shape: (torch.arange(math.prod(shape)) * step).sin().view(shape)  # noqa: E731
-        query, key, value = wave(0.7, 2, 6, 2, 20), wave(0.3, 2, 2, 75, 20), wave(0.9, 2, 2, 75, 20)
+        query, key, value = wave(0.7, 2, 6, 2, 40), wave(0.3, 2, 2, 75, 40), wave(0.9, 2, 2, 75, 40)
         seen = torch.arange(2 * 2 * 75).view(2, 1, 2, 75) % 7 != 3
         masks = (None, seen, wave(0.5, 2, 6, 2, 75))
         for (at, of_key), of_value in itertools.product(enumerate(FORMS), FORMS):
