@@ -233,6 +233,7 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
         carried = {f"past_{at}": f"next_{i}" for i, at in enumerate(example.layout.written)}
         program = replace(step, carried=carried)
         image = images.ImageToken.of(model) if example.boundary.images else None
+        program = program if image is None else images.without_unread(program)
         made = GenerationStep(program=program, boundary=example.boundary, layout=example.layout, image=image)
         if model.config.is_encoder_decoder:
             tokens = example.inputs["tokens"]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from effcompile.core.types import HFConfig, HFModel, Kwargs, Outputs
+from effcompile.ir.program import Program
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -205,6 +206,25 @@ def added_in_place(model: HFModel) -> Iterator[None]:
 def _added(hidden: torch.Tensor, there: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """`hidden` (rows, tokens, width) with the rows added where `there` (rows, tokens) is true."""
     return hidden + torch.zeros_like(hidden).masked_scatter(there[..., None], rows.to(hidden.dtype))
+
+
+def without_unread(program: Program) -> Program:
+    """The program without parameters and buffers that its graph does not read: torch.export leaves those of
+    an image encoder in the step, of some models, and a step's weights are counted.
+    """
+    read = {str(node.target) for node in program.graph.find_nodes(op="get_attr")}
+    for path, module in program.module.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name in [name for name in table if f"{path}.{name}".lstrip(".") not in read]:
+                del table[name]
+    return program
+
+
+def features(output: Outputs) -> Outputs:
+    """Of an encoder's output what takes the place of image tokens, and what is added to that."""
+    names = ("pooler_output", "deepstack_features")
+    kept: Outputs = type(output)(**{n: output[n] for n in names if output.get(n) is not None})
+    return kept
 
 
 def rows_of(output: Outputs) -> list[torch.Tensor]:

@@ -39,13 +39,16 @@ class Regimes:
     """How a model is called, and what memory has to hold for it.
 
     weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: of those
-    what a runtime that copies what it is given to go on from holds once more.
+    what a runtime that copies what it is given to go on from holds once more. own_seconds, own_bytes: of what
+    runs as it stands in the model, once, and its weights, which are in weight_bytes.
     """
 
     each: tuple[Regime, ...]
     weight_bytes: int
     kept_bytes: int
     copied_bytes: int = 0
+    own_seconds: float = 0.0
+    own_bytes: int = 0
 
     @classmethod
     def of_call(cls, program: Program) -> Regimes:
@@ -59,7 +62,7 @@ class Regimes:
     @property
     def stored_bytes(self) -> int:
         """Of weights alone, without constants of the graphs."""
-        return stored_bytes(*(regime.program.module for regime in self.each))
+        return stored_bytes(*(regime.program.module for regime in self.each)) + self.own_bytes
 
     def elsewhere(self, regime: Regime) -> dict[int, bool]:
         """Storages of tensors that other graphs read → whether one of them comes before."""

@@ -121,7 +121,7 @@ class Search:
     def baseline(self) -> Totals:
         """Predicted figures of the unplanned model in stock torch."""
         target, regimes = self.machine.target, self.regimes
-        seconds = sum(
+        seconds = regimes.own_seconds + sum(
             regime.calls * estimate(regime.program, target, BASELINE).seconds for regime in regimes.each
         )
         peak = regimes.weight_bytes + regimes.kept_bytes
@@ -160,7 +160,8 @@ class Search:
         """Seconds of nodes that no choice covers, bytes of weights that no choice stores, and what is held
         beside them.
         """
-        decided, seconds, roof, target = {choice.site for choice in choices}, 0.0, 0.0, self.machine.target
+        decided, target = {choice.site for choice in choices}, self.machine.target
+        seconds = roof = self.regimes.own_seconds  # what is not planned is at no roof but its own
         for regime, of_regime in zip(self.regimes.each, made, strict=True):
             covered = frozenset[fx.Node]().union(
                 *(choice.covers for choice in of_regime if choice.site in decided)
@@ -170,10 +171,8 @@ class Search:
             alone = (call for node, calls in predicted.calls.items() if node not in covered for call in calls)
             roof += regime.calls * sum(map(target.roof, alone))
         own = total([choice.option(choice.baseline).cost for choice in choices])
-        weights, kept = (
-            max(self.regimes.weight_bytes - own.weight_bytes, 0),
-            max(self.regimes.kept(backend) - own.bytes_kept, 0),
-        )
+        weights = max(self.regimes.weight_bytes - own.weight_bytes, 0)
+        kept = max(self.regimes.kept(backend) - own.bytes_kept, 0)
         return Cost(seconds=seconds, roof_seconds=roof, weight_bytes=weights, bytes_kept=kept)
 
     def _plan(

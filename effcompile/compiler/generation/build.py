@@ -42,6 +42,7 @@ from effcompile.search.generation.held import cache_choices, forms_of, held_in
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.seen import texts_to_measure
+from effcompile.search.generation.sight import Sight, sight_of
 from effcompile.search.generation.text import CalibrationText, longest_source
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import formats, measured_options, plans_for, steps_elsewhere
@@ -67,7 +68,9 @@ SHORTLIST = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What carrying out a plan needs. `said`: where the texts are from. `before`: passes of an encoder."""
+    """What carrying out a plan needs. `said`: where the texts are from. `before`: passes of an encoder.
+    `sight`: images of the prompt.
+    """
 
     model: HFModel
     step: GenerationStep
@@ -78,6 +81,7 @@ class Bench:
     texts: tuple[CalibrationText, ...]
     said: str
     progress: Progress
+    sight: Sight | None
 
     def told(self) -> Sequence[Told]:
         """What the model itself says to the texts."""
@@ -97,12 +101,14 @@ class Shop:
 
     def search(self) -> Search:
         """What may be decided, priced."""
-        step, goal, passes = self.bench.step, self.bench.goal, self.bench.passes
+        step, goal, passes, sight = self.bench.step, self.bench.goal, self.bench.passes, self.bench.sight
         program, options = step.program, {} if goal.exact else measured_options(passes)
         return Search(
             program=program, regimes=self.regimes, goal=goal, machine=self.machine, passes=passes,
             sensitivity=self.sensitivity, calibration_inputs=self.bench.said,
-            notes=(*self.machine.notes, *stored_notes(program), *program.mends),
+            notes=(
+                *self.machine.notes, *stored_notes(program), *program.mends, *(sight.said if sight else ()),
+            ),
             formats=formats(options), explained=lambda error: largest_context(error, step, goal, CHUNK),
             beside=self.beside,
         )  # fmt: skip
@@ -160,12 +166,12 @@ def _finished(
     goal = bench.goal
     with bench.progress.step("measure"):
         steps = {o.plan.backend: o.lowered for o in outcomes}
-        found = measured.compared(bench.model, steps, goal, longest_source(bench.texts))
+        found = measured.compared(bench.model, steps, goal, longest_source(bench.texts), bench.sight)
     totals = {o.plan.backend: found.each[o.plan.backend].total(goal) for o in outcomes}
     small = lambda outcome: outcome.plan.measured.peak_bytes or 0  # noqa: E731
     best = min(outcomes, key=small if goal.minimize == "memory" else lambda o: totals[o.plan.backend])
     plan = measured.told(
-        best.plan, found, best.plan.backend, goal, best.lowered, best.parts, bench.step.program
+        best.plan, found, best.plan.backend, goal, best.lowered, best.parts, bench.step.program, bench.sight
     )
     notes = (*plan.notes, *(machine.keep_timings() if machine is not None else ()))
     plan = replace(
@@ -274,12 +280,14 @@ def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:
     )
     with progress.step("calibration text"):
         texts, said = texts_to_measure(model, step, given, context)
+        sight = sight_of(model, step, given, goal)
     asked = (*(task.request.passes or ()), *named)
     before = tuple(each for each in load_passes(asked, OF_ENCODERS) if each.name in OF_ENCODERS)
     return Bench(
         model=model, step=step, goal=goal, passes=load_passes(asked, PASSES),
         before=() if goal.exact or step.encoder is None else before,
         room=CacheRoom(context=context, chunk=CHUNK), texts=tuple(texts), said=said, progress=progress,
+        sight=sight,
     )  # fmt: skip
 
 
@@ -294,7 +302,7 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
         beside = cache_choices(step, bench.model, goal, machine.target, texts)
     return Shop(
         bench=bench, machine=machine, sensitivity=found, beside=beside,
-        regimes=regimes_of(step, goal, CHUNK, longest_source(texts), bench.before, called),
+        regimes=regimes_of(step, goal, CHUNK, longest_source(texts), bench.before, called, bench.sight),
     )  # fmt: skip
 
 
@@ -356,7 +364,8 @@ def _lowered(bench: Bench, backend: Backend, plan: Plan, told: Sequence[Told]) -
         stepper = Stepper(lowered, type(bench.model).forward, bench.model.config)
         found = checks(stepper, bench.model, told, bench.goal)
     with bench.progress.step(f"peak of {backend.name}"):
-        peak = measured.peak_bytes(stepper, parts, bench.model, bench.goal, longest_source(bench.texts))
+        source = longest_source(bench.texts)
+        peak = measured.peak_bytes(stepper, parts, bench.model, bench.goal, source, bench.sight)
     plan = replace(
         plan,
         checks=tuple(found),

@@ -4,6 +4,7 @@ and single tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,7 +20,7 @@ from effcompile.core.types import HFModel, Kwargs
 from effcompile.ir.figures import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.runtime.generation.executable import LoweredEncoder
-from effcompile.runtime.generation.images import TextWithImages
+from effcompile.runtime.generation.images import TextWithImages, between_images
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.search.generation.text import CalibrationText
 
@@ -96,7 +97,8 @@ def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -
     for one in told:
         one = encoded(stepper, one)
         for name, sizes in _ways(one.text.shape[1]):
-            logits = forced(stepper, model, one, sizes)
+            kinds = one.extra.get(stepper.step.boundary.kinds)
+            logits = forced(stepper, model, one, _beside_images(sizes, kinds))
             error, loss = (
                 relative_error(logits, one.logits),
                 _nats(logits, one.text) - _nats(one.logits, one.text),
@@ -126,6 +128,16 @@ def _ways(tokens: int) -> Iterator[tuple[str, list[int]]]:
     if tokens > 4:
         third = tokens // 3
         yield "prefill in chunks", [third, 1, tokens - 2 * third - 1, third]
+
+
+def _beside_images(sizes: Sequence[int], kinds: torch.Tensor | None) -> list[int]:
+    """New tokens of each call, of which none ends within an image that is read both ways.
+
+    `kinds`: which tokens are images', where the mask depends on it.
+    """
+    ends = list(itertools.accumulate(sizes))
+    ends = ends if kinds is None else between_images(kinds, ends)
+    return [end - start for start, end in itertools.pairwise((0, *ends))]
 
 
 def forced(stepper: Stepper, model: HFModel, told: Told, sizes: Sequence[int]) -> torch.Tensor:

@@ -36,6 +36,7 @@ from effcompile.runtime.generation.executable import LoweredEncoder
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import LoweredStep
 from effcompile.search.generation.held import forms_of
+from effcompile.search.generation.sight import Sight
 from effcompile.sites.parts import embeddings, linears
 
 ORIGINAL = "original"
@@ -72,11 +73,15 @@ class Interleaved:
 
 
 def compared(
-    model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal, source: Mapping[str, torch.Tensor]
+    model: HFModel,
+    steps: Mapping[str, LoweredStep],
+    goal: Goal,
+    source: Mapping[str, torch.Tensor],
+    sight: Sight | None = None,
 ) -> Interleaved:
     """All of them in turn, again and again: on a busy machine their ratios hold.
 
-    `source`: what an encoder is given.
+    `source`: what an encoder is given. `sight`: images of the prompt, where the model takes any.
     """
     _, prompt, _ = goal.tokens
     extra = _extra(model, goal.batch, source)
@@ -100,6 +105,8 @@ def compared(
         encoders |= {name: LoweredEncoder(step, tuple(source)) for name, step in steps.items() if source}
         given = _rows(source, goal.batch)
         encoding = {name: partial(encoder, **given) for name, encoder in encoders.items()}
+        if sight and sight.given:
+            encoding = dict.fromkeys((ORIGINAL, *steps), partial(sight.encode))
         before = {name: min(times) for name, times in interleaved(encoding, 2, repeats=1).items()}
         decodes: dict[str, Callable[[], object]] = {
             name: partial(
@@ -206,14 +213,15 @@ def peak_bytes(
     model: HFModel,
     goal: Goal,
     source: Mapping[str, torch.Tensor],
+    sight: Sight | None = None,
 ) -> int:
-    """Most bytes of weights, cache and workspace: of a prompt of the whole context, and of its last token
-    alone, or of a first one where the cache cannot be cut.
+    """Most bytes of weights, cache and workspace: of a prompt of the whole context, with its images encoded
+    and held, and of its last token alone, or of a first one where the cache cannot be cut.
 
     torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at
     the end of the context.
     """
-    weights = weight_bytes(parts)
+    weights = weight_bytes(parts) + (sight.weight_bytes if sight else 0)
     context = goal.tokens[0]
     key, name = stepper.step.boundary.tokens, stepper.step.boundary.cache
     keep = {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
@@ -221,8 +229,13 @@ def peak_bytes(
 
     def whole() -> None:
         extra = {"encoder_outputs": LoweredEncoder(stepper.step, tuple(source))(**given)} if source else {}
-        cache = new_cache(model)
-        stepper(**{key: _ids(model, goal, context), name: cache}, **extra, **keep)
+        cache, ids = new_cache(model), _ids(model, goal, context)
+        if sight and sight.given:
+            pictures = sight.pictures()  # held to the end
+            ids, seen = sight.beside(ids, pictures, stepper.step.boundary.axes)
+            extra |= seen
+        stepper(**{key: ids, name: cache}, **extra, **keep)
+        extra = {} if sight else extra
         if all(leaf.growth in (Growth.FULL, Growth.SOURCE) for leaf in stepper.step.layout):
             cache.crop(-1)
         else:
@@ -234,7 +247,8 @@ def peak_bytes(
             whole()
         return weights + peak()
     found = _of_runtime(stepper, parts["step"], model, goal, _extra(model, goal.batch, source))
-    return weights + (0 if found is None else found - parts["step"].weight_bytes)
+    held = sight.kept_bytes if sight else 0
+    return weights + held + (0 if found is None else found - parts["step"].weight_bytes)
 
 
 def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, extra: Kwargs) -> int | None:
@@ -258,10 +272,11 @@ def told(
     lowered: LoweredStep,
     parts: Mapping[str, Lowered],
     program: Program,
+    sight: Sight | None = None,
 ) -> Plan:
     """The plan with what was measured under this name, in figures and in words.
 
-    `program`: the step as captured.
+    `program`: the step as captured. `sight`: images of the prompt.
 
     What an earlier run measured, of a plan that was saved, goes: its rates, and what was said behind them.
     """
@@ -269,11 +284,11 @@ def told(
     context, prompt, new = goal.tokens
     peak = plan.measured.peak_bytes if plan.measured else None
     error = max((check.error for check in plan.checks), default=0.0)
-    totals = Totals(seconds=mine.total(goal), weight_bytes=weight_bytes(parts), peak_bytes=peak, error=error)
+    weights = weight_bytes(parts) + (sight.weight_bytes if sight else 0)
+    totals = Totals(seconds=mine.total(goal), weight_bytes=weights, peak_bytes=peak, error=error)
     cache = lowered.layout.nbytes(context, goal.batch)
-    weights = parts["step"].weight_bytes
     held = lambda tokens: lowered.layout.nbytes(tokens, goal.batch)  # noqa: E731
-    read = weights - _looked_up(program, plan) + held(min(context, prompt + new // 2))
+    read = parts["step"].weight_bytes - _looked_up(program, plan) + held(min(context, prompt + new // 2))
     share = read / mine.decode / found.stream if found.stream else 0.0
     beside = (
         Because(
@@ -297,7 +312,9 @@ def told(
         *(
             [
                 Because(
-                    "the encoder takes {seconds} of the time; that of the model itself {seconds}",
+                    "encoding the images of a prompt takes {seconds}; the model itself {seconds}"
+                    if sight
+                    else "the encoder takes {seconds} of the time; that of the model itself {seconds}",
                     (mine.encoder, theirs.encoder),
                 )
             ]

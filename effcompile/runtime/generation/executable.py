@@ -22,7 +22,7 @@ from effcompile.passes.speculate import drafts_in
 from effcompile.runtime.artifact import check_pickled
 from effcompile.runtime.generation import files, shell
 from effcompile.runtime.generation.drafts import with_drafts
-from effcompile.runtime.generation.images import Eye
+from effcompile.runtime.generation.eye import Eye
 from effcompile.runtime.generation.stepper import Stepper, whole_numbers
 from effcompile.runtime.generation.steps import LoweredStep, carried_out
 from effcompile.runtime.planned import PlannedModel, SetOnModel
@@ -116,8 +116,8 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
             else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
         )
         whole = None if encoder is None else encoder.within
-        eye = Eye(model) if lowered.boundary.images else None
-        self.stepper = Stepper(lowered, type(model).forward, model.config, whole, eye)
+        self._eye = Eye(model) if lowered.boundary.images else None
+        self.stepper = Stepper(lowered, type(model).forward, model.config, whole, self._eye)
         self._shell = shell.kind_around(model, self.stepper, encoder)
         assert step.program.state is not None
         self._state = step.program.state
@@ -145,14 +145,16 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
             return self.original.generate(*args, **kwargs)
         self._state.check()
         given = with_drafts(drafts_in(self.plan), self.generation_config, args, kwargs)
-        return shell.around(self.original, self._shell).generate(*args, **given)
+        return self._around().generate(*args, **given)
+
+    def _around(self) -> HFModel:
+        seen = None if self._eye is None else self._eye.as_method()
+        return shell.around(self.original, self._shell, seen)
 
     def spoken(self, prompt: torch.Tensor, drafts: int, **how: object) -> torch.Tensor:
         """Greedy text behind a prompt, both (1, tokens), by so many drafts a step whatever the plan says."""
         how |= {"prompt_lookup_num_tokens": drafts} if drafts else {}
-        made: torch.Tensor = shell.around(self.original, self._shell).generate(
-            prompt, do_sample=False, num_beams=1, **how
-        )
+        made: torch.Tensor = self._around().generate(prompt, do_sample=False, num_beams=1, **how)
         return made
 
     @property

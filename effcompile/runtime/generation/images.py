@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,30 +11,8 @@ import torch
 from effcompile.capture import images
 from effcompile.capture.generation import Boundary
 from effcompile.core.errors import GuardError
-from effcompile.core.types import HFModel, Kwargs, Outputs
-
-#: Names by which Hugging Face's image encoders take what they read (transformers 5.23, generation/utils.py).
-_PIXELS = ("pixel_values", "pixel_values_images", "image_patches")
-
-
-class Eye:
-    """The image encoder of a model that is there, as it stands.
-
-    Attributes:
-        names: arguments of a forward that it reads.
-    """
-
-    def __init__(self, model: HFModel) -> None:
-        self._encode = model.base_model.get_image_features
-        self.names = frozenset(inspect.signature(self._encode).parameters) - {"kwargs"}
-
-    def __call__(self, given: Kwargs) -> Outputs | None:
-        """What it makes of a call's images; None where there are none."""
-        mine = {name: given[name] for name in self.names if given.get(name) is not None}
-        if not any(name in mine for name in _PIXELS):
-            return None
-        with torch.no_grad():
-            return self._encode(**mine, return_dict=True)
+from effcompile.core.types import Kwargs, Outputs
+from effcompile.runtime.generation.eye import Eye
 
 
 def between(

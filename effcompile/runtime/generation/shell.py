@@ -4,6 +4,7 @@ step is ours.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,8 +25,10 @@ def kind_around(model: HFModel, forward: Step, encoder: nn.Module | None) -> HFC
     return _class(type(model), forward, encoder, model.device, model.dtype)
 
 
-def around(model: HFModel, kind: HFClass) -> HFModel:
+def around(model: HFModel, kind: HFClass, seen: Callable[..., Outputs] | None = None) -> HFModel:
     """The model as it is now under that class. Attributes that generate() sets are not the model's.
+
+    `seen`: in the place of what encodes images.
 
     Hooks of the model stand in the step's graph; a forward that was put onto the model is what the graph was
     made of.
@@ -33,6 +36,10 @@ def around(model: HFModel, kind: HFClass) -> HFModel:
     made = object.__new__(kind)
     made.__dict__ = {**model.__dict__, **_without_hooks()}
     made.__dict__.pop("forward", None)
+    if seen is not None:
+        inner = made if model.base_model is model else copy.copy(model.base_model)
+        inner.__dict__["get_image_features"] = seen
+        made.__dict__["_modules"] = {**model._modules, model.base_model_prefix: inner}
     return made
 
 

@@ -14,7 +14,8 @@ from effcompile.capture import images
 from effcompile.capture.caches import CACHE_NAMES, HFCache, check_cache, new_cache_of, seen_by
 from effcompile.core.errors import GuardError
 from effcompile.core.types import Forward, HFClass, Kwargs, Outputs
-from effcompile.runtime.generation.images import Eye, by_axis, encoded, kinds_of, rows_for
+from effcompile.runtime.generation.eye import Eye
+from effcompile.runtime.generation.images import by_axis, encoded, kinds_of, rows_for
 from effcompile.runtime.generation.steps import LoweredStep
 
 #: Arguments of a forward that change nothing here, or that generate() gives always.

@@ -258,10 +258,11 @@ def input_bytes(boundary: Boundary, batch: int, tokens: int, chunk: int) -> int:
     """Of what a call of so many tokens, which wants the last one's logits, holds while its last chunk runs:
     ids, mask and positions, and of those their parts, where a part is not dense as it lies.
     """
-    whole = 8 * batch * tokens * (2 + bool(boundary.positions)) + 8 * boundary.rows
+    counted = bool(boundary.positions) * max(1, boundary.axes)
+    whole = 8 * batch * tokens * (2 + counted + bool(boundary.kinds)) + 8 * boundary.rows
     if chunk >= tokens:
         return whole
-    copied = 8 * batch * chunk * (1 + bool(boundary.positions) + boundary.local) if batch > 1 else 0
+    copied = 8 * batch * chunk * (1 + counted + boundary.local) if batch > 1 else 0
     return whole + copied + 8 * boundary.rows
 
 

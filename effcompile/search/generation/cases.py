@@ -102,17 +102,18 @@ def solid(program: Program) -> Program:
 
 
 def filled(
-    step: GenerationStep, program: Program, *, batch: int, context: int, new: int, lean: bool = False
-) -> Program:
+    step: GenerationStep, program: Program, *, batch: int, context: int, new: int, lean: bool = False,
+    images: int = 0,
+) -> Program:  # fmt: skip
     """The program as it runs in place at the end of a context: its cache enters with the new rows in it, and
     only those leave.
 
     It has the operators and the memory of the step whose concatenations are appends; only what it computes is
     another thing. `lean`: it keeps no new row beside the cache where that has room, and repeats none for the
-    queries of a group: so steps run in place.
+    queries of a group: so steps run in place. `images`: as `sized` has it.
     """
     past = context - new
-    edited = sized(step, program, batch=batch, past=past, new=new).editable("filled")
+    edited = sized(step, program, batch=batch, past=past, new=new, images=images).editable("filled")
     if lean:
         share_heads(edited.graph)
     holders = [node for node in edited.graph.nodes if node.op == "placeholder"]

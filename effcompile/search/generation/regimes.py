@@ -2,7 +2,7 @@
 
 The search itself is search/search.py's.
 
-    seconds = encoder + calls of the prefill × prefill + new tokens × decode
+    seconds = encoders + calls of the prefill × prefill + new tokens × decode
     bytes = weights once + cache of the whole context + workspace
 
 A linear's format is one choice for both; errors and limits add up as they do for a forward call.
@@ -22,6 +22,7 @@ from effcompile.ir.program import dtype_of, shape_of, stored_bytes
 from effcompile.passes import Pass
 from effcompile.search.generation.cases import at_inputs, behind, filled
 from effcompile.search.generation.room import workspace
+from effcompile.search.generation.sight import Sight
 from effcompile.search.regimes import Regime, Regimes
 
 
@@ -32,18 +33,23 @@ def regimes_of(
     source: Mapping[str, torch.Tensor],
     passes: tuple[Pass, ...] = (),
     beside_call: float = 0.0,
+    sight: Sight | None = None,
 ) -> Regimes:
     """Both, and what memory has to hold at the end of the context: the cache, and the activations of a chunk
     or of a token.
 
     Of an encoder-decoder its encoder, too, at `source`, and what makes the keys of cross-attention; `passes`
-    decide about these two. `beside_call`: seconds of a call of the step that are no operator's.
+    decide about these two. `beside_call`: seconds of a call of the step that are no operator's; 0: nothing is
+    timed here. `sight`: images of the prompt, where the model takes any.
     """
     context, prompt, new = goal.tokens
     before = list(_encoding(step, goal, source, passes)) if step.encoder is not None else []
     positions = shape_of(before[0].program.tensor_results()[0])[1] if before else 0
     step = behind(step, positions) if before else step
-    beside, copied = (workspace(step, goal.batch, context, chunk, lean=lean) for lean in (True, False))
+    seen = (sight.tokens, sight.each) if sight else (0, 0)
+    beside, copied = (
+        workspace(step, goal.batch, context, chunk, lean=lean, images=seen) for lean in (True, False)
+    )
     chunk = min(chunk, prompt)
     at = lambda end, count: filled(step, step.program, batch=goal.batch, context=end, new=count)  # noqa: E731
     kept = step.layout.nbytes(context, goal.batch, positions) + beside
@@ -51,7 +57,10 @@ def regimes_of(
         (output,) = regime.program.tensor_results()
         mask = 8 * goal.batch * positions if step.boundary.source_mask else 0
         kept += math.prod(shape_of(output)) * (dtype_of(output) or torch.float32).itemsize + mask
-    encoding = (timeline(regime.program) for regime in before)
+    encoding = [of.activation_bytes + of.input_bytes for of in (timeline(r.program) for r in before)]
+    if sight:
+        kept += sight.kept_bytes
+        encoding.append(sight.given_bytes + sight.working_bytes)
     graphs = (step.program, *(regime.program for regime in before))
     return Regimes(
         each=(
@@ -69,9 +78,11 @@ def regimes_of(
             ),
             *before,
         ),
-        weight_bytes=stored_bytes(*(graph.module for graph in graphs)),
-        kept_bytes=max(kept, *(of.activation_bytes + of.input_bytes for of in encoding), 0),
+        weight_bytes=stored_bytes(*(graph.module for graph in graphs)) + (sight.weight_bytes if sight else 0),
+        kept_bytes=max(kept, *encoding, 0),
         copied_bytes=step.layout.nbytes(context, goal.batch) + copied - beside,
+        own_seconds=sight.seconds() if sight and beside_call else 0.0,
+        own_bytes=sight.weight_bytes if sight else 0,
     )
 
 

@@ -70,18 +70,30 @@ def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal, ch
     )
 
 
-def workspace(step: GenerationStep, batch: int, context: int, chunk: int, *, lean: bool = True) -> int:
+def workspace(
+    step: GenerationStep, batch: int, context: int, chunk: int, *, lean: bool = True,
+    images: tuple[int, int] = (0, 0),
+) -> int:  # fmt: skip
     """Most bytes beside weights and cache in a call whose tokens fill a context: inputs, and activations at
     its end, of a chunk or of one token.
 
-    `lean`: see `filled`.
+    `lean`: see `filled`. `images`: tokens of a row, the last ones, that are images', and of one of these,
+    which is read whole where a step is told which tokens are images'.
     """
-    most = min(chunk, context)
-    ends = (filled(step, step.program, batch=batch, context=context, new=new, lean=lean) for new in (most, 1))
+    seen, each = images
+    most = min(chunk + max(0, each - 1) * (chunk < context and bool(step.boundary.kinds)), context)
+    sized = partial(filled, step, step.program, batch=batch, context=context, lean=lean)
+    ends = (sized(new=most, images=batch * min(seen, most)), sized(new=1))
     windows = {leaf.layer for leaf in step.layout if leaf.growth is Growth.WINDOW}
     # a layer of Hugging Face's with a window holds its length as a tensor
     beside = input_bytes(step.boundary, batch, context, most) + _NUMBER * len(windows)
+    beside += batch * (seen + (most < context) * min(seen, most)) * _row_bytes(step)
     return beside + max(_activation_bytes(_dense(end)) for end in ends)
+
+
+def _row_bytes(step: GenerationStep) -> int:
+    """Of an image token, of all tensors that a step takes."""
+    return sum(rows[:1].nbytes for rows in step.program.kwargs.get("images", ()))
 
 
 def _activation_bytes(program: Program) -> int:

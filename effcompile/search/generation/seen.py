@@ -14,7 +14,8 @@ from effcompile.capture.memory import as_it_was
 from effcompile.capture.mends import evaluating
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.types import HFModel, Inputs, Kwargs
-from effcompile.runtime.generation.images import Eye, TextWithImages, between, by_axis, rows_for
+from effcompile.runtime.generation.eye import Eye
+from effcompile.runtime.generation.images import TextWithImages, between, by_axis, rows_for
 from effcompile.search.generation.text import CalibrationText, calibration_texts
 
 #: What Hugging Face's positions of a text with images are computed of (transformers 5.23, get_rope_index).

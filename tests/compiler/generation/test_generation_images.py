@@ -14,6 +14,7 @@ from generation_models import more
 
 import effcompile
 from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.torch_compat_memory import watched_memory
 from effcompile.runtime.generation.executable import GenerationExecutable
 
 ENCODED = "mm_encoder_outputs"
@@ -57,7 +58,8 @@ def planned_of(kind: str) -> tuple[Any, GenerationExecutable, dict[str, Any]]:
     model = getattr(models, kind)().eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model, plan(model), KINDS[kind]()
+    given = KINDS[kind]()
+    return model, plan(model, inputs=given), given
 
 
 @pytest.fixture(params=KINDS)
@@ -95,6 +97,36 @@ def test_logits_are_the_models_in_one_call_and_in_chunks(planned: tuple[Any, Any
         torch.testing.assert_close(fast(**given).logits, told, atol=1e-5, rtol=1e-4)
     finally:
         fast.stepper.step = whole
+
+
+def test_an_encoder_is_counted_to_the_byte(planned: tuple[Any, Any, dict[str, Any]]) -> None:
+    """Its weights, what it holds while it runs, and the rows that are held behind it."""
+    model, fast, _ = planned
+    step = fast.lowered.run
+    of_text = sum(t.nbytes for t in (*step.parameters(), *step.buffers()))
+    figures, foreseen = fast.plan.measured, fast.plan.predicted
+    eye = getattr(model.model, "vision_tower", None) or model.model.visual
+    assert figures.weight_bytes >= of_text + sum(weight.nbytes for weight in eye.parameters())
+    assert (figures.weight_bytes, figures.peak_bytes) == (foreseen.weight_bytes, foreseen.peak_bytes)
+    assert any(str(note).startswith("images: 1 in a row of text") for note in fast.plan.notes)
+
+
+def test_generating_behind_an_image_holds_no_more_than_is_foreseen() -> None:
+    _, fast, given = planned_of("llava")
+    row = {name: value[:1] for name, value in given.items()}
+    fast.generate(**row, max_new_tokens=26, do_sample=False)
+    with watched_memory("cpu") as peak:
+        mine = {name: value.clone() for name, value in row.items()}
+        fast.generate(**mine, max_new_tokens=26, do_sample=False)
+    beyond = 4 * 4 * 99 * 4  # logits that generate() copies, and ids
+    assert peak() <= fast.plan.predicted.peak_bytes - fast.plan.predicted.weight_bytes + beyond
+
+
+def test_an_image_that_the_context_has_no_room_for_is_told() -> None:
+    """Without images among the inputs one is as large as the model's settings say."""
+    asked_of: dict[str, Any] = {"mode": "generation", "backend": "torch-eager", "context": 12}
+    plan = effcompile.plan(models.llava().eval(), {"input_ids": torch.tensor([[5, 9, 7]])}, **asked_of)
+    assert any("one has 16 tokens, for which a context of 12 has no room" in str(note) for note in plan.notes)
 
 
 def test_tokens_that_tell_images_from_text_are_read_where_the_mask_depends_on_them() -> None:
