@@ -81,6 +81,7 @@ class GenerationStep:
         source: of an encoder-decoder, what makes the leaves of cross-attention from the encoder's output.
         encoder: of an encoder-decoder, its encoder; inputs as generate() gives them.
         image: of a model that takes images, what stands for one.
+        eye: what encodes one; None: it stays as it stands in the model.
     """
 
     program: Program
@@ -89,12 +90,12 @@ class GenerationStep:
     source: Program | None = None
     encoder: Program | None = None
     image: images.ImageToken | None = None
+    eye: Program | None = None
 
     def before(self, edit: Callable[[Program], Program]) -> GenerationStep:
         """With what runs before the first token edited."""
-        if self.encoder is None or self.source is None:
-            return self
-        return replace(self, encoder=edit(self.encoder), source=edit(self.source))
+        encoder, source, eye = (graph and edit(graph) for graph in (self.encoder, self.source, self.eye))
+        return replace(self, encoder=encoder, source=source, eye=eye)
 
 
 class StepModule(nn.Module):

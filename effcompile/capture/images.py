@@ -227,6 +227,19 @@ def features(output: Outputs) -> Outputs:
     return kept
 
 
+def made_of(rows: Sequence[Sequence[torch.Tensor]]) -> Outputs:
+    """An encoder's output of rows of features, image by image: those in the place of image tokens, and those
+    that are added behind layers.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    found: Outputs = BaseModelOutputWithPooling()
+    found["pooler_output"] = list(rows[0])
+    if rows[1:]:
+        found["deepstack_features"] = [list(each) for each in rows[1:]]
+    return found
+
+
 def rows_of(output: Outputs) -> list[torch.Tensor]:
     """The rows of features of an encoder's output, of all its images one behind the other."""
     behind = getattr(output, "deepstack_features", None) or ()

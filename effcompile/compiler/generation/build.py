@@ -281,11 +281,12 @@ def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:
     with progress.step("calibration text"):
         texts, said = texts_to_measure(model, step, given, context)
         sight = sight_of(model, step, given, goal)
+        step = replace(step, eye=sight.program if sight else None)
     asked = (*(task.request.passes or ()), *named)
     before = tuple(each for each in load_passes(asked, OF_ENCODERS) if each.name in OF_ENCODERS)
     return Bench(
         model=model, step=step, goal=goal, passes=load_passes(asked, PASSES),
-        before=() if goal.exact or step.encoder is None else before,
+        before=() if goal.exact or step.encoder is step.eye is None else before,
         room=CacheRoom(context=context, chunk=CHUNK), texts=tuple(texts), said=said, progress=progress,
         sight=sight,
     )  # fmt: skip

@@ -25,7 +25,7 @@ def lower_step(
     texts: Sequence[CalibrationText] = (),
 ) -> tuple[LoweredStep, dict[str, Lowered]]:
     """A step made runnable, and what the backend made of each of its graphs: `step`, and of an
-    encoder-decoder `source` and `encoder`.
+    encoder-decoder `source` and `encoder`, and `eye` of one that encodes images.
 
     Args:
         step: as captured.
@@ -43,7 +43,7 @@ def lower_step(
     calibration = [program.flat_inputs(*as_inputs(text, step.layout, program.kwargs)) for text in texts] or [
         program.flat_inputs()
     ]
-    graphs = {"step": program, "source": step.source, "encoder": step.encoder}
+    graphs = {"step": program, "source": step.source, "encoder": step.encoder, "eye": step.eye}
     ranges = {"step": calibration, "encoder": [list(text.source.values()) for text in texts if text.source]}
     made: dict[str, Lowered] = {}
     for name, graph in graphs.items():
@@ -56,7 +56,8 @@ def lower_step(
         if graph is not None
         for name, rows in tables_of(graph).items()
     }
-    whole = assembled(step.boundary, step.layout, room, program.inputs, tables, made, step.image)
+    seen = step.eye.inputs if step.eye else ()
+    whole = assembled(step.boundary, step.layout, room, program.inputs, tables, made, step.image, seen)
     part = made["step"]
     if isinstance(part, TorchLowered) and {"CUDA graph", "kernels"} & {*part.settings}:  # on a GPU
         made["step"] = replace(part, settings={**part.settings, "CUDA graph": whole.recorded})

@@ -5,13 +5,14 @@ and single tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
 
 from effcompile.capture.caches import new_cache
+from effcompile.capture.images import ENCODED
 from effcompile.capture.mends import evaluating
 from effcompile.capture.verify import relative_error
 from effcompile.core.findings import Nats
@@ -20,6 +21,7 @@ from effcompile.core.types import HFModel, Kwargs
 from effcompile.ir.figures import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.runtime.generation.executable import LoweredEncoder
+from effcompile.runtime.generation.eye import Eye
 from effcompile.runtime.generation.images import TextWithImages, between_images
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.search.generation.text import CalibrationText
@@ -39,14 +41,14 @@ _OF_STATES = 1e-3
 class Told:
     """What the model itself says of a text: logits at each position, of its own forward without a cache.
 
-    `source`: what the encoder is given. `rounding`: how far they are from those in float64; it runs
+    `given`: what encoders are given. `rounding`: how far they are from those in float64; it runs
     the model when called.
     """
 
     text: torch.Tensor
     logits: torch.Tensor
     extra: Kwargs
-    source: Mapping[str, torch.Tensor]
+    given: CalibrationText
     rounding: Callable[[], float]
 
 
@@ -62,7 +64,7 @@ def told_by(model: HFModel, texts: Sequence[CalibrationText], goal: Goal) -> lis
                 text=text,
                 logits=logits,
                 extra=extra,
-                source=each.source,
+                given=each,
                 rounding=cache(partial(_rounding, wide, text, extra, logits)),
             )
         )
@@ -95,7 +97,7 @@ def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -
     limit = goal.tolerance if not goal.exact else _ROUNDING
     found: dict[str, tuple[float, float]] = {}
     for one in told:
-        one = encoded(stepper, one)
+        one = encoded(stepper, model, one)
         for name, sizes in _ways(one.text.shape[1]):
             kinds = one.extra.get(stepper.step.boundary.kinds)
             logits = forced(stepper, model, one, _beside_images(sizes, kinds))
@@ -112,12 +114,17 @@ def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -
     ]
 
 
-def encoded(stepper: Stepper, told: Told) -> Told:
-    """With what the lowered encoder makes of its input in the place of the model's own."""
-    if not told.source:
+def encoded(stepper: Stepper, model: HFModel, told: Told) -> Told:
+    """With what the lowered encoder makes of its input, or of images, in the place of the model's own."""
+    step, source, pictures = stepper.step, told.given.source, told.given.pictures
+    if source:
+        encoder = LoweredEncoder(step, tuple(source))
+        return replace(told, extra={**told.extra, "encoder_outputs": encoder(**source)})
+    if not pictures or step.eye is None or step.image is None or told.given.uncut is None:
         return told
-    encoder = LoweredEncoder(stepper.step, tuple(told.source))
-    return replace(told, extra={**told.extra, "encoder_outputs": encoder(**told.source)})
+    made: Kwargs = {ENCODED: {"image": Eye(model.base_model, step)(pictures)}}
+    whole = TextWithImages(told.given.uncut, step.boundary, step.image)
+    return replace(told, extra={**told.extra, **whole.part(made, 0, told.text.shape[1])})
 
 
 def _ways(tokens: int) -> Iterator[tuple[str, list[int]]]:

@@ -33,6 +33,7 @@ from effcompile.ir.formats import FP32
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.runtime.generation.executable import LoweredEncoder
+from effcompile.runtime.generation.eye import Eye
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import LoweredStep
 from effcompile.search.generation.held import forms_of
@@ -106,7 +107,9 @@ def compared(
         given = _rows(source, goal.batch)
         encoding = {name: partial(encoder, **given) for name, encoder in encoders.items()}
         if sight and sight.given:
-            encoding = dict.fromkeys((ORIGINAL, *steps), partial(sight.encode))
+            eyes = {name: Eye(model.base_model, step) for name, step in steps.items()}
+            eyes[ORIGINAL] = sight.eye
+            encoding = {name: partial(eye, sight.given) for name, eye in eyes.items()}
         before = {name: min(times) for name, times in interleaved(encoding, 2, repeats=1).items()}
         decodes: dict[str, Callable[[], object]] = {
             name: partial(
@@ -232,7 +235,8 @@ def peak_bytes(
         cache, ids = new_cache(model), _ids(model, goal, context)
         if sight and sight.given:
             pictures = sight.pictures()  # held to the end
-            ids, seen = sight.beside(ids, pictures, stepper.step.boundary.axes)
+            made = Eye(model.base_model, stepper.step)(pictures)
+            ids, seen = sight.beside(ids, made, stepper.step.boundary.axes)
             extra |= seen
         stepper(**{key: ids, name: cache}, **extra, **keep)
         extra = {} if sight else extra

@@ -116,7 +116,7 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
             else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
         )
         whole = None if encoder is None else encoder.within
-        self._eye = Eye(model) if lowered.boundary.images else None
+        self._eye = Eye(model.base_model, lowered) if lowered.boundary.images else None
         self.stepper = Stepper(lowered, type(model).forward, model.config, whole, self._eye)
         self._shell = shell.kind_around(model, self.stepper, encoder)
         assert step.program.state is not None
@@ -225,10 +225,12 @@ class OpenedGeneration(_Configured):
         self.folder, self.plan, self.lowered = folder, plan, lowered
         source = LoweredEncoder(lowered, encoder) if encoder else None
         whole = None if source is None else source.within
-        self.stepper = Stepper(lowered, kind.forward, configs[0], whole)
-        self._shell: HFModel = shell.empty(
-            kind, *configs, self.stepper, source, lowered.device, seeing=lowered.image is not None
-        )
+        inner = None if lowered.image is None else shell.inside(kind, configs[0])
+        eye = None if inner is None else Eye(inner, lowered, there=False)
+        self.stepper = Stepper(lowered, kind.forward, configs[0], whole, eye)
+        if inner is not None and eye is not None:
+            inner.get_image_features = eye.as_method()
+        self._shell: HFModel = shell.empty(kind, *configs, self.stepper, source, lowered.device, inner)
 
     @property
     def _behind(self) -> HFModel:

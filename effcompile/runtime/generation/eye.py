@@ -1,4 +1,4 @@
-"""The image encoder of a model, as generate() calls it."""
+"""The image encoder of a model, as generate() calls it: image by image by its graph, or as it is there."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from effcompile.capture import images
-from effcompile.core.types import HFModel, Kwargs, Outputs
+from effcompile.core.errors import GuardError
+from effcompile.core.types import Forward, HFModel, Kwargs, Outputs
+from effcompile.ir.program import TensorSpec
+from effcompile.runtime.generation.steps import LoweredStep, carried_out
 
 #: Names by which Hugging Face's image encoders take what they read (transformers 5.23, generation/utils.py).
 PIXELS = ("pixel_values", "pixel_values_images", "image_patches")
 #: Sizes of images in patches: a row for each.
 _GRID = "image_grid_thw"
+#: What does not change rows of features.
+_SILENT = ("return_dict",)
 
 
 class Eye:
-    """The image encoder of a model that is there, as it stands.
+    """The image encoder of a model: by the graph of a step where all images of a call are of the sizes that
+    it is of, else as it stands in the model.
 
     Of what it makes it keeps the rows of features: hidden states of all layers, which some models' have with
     them, would be held until the last token is written.
@@ -27,9 +33,13 @@ class Eye:
         names: arguments of a forward that it reads.
     """
 
-    def __init__(self, model: HFModel) -> None:
-        self._model = model
-        self.names = frozenset(inspect.signature(model.base_model.get_image_features).parameters) - {"kwargs"}
+    def __init__(self, inner: HFModel, step: LoweredStep | None = None, *, there: bool = True) -> None:
+        """`inner`: whose get_image_features it stands for. `step`: that has the graph of an image. `there`:
+        the model has its weights.
+        """
+        self._inner, self._step, self._there = inner, step, there
+        self._taken = list(inspect.signature(_own(inner)).parameters)
+        self.names = frozenset(self._taken) - {"kwargs"}
 
     def __call__(self, given: Kwargs) -> Outputs | None:
         """What it makes of a call's images; None where there are none."""
@@ -37,19 +47,83 @@ class Eye:
         return self.made(**mine) if any(name in mine for name in PIXELS) else None
 
     def made(self, *args: object, **kwargs: object) -> Outputs:
-        """What it makes, given as it takes it."""
+        """What it makes, given as it takes it.
+
+        Raises:
+            GuardError: images of other sizes than the graph's, where the model is not there.
+        """
+        given = {**dict(zip(self._taken, args, strict=False)), **kwargs}
+        mine = {name: value for name, value in given.items() if value is not None and name not in _SILENT}
+        if (found := self._planned(mine)) is not None:
+            return found
+        if not self._there:
+            raise GuardError(self._refusal(mine), place="inputs['pixel_values']")
         with torch.no_grad():
-            found = self._model.base_model.get_image_features(*args, **{**kwargs, "return_dict": True})
-        return images.features(found)
+            return images.features(_own(self._inner)(**{**given, "return_dict": True}))
+
+    def _planned(self, given: Kwargs) -> Outputs | None:
+        """By the graph, image by image; None where there is none, or one that is not of these."""
+        step = self._step
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        if step is None or step.eye is None or len(tensors) < len(given):
+            return None
+        parts = one_by_one(tensors)
+        if not parts or not all(fits(part, step.eye_inputs) for part in parts):
+            return None
+        rows = [
+            carried_out(step.eye, [part[spec.name].contiguous() for spec in step.eye_inputs])
+            for part in parts
+        ]
+        return images.made_of(list(zip(*rows, strict=True)))
+
+    def _refusal(self, given: Kwargs) -> str:
+        step = self._step
+        beside = (
+            "Encode the image with the model, mm_encoder_outputs={'image': "
+            "model.base_model.get_image_features(...)}, and leave its pixels out."
+        )
+        if step is None or step.eye is None:
+            return f"A saved generation has the step's weights alone, and no image encoder. {beside}"
+        planned = ", ".join(f"{spec.name} {described(spec)}" for spec in step.eye_inputs)
+        found = ", ".join(
+            f"{name} {list(value.shape)}" for name, value in given.items() if isinstance(value, torch.Tensor)
+        )
+        return (
+            f"The folder's image encoder takes images of the size that was planned with, each {planned}; "
+            f"these are {found}. Give images of that size, or plan with one of these as an input. {beside}"
+        )
 
     def as_method(self) -> Callable[..., Outputs]:
         """With the signature of the model's own, which generate() reads."""
 
-        @functools.wraps(self._model.base_model.get_image_features)
+        @functools.wraps(_own(self._inner))
         def seen(*args: object, **kwargs: object) -> Outputs:
             return self.made(*args, **kwargs)
 
         return seen
+
+
+def _own(inner: HFModel) -> Forward:
+    own: Forward = inner.get_image_features
+    return own
+
+
+def fits(given: Mapping[str, torch.Tensor], inputs: Sequence[TensorSpec]) -> bool:
+    """Whether one image is of the sizes, and has the values, that a graph is of."""
+    return given.keys() == {spec.name for spec in inputs} and all(_is(given[s.name], s) for s in inputs)
+
+
+def _is(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    return (
+        tuple(tensor.shape) == spec.shape
+        and str(tensor.dtype).removeprefix("torch.") == spec.dtype
+        and (spec.values is None or tuple(tensor.flatten().tolist()) == spec.values)
+    )
+
+
+def described(spec: TensorSpec) -> str:
+    """The shape of an input, or its values where these are fixed."""
+    return f"{list(spec.shape)}" if spec.values is None else f"= {list(spec.values)}"
 
 
 def one_by_one(given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

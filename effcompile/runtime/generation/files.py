@@ -60,7 +60,8 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         kind: the model's class in transformers.
         inputs: of the step.
-        graphs: part ("step", "source", "encoder") → what it is.
+        graphs: part ("step", "source", "encoder", "eye") → what it is.
+        eye: what the graph of an image is given.
         tables: as in `LoweredStep`.
     """
 
@@ -71,6 +72,7 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     inputs: tuple[TensorSpec, ...]
     graphs: dict[str, SavedGraph]
     tables: dict[str, int]
+    eye: tuple[TensorSpec, ...] = ()
 
     @property
     def encoder(self) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ def write(
     """Write all but the plan; returns the files."""
     found: list[Path] = []
     graphs: dict[str, SavedGraph] = {}
-    programs = {"step": step.program, "source": step.source, "encoder": step.encoder}
+    programs = {"step": step.program, "source": step.source, "encoder": step.encoder, "eye": step.eye}
     for name, part in parts.items():
         inner = folder / f".{name}"
         saved = part.save(inner)
@@ -97,6 +99,7 @@ def write(
     header = Header(
         kind=type(model).__name__, boundary=lowered.boundary, layout=lowered.layout, room=lowered.room,
         inputs=lowered.inputs, graphs=graphs, tables=dict(lowered.tables),
+        eye=lowered.eye_inputs,
     )  # fmt: skip
     (folder / HEADER).write_bytes(msgspec.json.encode(header))
     if lowered.image is not None:
@@ -150,7 +153,8 @@ def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
         name: _open(folder / Path(graph.file).name, graph, plan) for name, graph in header.graphs.items()
     }
     made = _image(folder) if header.boundary.images else None
-    return assembled(header.boundary, header.layout, header.room, header.inputs, header.tables, runs, made)
+    of_step = (header.boundary, header.layout, header.room, header.inputs)
+    return assembled(*of_step, header.tables, runs, made, header.eye)
 
 
 def _image(folder: Path) -> ImageToken:

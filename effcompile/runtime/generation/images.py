@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from effcompile.capture import images
 from effcompile.capture.generation import Boundary
 from effcompile.core.errors import GuardError
 from effcompile.core.types import Kwargs, Outputs
-from effcompile.runtime.generation.eye import Eye
 
 
 def between(
@@ -130,7 +129,7 @@ def rows_for(
     return [each.to(unseen.dtype) for each in rows]
 
 
-def encoded(given: Kwargs, eye: Eye | None) -> Outputs | None:
+def encoded(given: Kwargs, eye: Callable[[Kwargs], Outputs | None] | None) -> Outputs | None:
     """What the image encoder made, of a call's arguments; None where there is no image.
 
     Raises:

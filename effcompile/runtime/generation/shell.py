@@ -59,31 +59,34 @@ def empty(
     forward: Step,
     encoder: nn.Module | None,
     device: torch.device,
-    seeing: bool = False,
+    inner: HFModel = None,
 ) -> nn.Module:
     """The same of a model that is not there: its class and its configs, no weights.
 
-    `device`: of the step's own. `seeing`: it is a model of images and text, whose generate() calls methods of
-    its inner model.
+    `device`: of the step's own. `inner`: of a model of images and text, see `inside`.
     """
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     made = kind.__new__(_class(kind, forward, encoder, device, dtype))
     nn.Module.__init__(made)
     made.config, made.generation_config = config, generation_config
-    if seeing:
-        with torch.device("meta"):
-            inner = kind(config).base_model
-        inner.get_image_features = inner.get_video_features = _blind
+    if inner is not None:
         setattr(made, kind.base_model_prefix, inner)
     made.eval()
     return made
 
 
-def _blind(pixel_values: torch.Tensor | None = None, **kwargs: object) -> Never:
+def inside(kind: HFClass, config: Any) -> HFModel:
+    """The inner model of a model of images and text, without data: generate() calls its methods."""
+    with torch.device("meta"):
+        inner = kind(config).base_model
+    inner.get_video_features = _blind
+    return inner
+
+
+def _blind(pixel_values_videos: torch.Tensor | None = None, **kwargs: object) -> Never:
     raise GuardError(
-        "A saved generation has the step's weights alone, no image encoder. Encode the image with the model, "
-        "mm_encoder_outputs={'image': model.base_model.get_image_features(...)}, and leave its pixels out.",
-        place="inputs['pixel_values']",
+        "A planned step takes images and text, and no video. Let the model itself read it.",
+        place="inputs['pixel_values_videos']",
     )
 
 

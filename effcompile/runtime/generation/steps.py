@@ -64,6 +64,7 @@ class LoweredStep:
             in.
         many: runs a step of more than FEW tokens, where that is another function.
         image: what stands for one, where the step takes images.
+        eye: makes rows of features of one, which is given as `eye_inputs` say.
         recorded: what of it is a CUDA graph, for a report.
     """
 
@@ -77,6 +78,8 @@ class LoweredStep:
     source: Run | None = None
     encoder: Run | None = None
     image: ImageToken | None = None
+    eye: Run | None = None
+    eye_inputs: tuple[TensorSpec, ...] = ()
     recorded: str = ""
 
     @cached_property
@@ -269,6 +272,7 @@ def input_bytes(boundary: Boundary, batch: int, tokens: int, chunk: int) -> int:
 def assembled(
     boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...],
     tables: Mapping[str, int], runs: Mapping[str, Run], image: ImageToken | None = None,
+    eye_inputs: tuple[TensorSpec, ...] = (),
 ) -> LoweredStep:  # fmt: skip
     """The parts of a step put together; the cache of torch's graphs grows in place.
 
@@ -298,4 +302,5 @@ def assembled(
     return LoweredStep(
         boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run, many=many,
         source=runs.get("source"), encoder=runs.get("encoder"), image=image, recorded=recorded,
+        eye=runs.get("eye"), eye_inputs=eye_inputs,
     )  # fmt: skip

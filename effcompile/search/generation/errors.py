@@ -11,7 +11,13 @@ from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.passes import Pass
 from effcompile.search.generation.cases import scored
-from effcompile.search.generation.joined import joined, joined_inputs
+from effcompile.search.generation.joined import (
+    begins_with_image,
+    inputs_with_eye,
+    joined,
+    joined_inputs,
+    joined_with_eye,
+)
 from effcompile.search.generation.text import CalibrationText, as_inputs, sensed
 from effcompile.search.pricing import is_had, measured_options, replaced_weights
 
@@ -35,7 +41,11 @@ def option_errors(
         return Sensitivity(errors={}, method="the goal allows no error")
     options, texts = measured_options(passes), sensed(texts)
     options["attention"] = tuple(form for form in options.get("attention", ()) if is_had(form, backends))
-    if step.encoder is None:
+    seeing = [text for text in texts if begins_with_image(step, text)]
+    if seeing:
+        program = joined_with_eye(step, seeing[0])
+        inputs = [inputs_with_eye(step, text) for text in seeing]
+    elif step.encoder is None:
         program = scored(step.program)
         inputs = [as_inputs(text, step.layout, program.kwargs) for text in texts]
     else:

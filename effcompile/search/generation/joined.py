@@ -16,6 +16,7 @@ from effcompile.core.types import Inputs
 from effcompile.ir.cache import Growth
 from effcompile.ir.export import refresh_shapes
 from effcompile.ir.program import Program
+from effcompile.runtime.generation.eye import fits, one_by_one
 from effcompile.search.generation.cases import scored
 from effcompile.search.generation.text import CalibrationText, as_inputs
 
@@ -44,6 +45,47 @@ def joined(step: GenerationStep, text: CalibrationText) -> Program:
     return Program(
         name=step.program.name, module=module, kwargs=kwargs, inputs=specs, outputs=step.program.outputs[:1]
     )
+
+
+def joined_with_eye(step: GenerationStep, text: CalibrationText) -> Program:
+    """The graph of an image and step; those of a text as its example, which begins with such an image."""
+    assert step.eye is not None
+    graph, held = fx.Graph(), dict[str, torch.Tensor]()
+    _, kwargs = inputs_with_eye(step, text)
+    specs = (*step.eye.inputs, *step.program.inputs)
+    inputs = [graph.placeholder(spec.name) for spec in specs]
+    count = len(step.eye.inputs)
+    rows = iter(_copied(graph, held, step.eye, inputs[:count]))
+    taken = [
+        graph.call_function(torch.ops.aten.cat.default, ([next(rows), node],))
+        if spec.name.startswith("images")
+        else node
+        for spec, node in zip(specs[count:], inputs[count:], strict=True)
+    ]
+    (logits,) = _copied(graph, held, scored(step.program), taken)
+    graph.output((logits,))
+    module = fx.GraphModule(held, graph, class_name="Joined")
+    refresh_shapes(module, (), kwargs)
+    return Program(
+        name=step.program.name, module=module, kwargs=kwargs, inputs=specs, outputs=step.program.outputs[:1]
+    )
+
+
+def inputs_with_eye(step: GenerationStep, text: CalibrationText) -> Inputs:
+    """A text as the inputs of `joined_with_eye`: its first image, and what was made of the others."""
+    assert step.eye is not None
+    _, given = as_inputs(text, step.layout, step.program.kwargs)
+    own = int(step.eye.outputs[0].shape[0])
+    return (), {**one_by_one(text.pictures)[0], **given, "images": [each[own:] for each in given["images"]]}
+
+
+def begins_with_image(step: GenerationStep, text: CalibrationText) -> bool:
+    """Whether a text has an image that is of the sizes of the graph of one, first and whole."""
+    if step.eye is None or not text.pictures or not text.images:
+        return False
+    there = (text.tokens[0] == text.image_token).sum()
+    first = one_by_one(text.pictures)[0]
+    return fits(first, step.eye.inputs) and int(there) >= int(step.eye.outputs[0].shape[0])
 
 
 def joined_inputs(step: GenerationStep, text: CalibrationText) -> Inputs:

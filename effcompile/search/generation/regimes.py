@@ -61,7 +61,8 @@ def regimes_of(
     if sight:
         kept += sight.kept_bytes
         encoding.append(sight.given_bytes + sight.working_bytes)
-    graphs = (step.program, *(regime.program for regime in before))
+    seeing = [] if sight is None or sight.program is None else [_seeing(sight, goal, passes)]
+    graphs = (step.program, *(regime.program for regime in (*before, *seeing)))
     return Regimes(
         each=(
             Regime(
@@ -77,6 +78,7 @@ def regimes_of(
                 beside=beside_call,
             ),
             *before,
+            *seeing,
         ),
         weight_bytes=stored_bytes(*(graph.module for graph in graphs)) + (sight.weight_bytes if sight else 0),
         kept_bytes=max(kept, *encoding, 0),
@@ -84,6 +86,13 @@ def regimes_of(
         own_seconds=sight.seconds() if sight and beside_call else 0.0,
         own_bytes=sight.weight_bytes if sight else 0,
     )
+
+
+def _seeing(sight: Sight, goal: Goal, passes: tuple[Pass, ...]) -> Regime:
+    """An image, and how many there are in a prompt."""
+    assert sight.program is not None
+    calls = sight.images * goal.batch
+    return Regime(name="images", program=sight.program, calls=calls, graph="eye", passes=passes)
 
 
 def _encoding(

@@ -16,8 +16,11 @@ from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.types import HFModel, Inputs, Kwargs
 from effcompile.runtime.generation.eye import Eye
 from effcompile.runtime.generation.images import TextWithImages, between, by_axis, rows_for
+from effcompile.search.generation.sight import derived
 from effcompile.search.generation.text import CalibrationText, calibration_texts
 
+#: Tokens of text behind an image that the model's settings tell the size of.
+_BEHIND = 16
 #: What Hugging Face's positions of a text with images are computed of (transformers 5.23, get_rope_index).
 _OF_POSITIONS = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
@@ -31,7 +34,18 @@ def texts_to_measure(
         return texts, source
     beside = [kwargs for _, kwargs in given] if given else [{}] * len(texts)
     pairs = enumerate(zip(texts, beside, strict=True))
-    return [_with_images(model, step, text, kwargs, at) for at, (text, kwargs) in pairs], source
+    made = [_with_images(model, step, text, kwargs, at) for at, (text, kwargs) in pairs]
+    if given or model.device.type == "meta" or (shown := derived(model)).get("pixel_values") is None:
+        return made, source
+    there = (shown[step.boundary.tokens] == step.image.id).any(dim=0).nonzero()
+    end = int(there[-1]) + _BEHIND if len(there) else context + 1
+    if end > context:
+        return made, source
+    text = CalibrationText(tokens=shown[step.boundary.tokens][:, :end])
+    return [
+        *made,
+        _with_images(model, step, text, shown, len(made)),
+    ], f"{source}, and text behind an image of noise"
 
 
 def _with_images(
@@ -46,7 +60,7 @@ def _with_images(
     image, boundary, length = step.image, step.boundary, text.tokens.shape[1]
     assert image is not None
     with evaluating(model), torch.no_grad():
-        output = Eye(model)(given)
+        output = Eye(model.base_model)(given)
     whole = text.tokens if output is None else given[boundary.tokens]
     try:
         rows = rows_for(whole, image, output, boundary.images)
@@ -61,7 +75,9 @@ def _with_images(
     if given.get(boundary.kinds) is not None:
         extra[boundary.kinds] = given[boundary.kinds]
     extra = TextWithImages(whole, boundary, image).part(extra, 0, length)
-    return replace(text, extra=extra, kinds=extra.get(boundary.kinds))
+    pictures = {name: given[name] for name in Eye(model.base_model).names if given.get(name) is not None}
+    kinds = extra.get(boundary.kinds)
+    return replace(text, extra=extra, kinds=kinds, pictures=pictures, uncut=whole)
 
 
 def _positions(model: HFModel, tokens: torch.Tensor, given: Kwargs, axes: int) -> torch.Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effcompile.capture import images
+from effcompile.capture.eye import alike, capture_eye
 from effcompile.capture.generation import GenerationStep
 from effcompile.capture.mends import evaluating
 from effcompile.core import torch_compat_memory
@@ -19,9 +21,11 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.timing import median_seconds
 from effcompile.core.types import HFModel, Inputs, Kwargs, Outputs, Value
+from effcompile.estimate.timeline import timeline
+from effcompile.ir.program import Program
 from effcompile.loader.derive import derive
 from effcompile.loader.source import Reading
-from effcompile.runtime.generation.eye import PIXELS, Eye, one_by_one, together
+from effcompile.runtime.generation.eye import PIXELS, Eye, described, one_by_one, together
 
 #: What the figures count, where images are from the user's inputs, and where they are not.
 _GIVEN = (
@@ -41,6 +45,10 @@ _UNKNOWN = (
     "images: no figure counts what encoding them takes, for the model tells no size; {bytes} of weights that "
     "the text does not read are counted as their encoder's; give inputs with images"
 )
+#: What becomes of the encoder.
+_PLANNED = "images: encoded one by one by a planned graph of {name}; others by the model itself"
+_OWN = "images: their encoder is not planned and runs as it stands in the model: {name}"
+_SIZES = "the images of a row are of several sizes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,8 @@ class Sight:
         token: what stands for a row of one in a text.
         given: what is encoded for all rows of the batch; nothing where no image is planned with.
         images, tokens: how many a row has, and how many of its tokens they are.
-        weight_bytes: what encoding reads and no step does.
+        program: encodes one image; None: all are encoded as the model does it.
+        weight_bytes: what encoding reads and no graph of the plan does.
         working_bytes: at the most while it runs, beside its weights and what it is given.
         made_bytes: rows of features, which are held until the last token is written.
         said: for the report.
@@ -63,6 +72,7 @@ class Sight:
     given: Mapping[str, torch.Tensor] = field(default_factory=dict)
     images: int = 0
     tokens: int = 0
+    program: Program | None = None
     weight_bytes: int = 0
     working_bytes: int = 0
     made_bytes: int = 0
@@ -83,30 +93,26 @@ class Sight:
         """While tokens are written: the images, and what was made of them."""
         return self.given_bytes + self.made_bytes
 
-    def encode(self) -> Outputs | None:
-        """All images of the batch."""
-        return self.eye(self.given)
-
     def seconds(self) -> float:
-        """Of encoding them: measured."""
-        return median_seconds(self.encode, min_rounds=2) if self.given else 0.0
+        """Of encoding all images of the batch as the model does it: measured; 0 where a graph does."""
+        if self.program is not None or not self.given:
+            return 0.0
+        return median_seconds(partial(self.eye, self.given), min_rounds=2)
 
     def pictures(self) -> dict[str, torch.Tensor]:
         """The images again, as a caller holds them."""
         return {name: value.clone() for name, value in self.given.items()}
 
-    def beside(
-        self, ids: torch.Tensor, pictures: Mapping[str, torch.Tensor], axes: int
-    ) -> tuple[torch.Tensor, Kwargs]:
+    def beside(self, ids: torch.Tensor, seen: Outputs, axes: int) -> tuple[torch.Tensor, Kwargs]:
         """A text (rows, tokens) that ends with these images, and what a forward takes beside it.
 
-        `axes`: of its position ids.
+        `seen`: what was made of the images. `axes`: of its position ids.
         """
         text: torch.Tensor = ids.masked_fill(ids == self.token.id, (self.token.id + 1) % 3)
         text[:, ids.shape[1] - self.tokens :] = self.token.id
         places = torch.arange(ids.shape[1], device=ids.device).repeat(axes, len(ids), 1) if axes else None
         positions = {"position_ids": places} if axes else {}
-        return text, {images.ENCODED: {"image": self.eye(pictures)}, **positions}
+        return text, {images.ENCODED: {"image": seen}, **positions}
 
 
 class _Read(TorchDispatchMode):
@@ -130,9 +136,9 @@ def sight_of(
     """
     if step.image is None:
         return None
-    eye = Eye(model)
+    eye = Eye(model.base_model)
     theirs = _of_inputs(eye, given or ())
-    row = theirs or _of_settings(model, eye)
+    row = theirs or _of_inputs(eye, [((), derived(model))])
     if not row or model.device.type == "meta":
         weights = _beyond(model, None, step)
         return Sight(eye=eye, token=step.image, weight_bytes=weights, said=(Because(_UNKNOWN, (weights,)),))
@@ -150,8 +156,32 @@ def sight_of(
         eye=eye, token=step.image, given=asked, images=len(row), tokens=tokens, weight_bytes=weights,
         working_bytes=peak(), made_bytes=sum(each.nbytes for each in images.rows_of(made)),
     )  # fmt: skip
+    program = _graph(model, eye, row)
+    if isinstance(program, str):
+        what = Because(_OWN, (program,))
+    else:
+        sizes = ", ".join(f"{spec.name} {described(spec)}" for spec in program.inputs)
+        others = found.made_bytes - found.made_bytes // (len(row) * goal.batch)
+        what = Because(_PLANNED, (sizes,))
+        found = replace(
+            found, program=program, weight_bytes=0, working_bytes=others + timeline(program).activation_bytes
+        )
     figures = (len(row), tokens, weights, found.working_bytes, found.kept_bytes)
-    return replace(found, said=(Because(_GIVEN if theirs else _OF_SIZE, figures),))
+    return replace(found, said=(Because(_GIVEN if theirs else _OF_SIZE, figures), what))
+
+
+def _graph(model: HFModel, eye: Eye, row: Sequence[Mapping[str, torch.Tensor]]) -> Program | str:
+    """The graph of an image, or why there is none."""
+    first = row[0]
+    sizes = [{name: value.shape for name, value in each.items()} for each in row]
+    if sizes.count(sizes[0]) < len(row):
+        return _SIZES
+    other = {n: v.flip(-1) if v.is_floating_point() else v for n, v in first.items()}
+    with evaluating(model), torch.no_grad():
+        apart = [images.rows_of(_made(eye, each)) for each in (first, other)]
+        beside = images.rows_of(_made(eye, together([first, other])))
+    several = all(map(alike, map(torch.cat, zip(*apart, strict=True)), beside))
+    return capture_eye(model, first, several)
 
 
 def _made(eye: Eye, given: Mapping[str, torch.Tensor]) -> Outputs:
@@ -188,9 +218,8 @@ def _size(given: Mapping[str, torch.Tensor]) -> int:
     return next(given[name] for name in PIXELS if name in given).numel()
 
 
-def _of_settings(model: HFModel, eye: Eye) -> list[dict[str, torch.Tensor]]:
-    """One image, where the model's settings tell its size."""
+def derived(model: HFModel) -> Kwargs:
+    """A text with one image, where the model's settings tell the size of one; else nothing."""
     with contextlib.suppress(InputsError):
-        made = derive(model, Reading(), type(model).__name__).kwargs
-        return _of_inputs(eye, [((), made)])
-    return []
+        return derive(model, Reading(), type(model).__name__).kwargs
+    return {}

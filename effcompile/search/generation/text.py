@@ -36,6 +36,8 @@ class CalibrationText:
         images: rows for its image tokens, as a step takes them.
         image_token: the id of those; `extra` has what the model's forward takes of them.
         kinds: which tokens are images', where a step is told.
+        pictures: what the image encoder is given.
+        uncut: the tokens that these images are of, where `tokens` are fewer.
         whole: options' errors are measured on all of it.
     """
 
@@ -46,6 +48,8 @@ class CalibrationText:
     images: tuple[torch.Tensor, ...] = ()
     image_token: int = -1
     kinds: torch.Tensor | None = None
+    pictures: Kwargs = field(default_factory=dict)
+    uncut: torch.Tensor | None = None
     whole: bool = True
 
     def beginning(self, tokens: int) -> CalibrationText:
