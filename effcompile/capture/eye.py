@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from effcompile.capture import images
 from effcompile.capture.inference import capture
@@ -15,7 +16,7 @@ from effcompile.capture.mends import evaluating
 from effcompile.capture.verify import relative_error
 from effcompile.core.errors import EffcompileError
 from effcompile.core.stages import first_line
-from effcompile.core.types import HFModel
+from effcompile.core.types import HFModel, Value
 from effcompile.ir.program import Program
 
 #: Rows of an image alone differ by so much at the most from those beside another one: rounding.
@@ -30,7 +31,29 @@ class EyeModule(nn.Module):
         self.model = model
 
     def forward(self, **given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(images.rows_of(self.model.base_model.get_image_features(**given, return_dict=True)))
+        with _NonePadding():
+            output = self.model.base_model.get_image_features(**given, return_dict=True)
+        return tuple(images.rows_of(output))
+
+
+class _NonePadding(TorchFunctionMode):
+    """One image is none that pads a batch: where a model selects the others (Idefics 3, SmolVLM), it is one
+    of them, and the graph's sizes do not follow from what it shows.
+    """
+
+    def __torch_function__(self, func: Value, types: object, args: Value = (), kwargs: Value = None) -> Value:
+        return (
+            args[0] if func is torch.Tensor.__getitem__ and _is_one(*args) else func(*args, **(kwargs or {}))
+        )
+
+
+def _is_one(whole: torch.Tensor, which: object) -> bool:
+    """Whether one image is asked for by a mask over one."""
+    return (
+        isinstance(which, torch.Tensor)
+        and which.dtype is torch.bool
+        and which.shape == whole.shape[:1] == (1,)
+    )
 
 
 def capture_eye(model: HFModel, given: Mapping[str, torch.Tensor], several: bool) -> Program | str:

@@ -119,6 +119,7 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
         self._eye = Eye(model.base_model, lowered) if lowered.boundary.images else None
         self.stepper = Stepper(lowered, type(model).forward, model.config, whole, self._eye)
         self._shell = shell.kind_around(model, self.stepper, encoder)
+        self._inside = None if self._eye is None else shell.kind_inside(model, self._eye.as_method())
         assert step.program.state is not None
         self._state = step.program.state
         self.plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *self._state.settle()))))
@@ -148,8 +149,7 @@ class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
         return self._around().generate(*args, **given)
 
     def _around(self) -> HFModel:
-        seen = None if self._eye is None else self._eye.as_method()
-        return shell.around(self.original, self._shell, seen)
+        return shell.around(self.original, self._shell, self._inside)
 
     def spoken(self, prompt: torch.Tensor, drafts: int, **how: object) -> torch.Tensor:
         """Greedy text behind a prompt, both (1, tokens), by so many drafts a step whatever the plan says."""

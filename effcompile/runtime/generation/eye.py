@@ -18,6 +18,10 @@ from effcompile.runtime.generation.steps import LoweredStep, carried_out
 PIXELS = ("pixel_values", "pixel_values_images", "image_patches")
 #: Sizes of images in patches: a row for each.
 _GRID = "image_grid_thw"
+#: Which pixels of an image are shown; all where it is left out.
+_MASK = "pixel_attention_mask"
+#: Values that are printed.
+_FEW = 6
 #: What does not change rows of features.
 _SILENT = ("return_dict",)
 
@@ -67,7 +71,7 @@ class Eye:
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         if step is None or step.eye is None or len(tensors) < len(given):
             return None
-        parts = one_by_one(tensors)
+        parts = self.apart(tensors)
         if not parts or not all(fits(part, step.eye_inputs) for part in parts):
             return None
         rows = [
@@ -75,6 +79,15 @@ class Eye:
             for part in parts
         ]
         return images.made_of(list(zip(*rows, strict=True)))
+
+    def apart(self, given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Each image as a graph of one is given it: with a mask over its pixels where the model takes one."""
+        pixels = next((given[name] for name in PIXELS if name in given), None)
+        if _MASK in self.names and pixels is not None and pixels.dim() == 5:
+            shape = (*pixels.shape[:2], *pixels.shape[-2:])
+            mask = given.get(_MASK, pixels.new_ones(()).expand(shape))
+            given = {**given, _MASK: mask.to(torch.int64)}
+        return one_by_one(given)
 
     def _refusal(self, given: Kwargs) -> str:
         step = self._step
@@ -122,8 +135,9 @@ def _is(tensor: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 def described(spec: TensorSpec) -> str:
-    """The shape of an input, or its values where these are fixed."""
-    return f"{list(spec.shape)}" if spec.values is None else f"= {list(spec.values)}"
+    """The shape of an input, or its values where these are fixed and few."""
+    few = spec.values is not None and len(spec.values) <= _FEW
+    return f"= {list(spec.values or ())}" if few else f"{list(spec.shape)}"
 
 
 def one_by_one(given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -137,7 +151,8 @@ def one_by_one(given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor
         return [{name: part, _GRID: row[None]} for part, row in zip(parts, grid, strict=True)]
     if pixels.dim() == 5 and "image_sizes" not in given:
         flat = {key: value.flatten(0, 1) for key, value in given.items()}
-        return [{key: value[at][None, None] for key, value in flat.items()} for at in range(len(flat[name]))]
+        shown = [at for at, each in enumerate(flat[name]) if each.any()]  # what is black all over is padding
+        return [{key: value[at][None, None] for key, value in flat.items()} for at in shown]
     return [
         {name: pixels[at : at + 1], **{key: value[at : at + 1] for key, value in beside.items()}}
         for at in range(len(pixels))

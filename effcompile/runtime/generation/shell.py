@@ -4,7 +4,6 @@ step is ours.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,10 +24,17 @@ def kind_around(model: HFModel, forward: Step, encoder: nn.Module | None) -> HFC
     return _class(type(model), forward, encoder, model.device, model.dtype)
 
 
-def around(model: HFModel, kind: HFClass, seen: Callable[..., Outputs] | None = None) -> HFModel:
+def kind_inside(model: HFModel, seen: Callable[..., Outputs]) -> HFClass:
+    """The class of what is put in the place of its inner model. `seen`: encodes images."""
+    kind = type(model.base_model)
+    return type(kind.__name__, (kind,), {"get_image_features": staticmethod(seen), "__doc__": kind.__doc__})
+
+
+def around(model: HFModel, kind: HFClass, inside: HFClass | None = None) -> HFModel:
     """The model as it is now under that class. Attributes that generate() sets are not the model's.
 
-    `seen`: in the place of what encodes images.
+    `inside`: class of its inner model, whose attributes are the model's own: there generate() keeps how far
+    positions lie behind tokens.
 
     Hooks of the model stand in the step's graph; a forward that was put onto the model is what the graph was
     made of.
@@ -36,9 +42,9 @@ def around(model: HFModel, kind: HFClass, seen: Callable[..., Outputs] | None = 
     made = object.__new__(kind)
     made.__dict__ = {**model.__dict__, **_without_hooks()}
     made.__dict__.pop("forward", None)
-    if seen is not None:
-        inner = made if model.base_model is model else copy.copy(model.base_model)
-        inner.__dict__["get_image_features"] = seen
+    if inside is not None and model.base_model is not model:
+        inner = object.__new__(inside)
+        inner.__dict__ = model.base_model.__dict__
         made.__dict__["_modules"] = {**model._modules, model.base_model_prefix: inner}
     return made
 

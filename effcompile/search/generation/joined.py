@@ -16,7 +16,7 @@ from effcompile.core.types import Inputs
 from effcompile.ir.cache import Growth
 from effcompile.ir.export import refresh_shapes
 from effcompile.ir.program import Program
-from effcompile.runtime.generation.eye import fits, one_by_one
+from effcompile.runtime.generation.eye import fits
 from effcompile.search.generation.cases import scored
 from effcompile.search.generation.text import CalibrationText, as_inputs
 
@@ -76,16 +76,15 @@ def inputs_with_eye(step: GenerationStep, text: CalibrationText) -> Inputs:
     assert step.eye is not None
     _, given = as_inputs(text, step.layout, step.program.kwargs)
     own = int(step.eye.outputs[0].shape[0])
-    return (), {**one_by_one(text.pictures)[0], **given, "images": [each[own:] for each in given["images"]]}
+    return (), {**text.first, **given, "images": [each[own:] for each in given["images"]]}
 
 
 def begins_with_image(step: GenerationStep, text: CalibrationText) -> bool:
     """Whether a text has an image that is of the sizes of the graph of one, first and whole."""
-    if step.eye is None or not text.pictures or not text.images:
+    if step.eye is None or not text.images:
         return False
     there = (text.tokens[0] == text.image_token).sum()
-    first = one_by_one(text.pictures)[0]
-    return fits(first, step.eye.inputs) and int(there) >= int(step.eye.outputs[0].shape[0])
+    return fits(text.first, step.eye.inputs) and int(there) >= int(step.eye.outputs[0].shape[0])
 
 
 def joined_inputs(step: GenerationStep, text: CalibrationText) -> Inputs:

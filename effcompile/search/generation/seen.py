@@ -75,9 +75,12 @@ def _with_images(
     if given.get(boundary.kinds) is not None:
         extra[boundary.kinds] = given[boundary.kinds]
     extra = TextWithImages(whole, boundary, image).part(extra, 0, length)
-    pictures = {name: given[name] for name in Eye(model.base_model).names if given.get(name) is not None}
+    eye = Eye(model.base_model)
+    pictures = {name: given[name] for name in eye.names if given.get(name) is not None}
+    tensors = all(isinstance(value, torch.Tensor) for value in pictures.values())
+    first = next(iter(eye.apart(pictures)), {}) if tensors else {}
     kinds = extra.get(boundary.kinds)
-    return replace(text, extra=extra, kinds=kinds, pictures=pictures, uncut=whole)
+    return replace(text, extra=extra, kinds=kinds, pictures=pictures, first=first, uncut=whole)
 
 
 def _positions(model: HFModel, tokens: torch.Tensor, given: Kwargs, axes: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ from effcompile.estimate.timeline import timeline
 from effcompile.ir.program import Program
 from effcompile.loader.derive import derive
 from effcompile.loader.source import Reading
-from effcompile.runtime.generation.eye import PIXELS, Eye, described, one_by_one, together
+from effcompile.runtime.generation.eye import PIXELS, Eye, described, together
 
 #: What the figures count, where images are from the user's inputs, and where they are not.
 _GIVEN = (
@@ -208,7 +208,7 @@ def _of_inputs(eye: Eye, given: Sequence[Inputs]) -> list[dict[str, torch.Tensor
         mine = {name: value for name in eye.names if isinstance(value := kwargs.get(name), torch.Tensor)}
         if not any(name in mine for name in PIXELS):
             continue
-        each = sorted(one_by_one(mine), key=_size, reverse=True)
+        each = sorted(eye.apart(mine), key=_size, reverse=True)
         row = each[: -(-len(each) // max(1, len(kwargs.get("input_ids", ()))))]
         found = max(found, row, key=lambda images: sum(map(_size, images)))
     return found

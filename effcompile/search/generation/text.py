@@ -36,7 +36,7 @@ class CalibrationText:
         images: rows for its image tokens, as a step takes them.
         image_token: the id of those; `extra` has what the model's forward takes of them.
         kinds: which tokens are images', where a step is told.
-        pictures: what the image encoder is given.
+        pictures: what the image encoder is given; `first`: of the first image alone.
         uncut: the tokens that these images are of, where `tokens` are fewer.
         whole: options' errors are measured on all of it.
     """
@@ -49,6 +49,7 @@ class CalibrationText:
     image_token: int = -1
     kinds: torch.Tensor | None = None
     pictures: Kwargs = field(default_factory=dict)
+    first: Mapping[str, torch.Tensor] = field(default_factory=dict)
     uncut: torch.Tensor | None = None
     whole: bool = True
 

@@ -13,9 +13,12 @@ import vision_language_models as models
 from generation_models import more
 
 import effcompile
+from effcompile.capture.eye import capture_eye
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.torch_compat_memory import watched_memory
+from effcompile.ir.program import Program
 from effcompile.runtime.generation.executable import GenerationExecutable
+from effcompile.runtime.generation.eye import Eye
 
 ENCODED = "mm_encoder_outputs"
 pytest.importorskip("transformers", "5.23")  # before, no forward takes what an encoder made of images
@@ -101,12 +104,11 @@ def test_logits_are_the_models_in_one_call_and_in_chunks(planned: tuple[Any, Any
 
 def test_an_encoder_is_counted_to_the_byte(planned: tuple[Any, Any, dict[str, Any]]) -> None:
     """Its weights, what it holds while it runs, and the rows that are held behind it."""
-    model, fast, _ = planned
-    step = fast.lowered.run
-    of_text = sum(t.nbytes for t in (*step.parameters(), *step.buffers()))
+    _, fast, _ = planned
     figures, foreseen = fast.plan.measured, fast.plan.predicted
-    eye = getattr(model.model, "vision_tower", None) or model.model.visual
-    assert figures.weight_bytes >= of_text + sum(weight.nbytes for weight in eye.parameters())
+    assert figures is not None and foreseen is not None
+    assert figures.weight_bytes == sum(part.weight_bytes for part in fast.parts.values())
+    assert fast.parts["eye"].weight_bytes > 0
     assert (figures.weight_bytes, figures.peak_bytes) == (foreseen.weight_bytes, foreseen.peak_bytes)
     assert any(str(note).startswith("images: 1 in a row of text") for note in fast.plan.notes)
 
@@ -118,8 +120,10 @@ def test_generating_behind_an_image_holds_no_more_than_is_foreseen() -> None:
     with watched_memory("cpu") as peak:
         mine = {name: value.clone() for name, value in row.items()}
         fast.generate(**mine, max_new_tokens=26, do_sample=False)
+    foreseen = fast.plan.predicted
+    assert foreseen is not None and foreseen.peak_bytes is not None and foreseen.weight_bytes is not None
     beyond = 4 * 4 * 99 * 4  # logits that generate() copies, and ids
-    assert peak() <= fast.plan.predicted.peak_bytes - fast.plan.predicted.weight_bytes + beyond
+    assert peak() <= foreseen.peak_bytes - foreseen.weight_bytes + beyond
 
 
 def test_an_image_that_the_context_has_no_room_for_is_told() -> None:
@@ -138,7 +142,7 @@ def test_tokens_that_tell_images_from_text_are_read_where_the_mask_depends_on_th
             torch.testing.assert_close(fast(**inputs).logits, model(**inputs).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_a_saved_folder_takes_what_an_encoder_made(
+def test_a_saved_folder_encodes_images_and_takes_what_an_encoder_made(
     planned: tuple[Any, Any, dict[str, Any]], tmp_path: Path
 ) -> None:
     model, fast, given = planned
@@ -151,8 +155,13 @@ def test_a_saved_folder_takes_what_an_encoder_made(
     rest = {name: value for name, value in given.items() if name != "pixel_values"}
     ids = opened.generate(**rest, **{ENCODED: {"image": made}}, max_new_tokens=8, do_sample=False)
     assert torch.equal(ids, told)
-    with pytest.raises(GuardError, match="get_image_features"):
-        opened.generate(**given, max_new_tokens=8)
+    assert torch.equal(opened.generate(**given, max_new_tokens=8, do_sample=False), told)
+    if sizes:
+        other = {**given, "image_grid_thw": torch.tensor([[1, 2, 8]] * 2)}
+    else:
+        other = {**given, "pixel_values": given["pixel_values"][..., :12, :12]}
+    with pytest.raises(GuardError, match=r"of the size that was planned with.*get_image_features"):
+        opened.generate(**other, max_new_tokens=8)
 
 
 def test_rows_that_do_not_fit_and_videos_are_refused(planned: tuple[Any, Any, dict[str, Any]]) -> None:
@@ -171,10 +180,19 @@ def test_positions_that_depend_on_images_are_asked_for() -> None:
         fast(**given)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", *more("llava")])
-def test_errors_are_measured_behind_the_users_images(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llava", *more("qwen3", "gemma")])
+def test_an_encoder_is_planned_with_its_step(kind: str, tmp_path: Path) -> None:
+    """In one solve, with errors at the logits behind the user's images; the artifact is what was decided."""
     model, given = getattr(models, kind)().eval(), KINDS[kind]()
-    fast = plan(model, max_error=0.05, minimize="memory", inputs=given)
+    fast = plan(model, max_error=0.3, minimize="memory", inputs=given)
+    of_eye = [d for d in fast.plan.decisions if ".vis" in d.site and d.kind == "linear"]
+    assert of_eye and all(d.option == d.applied != "fp32" and d.cost.error_squared > 0 for d in of_eye)
+    found, foreseen = fast.plan.measured, fast.plan.predicted
+    assert found is not None and foreseen is not None
+    assert foreseen.weight_bytes == pytest.approx(found.weight_bytes, rel=0.02)
+    said = fast.generate(**given, max_new_tokens=6, do_sample=False)
+    opened = effcompile.load(fast.save(tmp_path / "out"))
+    assert torch.equal(opened.generate(**given, max_new_tokens=6, do_sample=False), said)
     given = placed(model, given)
     with torch.no_grad():
         told = model(**given).logits
@@ -183,6 +201,57 @@ def test_errors_are_measured_behind_the_users_images(kind: str) -> None:
     few = {**given, "input_ids": given["input_ids"].clone().fill_(7)}
     with pytest.raises(InputsError, match=r"calibration\[0\].*image tokens"):
         plan(model, max_error=0.05, inputs=few)
+
+
+def test_images_of_another_size_are_encoded_by_the_model() -> None:
+    model, fast, given = planned_of("qwen3")
+    encoded, seen = [], fast.lowered.eye
+    assert seen is not None
+
+    def eye(*flat: torch.Tensor) -> Any:
+        encoded.append(flat)
+        return seen(*flat)
+
+    object.__setattr__(fast.lowered, "eye", eye)
+    try:
+        for grids, calls in (([[1, 4, 4]] * 2, 2), ([[1, 4, 4], [1, 2, 8]], 0)):
+            other = {**given, "image_grid_thw": torch.tensor(grids)}
+            ids = fast.generate(**other, max_new_tokens=6, do_sample=False)
+            assert torch.equal(ids, model.generate(**other, max_new_tokens=6, do_sample=False))
+            assert len(encoded) == calls
+            encoded.clear()
+    finally:
+        object.__setattr__(fast.lowered, "eye", seen)
+
+
+def test_black_images_pad_a_batch_and_the_others_are_encoded_alone() -> None:
+    """Idefics 3 selects by what an image shows; its mask may be left out."""
+    model = models.idefics().eval()
+    eye = Eye(model.base_model)
+    pixels = torch.randn(2, 2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    pixels[1, 1] = 0
+    parts = eye.apart({"pixel_values": pixels})
+    graph = capture_eye(model, parts[0], several=True)
+    assert isinstance(graph, Program)
+    with torch.no_grad():
+        rows = [graph.module(part["pixel_values"], part["pixel_attention_mask"])[0] for part in parts]
+        told = model.base_model.get_image_features(pixels, return_dict=True)
+    torch.testing.assert_close(torch.cat(rows), images.rows_of(told)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_why_an_encoder_is_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be captured stays the model's own, and is counted as it is measured there."""
+    monkeypatch.setattr("effcompile.search.generation.sight.capture_eye", lambda *_: "no graph")
+    given = KINDS["llava"]()
+    fast = plan(models.llava().eval(), inputs=given)
+    assert any(str(note).endswith("as it stands in the model: no graph") for note in fast.plan.notes)
+    figures, foreseen = fast.plan.measured, fast.plan.predicted
+    assert figures is not None and foreseen is not None
+    assert (figures.weight_bytes, figures.peak_bytes) == (foreseen.weight_bytes, foreseen.peak_bytes)
+    assert figures.weight_bytes is not None and figures.weight_bytes > fast.parts["step"].weight_bytes
+    assert torch.equal(
+        *(one.generate(**given, max_new_tokens=4, do_sample=False) for one in (fast, fast.original))
+    )
 
 
 def test_a_text_goes_on_behind_its_images(planned: tuple[Any, Any, dict[str, Any]]) -> None:
