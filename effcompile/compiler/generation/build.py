@@ -42,7 +42,7 @@ from effcompile.search.generation.held import cache_choices, forms_of, held_in
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.seen import texts_to_measure
-from effcompile.search.generation.sight import Sight, sight_of
+from effcompile.search.generation.sight import Sight, planned_images, sight_of
 from effcompile.search.generation.text import CalibrationText, longest_source
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import formats, measured_options, plans_for, steps_elsewhere
@@ -102,6 +102,7 @@ class Shop:
     def search(self) -> Search:
         """What may be decided, priced."""
         step, goal, passes, sight = self.bench.step, self.bench.goal, self.bench.passes, self.bench.sight
+        seen = planned_images(sight)
         program, options = step.program, {} if goal.exact else measured_options(passes)
         return Search(
             program=program, regimes=self.regimes, goal=goal, machine=self.machine, passes=passes,
@@ -109,7 +110,7 @@ class Shop:
             notes=(
                 *self.machine.notes, *stored_notes(program), *program.mends, *(sight.said if sight else ()),
             ),
-            formats=formats(options), explained=lambda error: largest_context(error, step, goal, CHUNK),
+            formats=formats(options), explained=lambda error: largest_context(error, step, goal, CHUNK, seen),
             beside=self.beside,
         )  # fmt: skip
 

@@ -35,7 +35,7 @@ HEADER = "generation.json"
 #: The id of the token that stands for an image, and the row that it is embedded as.
 _IMAGE = "image_token.safetensors"
 _MOST_BYTES = 16 << 20
-#: What tokenizers of transformers are held in.
+#: What tokenizers and processors of transformers are held in.
 _TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -44,6 +44,8 @@ _TOKENIZER = (
     "merges.txt",
     "spiece.model",
     "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 

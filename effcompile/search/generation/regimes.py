@@ -22,7 +22,7 @@ from effcompile.ir.program import dtype_of, shape_of, stored_bytes
 from effcompile.passes import Pass
 from effcompile.search.generation.cases import at_inputs, behind, filled
 from effcompile.search.generation.room import workspace
-from effcompile.search.generation.sight import Sight
+from effcompile.search.generation.sight import Sight, planned_images
 from effcompile.search.regimes import Regime, Regimes
 
 
@@ -46,7 +46,7 @@ def regimes_of(
     before = list(_encoding(step, goal, source, passes)) if step.encoder is not None else []
     positions = shape_of(before[0].program.tensor_results()[0])[1] if before else 0
     step = behind(step, positions) if before else step
-    seen = (sight.tokens, sight.each) if sight else (0, 0)
+    seen = planned_images(sight)
     beside, copied = (
         workspace(step, goal.batch, context, chunk, lean=lean, images=seen) for lean in (True, False)
     )

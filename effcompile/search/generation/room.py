@@ -48,20 +48,27 @@ def fitting(model: HFModel, context: int) -> None:
         )
 
 
-def largest_context(error: InfeasibleError, step: GenerationStep, goal: Goal, chunk: int) -> InfeasibleError:
+def largest_context(
+    error: InfeasibleError, step: GenerationStep, goal: Goal, chunk: int, seen: tuple[int, int] = (0, 0)
+) -> InfeasibleError:
     """The error with the largest context that fits, where memory is what binds and the least that weights
-    need is known. `chunk`: tokens of a prompt that are read at once.
+    need is known. `chunk`: tokens of a prompt that are read at once. `seen`: `images` of `workspace`, which
+    a context has room for.
     """
     if goal.memory is None or not error.needed:
         return error
     context = goal.tokens[0]
-    held = lambda tokens: step.layout.nbytes(tokens, goal.batch) + workspace(step, goal.batch, tokens, chunk)  # noqa: E731
+    inside = partial(workspace, step, goal.batch, chunk=chunk, images=seen)
+    held = lambda tokens: step.layout.nbytes(tokens, goal.batch) + inside(context=tokens)  # noqa: E731
     weights = error.needed - held(context)
+    least = max(2, seen[0] + 1)
     low, high = 0, context
     while high - low > max(1, context // 64):
         middle = (low + high) // 2
-        low, high = (middle, high) if middle < 2 or weights + held(middle) <= goal.memory else (low, middle)
-    fits = low if low >= 2 and weights + held(low) <= goal.memory else 0
+        low, high = (
+            (middle, high) if middle < least or weights + held(middle) <= goal.memory else (low, middle)
+        )
+    fits = low if low >= least and weights + held(low) <= goal.memory else 0
     return InfeasibleError(
         *error.why,
         LargestContext(context=fits, weights=max(0, weights)),

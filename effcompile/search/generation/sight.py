@@ -115,6 +115,11 @@ class Sight:
         return text, {images.ENCODED: {"image": seen}, **positions}
 
 
+def planned_images(sight: Sight | None) -> tuple[int, int]:
+    """How many tokens of a row are images', and how many of one of these."""
+    return (sight.tokens, sight.each) if sight else (0, 0)
+
+
 class _Read(TorchDispatchMode):
     """The storages of tensors that operators read while it is on."""
 

@@ -13,6 +13,7 @@ import vision_language_models as models
 from generation_models import more
 
 import effcompile
+from effcompile.capture import images
 from effcompile.capture.eye import capture_eye
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.torch_compat_memory import watched_memory
