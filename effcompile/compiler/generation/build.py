@@ -42,7 +42,7 @@ from effcompile.search.generation.held import cache_choices, forms_of, held_in
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.seen import texts_to_measure
-from effcompile.search.generation.sight import Sight, planned_images, sight_of
+from effcompile.search.generation.sight import Sight, check_images, planned_images, sight_of
 from effcompile.search.generation.text import CalibrationText, longest_source
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import formats, measured_options, plans_for, steps_elsewhere
@@ -221,6 +221,7 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
             f"{bench.step.program.name} has {found}. Plan this model anew, without `plan`."
         )
     (backend,) = usable_for_steps(plan.backend)
+    check_images(plan, bench.sight)
     outcome, peak = _lowered(bench, backend, plan.unmeasured, bench.told())
     if not all(check.passed for check in outcome.plan.checks):
         raise not_within(backend.name, outcome.plan.checks)

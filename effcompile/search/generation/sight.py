@@ -16,12 +16,13 @@ from effcompile.capture.eye import alike, capture_eye
 from effcompile.capture.generation import GenerationStep
 from effcompile.capture.mends import evaluating
 from effcompile.core import torch_compat_memory
-from effcompile.core.errors import InputsError
+from effcompile.core.errors import FormatError, InputsError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.timing import median_seconds
 from effcompile.core.types import HFModel, Inputs, Kwargs, Outputs, Value
 from effcompile.estimate.timeline import timeline
+from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.loader.derive import derive
 from effcompile.loader.source import Reading
@@ -29,13 +30,14 @@ from effcompile.runtime.generation.eye import PIXELS, Eye, described, together
 
 #: What the figures count, where images are from the user's inputs, and where they are not.
 _GIVEN = (
-    "images: {} in a row of text, {} of its tokens, the largest of the inputs; their encoder reads {bytes} "
-    "of weights and holds {bytes} while it runs, and {bytes} of images and rows are held until the last token"
+    "images: {} in a row of text, {} of its tokens, the largest of the inputs; their encoder has {bytes} "
+    "of weights in the model and takes {bytes} while it runs, and {bytes} of images and rows are held until "
+    "the last token"
 )
 _OF_SIZE = (
     "images: {} in a row of text, {} of its tokens, of the size that the model's settings say (give inputs "
-    "with yours); their encoder reads {bytes} of weights and holds {bytes} while it runs, and {bytes} of "
-    "images and rows are held until the last token"
+    "with yours); their encoder has {bytes} of weights in the model and takes {bytes} while it runs, and "
+    "{bytes} of images and rows are held until the last token"
 )
 _TOO_LONG = (
     "images: one has {} tokens, for which a context of {} has no room; their encoder's {bytes} of weights "
@@ -118,6 +120,24 @@ class Sight:
 def planned_images(sight: Sight | None) -> tuple[int, int]:
     """How many tokens of a row are images', and how many of one of these."""
     return (sight.tokens, sight.each) if sight else (0, 0)
+
+
+def check_images(plan: Plan, sight: Sight | None) -> None:
+    """Make sure that the images of a saved plan are encoded as it says.
+
+    Raises:
+        FormatError: its graph was of images of another size.
+    """
+    was, found = (
+        [note for note in notes if isinstance(note, Because) and note.text == _PLANNED]
+        for notes in (plan.notes, sight.said if sight else ())
+    )
+    if was and was != found:
+        now = str(found[0]) if found else "no image among the inputs, nor of the model's settings, is so"
+        raise FormatError(
+            f"This plan was made with images of another size: it has {was[0]!s}; now {now}. Give inputs with "
+            "such images, or plan anew."
+        )
 
 
 class _Read(TorchDispatchMode):

@@ -15,11 +15,12 @@ from generation_models import more
 import effcompile
 from effcompile.capture import images
 from effcompile.capture.eye import capture_eye
-from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.errors import FormatError, GuardError, InputsError
 from effcompile.core.torch_compat_memory import watched_memory
 from effcompile.ir.program import Program
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.eye import Eye
+from effcompile.search.generation.sight import Sight, check_images
 
 ENCODED = "mm_encoder_outputs"
 pytest.importorskip("transformers", "5.23")  # before, no forward takes what an encoder made of images
@@ -157,6 +158,11 @@ def test_a_saved_folder_encodes_images_and_takes_what_an_encoder_made(
     ids = opened.generate(**rest, **{ENCODED: {"image": made}}, max_new_tokens=8, do_sample=False)
     assert torch.equal(ids, told)
     assert torch.equal(opened.generate(**given, max_new_tokens=8, do_sample=False), told)
+    token = opened.lowered.image
+    assert token is not None
+    check_images(opened.plan, Sight(eye=Eye(model.base_model), token=token, said=fast.plan.notes))
+    with pytest.raises(FormatError, match="made with images of another size.*Give inputs with such images"):
+        check_images(opened.plan, None)
     if sizes:
         other = {**given, "image_grid_thw": torch.tensor([[1, 2, 8]] * 2)}
     else:
