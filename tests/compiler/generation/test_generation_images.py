@@ -16,11 +16,12 @@ import effcompile
 from effcompile.capture import images
 from effcompile.capture.eye import capture_eye
 from effcompile.core.errors import FormatError, GuardError, InputsError
+from effcompile.core.goal import Goal
 from effcompile.core.torch_compat_memory import watched_memory
 from effcompile.ir.program import Program
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.eye import Eye
-from effcompile.search.generation.sight import Sight, check_images
+from effcompile.search.generation.sight import Sight, check_images, sight_of
 
 ENCODED = "mm_encoder_outputs"
 pytest.importorskip("transformers", "5.23")  # before, no forward takes what an encoder made of images
@@ -130,9 +131,10 @@ def test_generating_behind_an_image_holds_no_more_than_is_foreseen() -> None:
 
 def test_an_image_that_the_context_has_no_room_for_is_told() -> None:
     """Without images among the inputs one is as large as the model's settings say."""
-    asked_of: dict[str, Any] = {"mode": "generation", "backend": "torch-eager", "context": 12}
-    plan = effcompile.plan(models.llava().eval(), {"input_ids": torch.tensor([[5, 9, 7]])}, **asked_of)
-    assert any("one has 16 tokens, for which a context of 12 has no room" in str(note) for note in plan.notes)
+    model, fast, _ = planned_of("llava")
+    sight = sight_of(model, fast._step, None, Goal.of(mode="generation", context=12))
+    assert sight is not None and not sight.given and sight.weight_bytes > 0
+    assert "one has 16 tokens, for which a context of 12 has no room" in str(sight.said[0])
 
 
 def test_tokens_that_tell_images_from_text_are_read_where_the_mask_depends_on_them() -> None:
@@ -161,7 +163,7 @@ def test_a_saved_folder_encodes_images_and_takes_what_an_encoder_made(
     token = opened.lowered.image
     assert token is not None
     check_images(opened.plan, Sight(eye=Eye(model.base_model), token=token, said=fast.plan.notes))
-    with pytest.raises(FormatError, match="made with images of another size.*Give inputs with such images"):
+    with pytest.raises(FormatError, match=r"made with images of another size.*Give inputs with such images"):
         check_images(opened.plan, None)
     if sizes:
         other = {**given, "image_grid_thw": torch.tensor([[1, 2, 8]] * 2)}
