@@ -38,7 +38,7 @@ from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
 from effcompile.search.corrected import corrected
 from effcompile.search.generation.calls import call_seconds
 from effcompile.search.generation.errors import option_errors
-from effcompile.search.generation.held import cache_choices, forms_of, held_in
+from effcompile.search.generation.held import cache_choices, forms_of, held_in, narrowest
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.seen import texts_to_measure
@@ -104,13 +104,14 @@ class Shop:
         step, goal, passes, sight = self.bench.step, self.bench.goal, self.bench.passes, self.bench.sight
         seen = planned_images(sight)
         program, options = step.program, {} if goal.exact else measured_options(passes)
+        small = replace(step, layout=narrowest(step.layout, self.beside))
         return Search(
             program=program, regimes=self.regimes, goal=goal, machine=self.machine, passes=passes,
             sensitivity=self.sensitivity, calibration_inputs=self.bench.said,
             notes=(
                 *self.machine.notes, *stored_notes(program), *program.mends, *(sight.said if sight else ()),
             ),
-            formats=formats(options), explained=lambda error: largest_context(error, step, goal, CHUNK, seen),
+            formats=formats(options), explained=lambda error: largest_context(error, small, goal, CHUNK, seen),
             beside=self.beside,
         )  # fmt: skip
 
@@ -302,7 +303,7 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
     with bench.progress.step("measure sensitivity"):
         found = option_errors(step, goal, (*bench.passes, *bench.before), texts, backends)
         called = call_seconds(step, bench.model, goal) if machine.here else 0.0
-        beside = cache_choices(step, bench.model, goal, machine.target, texts)
+        beside = cache_choices(step, bench.model, goal, machine.target, texts, CHUNK)
     return Shop(
         bench=bench, machine=machine, sensitivity=found, beside=beside,
         regimes=regimes_of(step, goal, CHUNK, longest_source(texts), bench.before, called, bench.sight),

@@ -18,10 +18,12 @@ from effcompile.core.types import HFModel
 from effcompile.ir.cache import CACHE, CacheLayout, CacheLeaf
 from effcompile.ir.formats import BF16, FP32, ROWS_INT4_GROUPS, TABLE_INT8_ROWS, Form
 from effcompile.ir.plan import Plan
+from effcompile.ir.program import shape_of
 from effcompile.machine.target import Target
 from effcompile.passes import Choice, Option
 from effcompile.search.generation.cache_errors import leaf_errors
 from effcompile.search.generation.text import CalibrationText
+from effcompile.sites.parts import attentions
 
 #: What a row may be held in → its form; the dtypes are those of `CacheLeaf.narrowed`.
 FORMS: Mapping[str, Form] = {
@@ -61,20 +63,39 @@ def forms_of(layout: CacheLayout) -> dict[str, Form]:
     return found | ({CACHE: alike.pop()} if len(alike) == 1 else {})
 
 
+def narrowest(layout: CacheLayout, choices: Sequence[Choice]) -> CacheLayout:
+    """The layout with each leaf in the smallest form that is offered for it."""
+    dtypes = {form: dtype for dtype, form in FORMS.items()}
+    least = {each.site: min(each.options, key=lambda option: option.cost.bytes_kept) for each in choices}
+    return layout.narrowed(
+        {leaf.name: dtypes[least[leaf.site].form] for leaf in layout if leaf.site in least}
+    )
+
+
 def cache_choices(
-    step: GenerationStep, model: HFModel, goal: Goal, target: Target, texts: Sequence[CalibrationText]
+    step: GenerationStep,
+    model: HFModel,
+    goal: Goal,
+    target: Target,
+    texts: Sequence[CalibrationText],
+    chunk: int,
 ) -> tuple[Choice, ...]:
-    """A choice for each leaf; none where there is nothing to choose."""
+    """A choice for each leaf; none where there is nothing to choose.
+
+    `chunk`: tokens of a prompt that are read at once.
+    """
     leaves = [] if goal.exact else _narrowable(step)
     if not leaves:
         return ()
     errors = leaf_errors(model, step, texts, [leaf.name for leaf in leaves])
+    heads = max(shape_of(each.node.args[0])[1] for each in attentions(step.program))  # type: ignore[arg-type]
+    queries = heads * min(chunk, goal.tokens[0])
     return tuple(
         Choice(
             site=leaf.site,
             kind=CACHE,
             baseline=FORMS[""].name,
-            options=tuple(_options(leaf, leaves, goal, target, errors)),
+            options=tuple(_options(leaf, leaves, goal, target, errors, queries)),
         )
         for leaf in leaves
     )
@@ -86,6 +107,7 @@ def _options(
     goal: Goal,
     target: Target,
     errors: Mapping[tuple[str, str], float],
+    queries: int,
 ) -> Iterator[Option]:
     """A GPU's kernels read keys and values of one form, and none in 4 bits."""
     context, prompt, new = goal.tokens
@@ -99,7 +121,7 @@ def _options(
         cost = Cost(
             seconds=-new * (bytes_of(leaf, middle) - bytes_of(narrow, middle)) / target.memory_bandwidth,
             bytes_kept=bytes_of(narrow, context),
-            bytes_transient=_widened(narrow, context, goal.batch),
+            bytes_transient=_widened(narrow, context, goal.batch, queries),
             error_squared=errors[leaf.name, dtype] if dtype else 0.0,
             provenance=Provenance.MODELLED,
         )
@@ -107,11 +129,13 @@ def _options(
         yield Option(form=form, cost=cost, by=CACHE, requires={beside.site: (form.name,)} if together else {})
 
 
-def _widened(leaf: CacheLeaf, context: int, batch: int) -> int:
-    """Bytes of one head's keys and values in 32 bits, as an attention of many queries takes them, with their
-    scales.
+def _widened(leaf: CacheLeaf, context: int, batch: int, queries: int) -> int:
+    """Bytes of one head's keys and values in 32 bits, as an attention of many queries takes them; with its
+    result, or with what is made while codes are widened.
     """
-    return 2 * 4 * batch * leaf.rows(context) * (leaf.shape[-1] + 1) if leaf.held else 0
+    heads, width = leaf.shape[0], leaf.shape[-1]
+    made = 4 * (queries // heads) * width if heads > 1 else 0
+    return batch * (8 * leaf.rows(context) * width + max(made, leaf.rows(context) * width)) * bool(leaf.held)
 
 
 def _narrowable(step: GenerationStep) -> list[CacheLeaf]:
