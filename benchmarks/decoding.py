@@ -48,7 +48,7 @@ from effcompile.runtime.generation.steps import CacheRoom
 from effcompile.sites.parts import embeddings, linears
 from effcompile.sites.rows import row_sites
 
-_CACHES = {"bf16": "bfloat16", "int8": "int8"}
+_CACHES = {"bf16": "bfloat16", "int8": "int8", "int4": "uint8"}
 #: Where → what its tables are held in beside linears in codes.
 _TABLES = {"": TABLE_INT8_GROUPS, "openvino": TABLE_INT8_ROWS, "onnxruntime": None}
 _STREAM = torch.ones(1 << 26)
