@@ -99,7 +99,9 @@ class Eye:
             return f"A saved generation has the step's weights alone, and no image encoder. {beside}"
         planned = ", ".join(f"{spec.name} {described(spec)}" for spec in step.eye_inputs)
         found = ", ".join(
-            f"{name} {list(value.shape)}" for name, value in given.items() if isinstance(value, torch.Tensor)
+            f"{name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            for name, value in given.items()
+            if isinstance(value, torch.Tensor)
         )
         return (
             f"The folder's image encoder takes images of the size that was planned with, each {planned}; "
@@ -137,7 +139,7 @@ def _is(tensor: torch.Tensor, spec: TensorSpec) -> bool:
 def described(spec: TensorSpec) -> str:
     """The shape of an input, or its values where these are fixed and few."""
     few = spec.values is not None and len(spec.values) <= _FEW
-    return f"= {list(spec.values or ())}" if few else f"{list(spec.shape)}"
+    return f"= {list(spec.values or ())}" if few else f"{list(spec.shape)} {spec.dtype}"
 
 
 def one_by_one(given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -246,5 +246,6 @@ def _size(given: Mapping[str, torch.Tensor]) -> int:
 def derived(model: HFModel) -> Kwargs:
     """A text with one image, where the model's settings tell the size of one; else nothing."""
     with contextlib.suppress(InputsError):
-        return derive(model, Reading(), type(model).__name__).kwargs
+        made = derive(model, Reading(), type(model).__name__).kwargs
+        return {name: value.to(model.device) for name, value in made.items()}
     return {}
