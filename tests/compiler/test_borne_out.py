@@ -138,7 +138,8 @@ def test_what_is_not_chosen_again_is_let_go_of_before_another_is_built(
     model = torch.nn.Linear(8, 4).eval()
     planned = effcompile.optimize(model, inputs=(x,), backend="torch-eager")
     assert alive == [[], [False], [False, False]][: 3 if stays else 2]
-    assert made[-1]() is not None and torch.equal(planned(x), model(x))
+    assert made[-1]() is not None
+    torch.testing.assert_close(planned(x), model(x))
     assert any(
         ("the first plan is faster, and stays" in str(note)) is stays
         for note in planned.plan.notes

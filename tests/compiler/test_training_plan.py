@@ -80,7 +80,13 @@ def test_predicted_and_measured_peaks_stay_within_every_budget(made: Any, name: 
         if all(d.option == d.baseline for d in plan.decisions if d.kind == "loss head"):
             # chunks are summed in another order
             found = measured(lambda: loss_of(executable(**batch)), model, 0)[0]  # noqa: B023
-            assert differing(found, eager(model, batch)) == []
+            wanted = eager(model, batch)
+            # MKL's sums may depend on where a tensor lies: a table's gradient of two, once in hundreds of runs
+            assert differing(found, wanted) in ([], ["transformer.wte.weight"])
+            for name, grad in wanted[1].items():
+                torch.testing.assert_close(
+                    found[1][name], grad, rtol=1e-6, atol=1e-6 * float(grad.abs().max())
+                )
     assert seconds[-1] <= seconds[0] * 1.01
 
 

@@ -111,8 +111,8 @@ class Shop:
             notes=(
                 *self.machine.notes, *stored_notes(program), *program.mends, *(sight.said if sight else ()),
             ),
-            formats=formats(options), explained=lambda error: largest_context(error, small, goal, CHUNK, seen),
-            beside=self.beside,
+            formats=formats(options), beside=self.beside,
+            explained=lambda error: largest_context(error, small, goal, CHUNK, seen),
         )  # fmt: skip
 
 
