@@ -81,7 +81,7 @@ def test_predicted_and_measured_peaks_stay_within_every_budget(made: Any, name: 
             # chunks are summed in another order
             found = measured(lambda: loss_of(executable(**batch)), model, 0)[0]  # noqa: B023
             wanted = eager(model, batch)
-            # MKL's sums may depend on where a tensor lies: a table's gradient of two, once in hundreds of runs
+            # MKL's sums may depend on where a tensor lies: the sum of a table's two gradients
             assert differing(found, wanted) in ([], ["transformer.wte.weight"])
             for name, grad in wanted[1].items():
                 torch.testing.assert_close(
