@@ -23,7 +23,7 @@ def test_what_is_far_from_the_best_is_built_where_running_leaves_it_open(
 ) -> None:
     compared: list[list[str]] = []
 
-    def timed(model: Any, steps: Any, goal: Any, source: Any) -> Interleaved:
+    def timed(model: Any, steps: Any, *_: Any) -> Interleaved:
         compared.append(list(steps))
         each = {name: Seconds(prefill=takes, decode=takes) for name in (measured.ORIGINAL, *steps)}
         return Interleaved(each=each, stream=0.0)
