@@ -90,12 +90,13 @@ def restrict(reduced: Reduced, target: int | None = None, surrogates: Sequence[W
         ]
         if all(len(k) == len(g) for k, g in zip(keep, reduced.groups, strict=True)):
             return reduced
-        reduced = _select(reduced, keep)
+        reduced = select(reduced, keep)
         if any(not k for k in keep):
             return reduced
 
 
-def _select(reduced: Reduced, keep: list[list[int]]) -> Reduced:
+def select(reduced: Reduced, keep: Sequence[Sequence[int]]) -> Reduced:
+    """With these configurations of each group, by index."""
     new = [{old: i for i, old in enumerate(kept)} for kept in keep]
 
     def moved(group: int, indices: frozenset[int]) -> frozenset[int]:

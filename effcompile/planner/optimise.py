@@ -1,4 +1,12 @@
-"""Find, then prove: the loop between the Lagrangian heuristic and z3."""
+"""Find, then prove: the loop between the Lagrangian heuristic and z3.
+
+Where what was found is further above the bound than asked, the problem is branched on once (`_decided`): for
+a group g with configurations c,
+
+    optimum = min_c optimum(x_gc = 1) ≥ min_c max_λ L_c(λ)
+
+with L_c as in dual.py. A target is refuted where it is for every c, by multipliers of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +15,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from effcompile.planner.certify import Weights, refute, restrict, surrogate_bound
-from effcompile.planner.dual import Dual, Scaled, maximise_dual, scaled
+from effcompile.planner.certify import Verdict, Weights, refute, restrict, select, surrogate_bound
+from effcompile.planner.dual import Dual, Scaled, maximise_dual, reduced_costs, scaled
 from effcompile.planner.primal import polish
 from effcompile.planner.reduce import Reduced
 
 _MULTIPLIER_BITS = 48
 _STARTS = 4  # choices met in the dual that are polished
+_BESIDE = 1.001  # multiplier at which the groups that no single multiplier decides are told
+
+
+#: A problem, and weights of its limits with which its bound is proven.
+Part = tuple[Reduced, Weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +63,18 @@ def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> Sol
     best = _first(reduced, problem, dual, deadline)
     lower = surrogate_bound(reduced, weights)
     assert lower is not None
+    # floor of the gap: never looser than asked
+    wanted = lambda value: value - int(Fraction(gap) * abs(value + base))  # noqa: E731
+    parts: list[Part] = [(reduced, weights)]
+    if lower < wanted(reduced.sums(best)[0]):
+        best, parts = _decided(reduced, problem, dual, best)
+        lower = max(lower, min(bound for part in parts if (bound := surrogate_bound(*part)) is not None))
     while True:
         value = reduced.sums(best)[0]
-        target = value - int(Fraction(gap) * abs(value + base))  # floor of the gap: never looser than asked
+        target = wanted(value)
         if lower >= target:
             target = min(lower, value)
-        verdict = refute(reduced, target, (weights,), deadline)
+        verdict = _refute_all(parts, target, deadline)
         if verdict.answer == "refuted":
             return SolverOutcome(reduced.choice(best), value + base, target + base)
         if verdict.answer == "unknown" or verdict.reduced is None:
@@ -82,6 +101,43 @@ def _first(reduced: Reduced, problem: Scaled, dual: Dual, deadline: float) -> li
     if verdict.reduced is None:
         raise Undecided
     return _better(reduced, problem, dual, _lift(reduced, verdict.reduced, verdict.picks))
+
+
+def _decided(reduced: Reduced, problem: Scaled, dual: Dual, best: list[int]) -> tuple[list[int], list[Part]]:
+    """The best choice, and the problem in parts: one for each configuration of the group that matters most
+    among those that the multipliers leave open, with multipliers of its own for all others.
+
+    Where one group takes most of a limit (a head of a large vocabulary), what is cheapest on either side of
+    the multipliers is far from the limit, single moves do not lead from there to the best, and the bound is
+    as far below it. To branch once on that group is exact: a choice has one of its configurations.
+    """
+    below, above = (
+        [group.index(min(group)) for group in reduced_costs(problem, [f * m for m in dual.multipliers])]
+        for f in (1 / _BESIDE, _BESIDE)
+    )
+    moved = lambda g: abs(problem.groups[g][below[g]][0] - problem.groups[g][above[g]][0])  # noqa: E731
+    largest = max(range(len(reduced.groups)), key=moved)
+    everything: list[Sequence[int]] = [range(len(group)) for group in reduced.groups]
+    parts: list[Part] = []
+    for index in everything[largest]:
+        part = select(reduced, [*everything[:largest], [index], *everything[largest + 1 :]])
+        of_part = scaled(part)
+        own = maximise_dual(of_part)
+        parts.append((part, _weights(of_part, own, objective=True)))
+        for picks in own.picks[:_STARTS]:
+            if (found := polish(part, of_part, picks, own.multipliers)) is not None:
+                lifted = _lift(reduced, part, found)
+                best = min(best, lifted, key=lambda choice: reduced.sums(choice)[0])
+    return best, parts
+
+
+def _refute_all(parts: Sequence[Part], target: int, deadline: float) -> Verdict:
+    """`refute` of a problem that is in parts."""
+    for part, weights in parts:
+        verdict = refute(part, target, (weights,), deadline)
+        if verdict.answer != "refuted":
+            return verdict
+    return Verdict("refuted")
 
 
 def _better(reduced: Reduced, problem: Scaled, dual: Dual, picks: list[int]) -> list[int]:

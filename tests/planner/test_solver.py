@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -81,6 +82,29 @@ def test_many_identical_sites_are_proven() -> None:
     )
     problem = Problem(sites={f"layer{i}": options for i in range(100)}, limits={"memory": 1717.0})
     assert solve(problem, gap=1e-3).status == OPTIMAL
+
+
+@pytest.mark.parametrize(("room", "head"), [(70.0, "wide"), (82.0, "narrow")])
+def test_one_site_that_takes_most_of_a_limit_is_decided_and_proven(room: float, head: str) -> None:
+    """A head of a large vocabulary beside 200 linears: no multiplier leads near the limit."""
+    dice = random.Random(0)
+
+    def linear() -> tuple[Alternative, ...]:
+        error, gain = dice.uniform(0.5, 1.5), dice.uniform(0.5, 1.5)
+        of = ((0.0, 0.0), (1.0, 0.02), (1.6, 0.3), (1.9, 1.0))
+        return tuple(
+            Alternative(name=f"{g}", objective=-gain * g, resources={"error": error * e}) for g, e in of
+        )
+
+    wide = Alternative(name="wide", objective=0.0, resources={"error": 0.0})
+    narrow = Alternative(name="narrow", objective=-100.0, resources={"error": 60.0})
+    sites = {f"s{at}": linear() for at in range(200)} | {"head": (wide, narrow)}
+    problem = Problem(sites=sites, limits={"error": room}, base_objective=420.0)
+    found = solve(problem, gap=1e-3)
+    assert found.status == OPTIMAL and found.choice["head"] == head
+    kept = {**sites, "head": tuple(each for each in (wide, narrow) if each.name != head)}
+    other = solve(replace(problem, sites=kept), gap=1e-3)
+    assert other.objective >= found.objective * (1 - 2e-3)
 
 
 def test_a_long_chain_of_ties_is_solved() -> None:
