@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,28 +24,6 @@ def test_an_interface_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(RankError, match=r"\$GLOO_SOCKET_IFNAME names 'nosuch0'; .* here: .*lo"):
         on_ranks(_sum, 2)
-
-
-def test_ranks_that_did_not_meet_are_started_once_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As gloo's connections are closed, once in thousands of runs, before anything has run."""
-    meet, seen = dist.init_process_group, tmp_path / "seen"
-
-    def closed(backend: str, *, rank: int, **named: Any) -> None:
-        times = len(seen.read_text()) if seen.exists() else 0
-        if rank == 0 and times < most:
-            seen.write_text("x" * (times + 1))
-            raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
-        meet(backend, rank=rank, **named)
-
-    monkeypatch.setattr(dist, "init_process_group", closed)
-    most = 1
-    assert on_ranks(_sum, 2, silence=3.0) == [3.0, 3.0]
-    seen.unlink()
-    most = 2
-    with pytest.raises(RankError, match="Rank 0 did not reach the others: RuntimeError: Gloo"):
-        on_ranks(_sum, 2, silence=1.0)
 
 
 def test_a_fork_that_may_run_no_backward_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,19 +59,6 @@ def on_ranks(
             "Ranks of this machine are forked processes, which this system has not. Start them yourself, "
             "with torchrun."
         )
-    try:
-        return _tried(function, world, args, seconds, silence)
-    except UnmetError:  # of two that connect at once gloo may close both connections; nothing has run
-        return _tried(function, world, args, seconds, silence)
-
-
-class UnmetError(RankError):
-    """Ranks of this machine did not meet, though the interface is there."""
-
-
-def _tried(
-    function: Callable[..., T], world: int, args: Sequence[object], seconds: float, silence: float
-) -> list[T]:
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="effcompile-ranks-") as folder:
         started: list[tuple[ForkProcess, Connection]] = []
@@ -118,8 +105,7 @@ def _rank(
                 timeout=timedelta(seconds=silence),
             )
         except RuntimeError as error:
-            unmet = RankError if _absent_interface() else UnmetError
-            raise unmet(f"Rank {rank} did not reach the others: {_unreachable(error)}") from error
+            raise RankError(f"Rank {rank} did not reach the others: {_unreachable(error)}") from error
         answer = pickle.dumps((True, function(rank, *args)))
         status = 0
     except BaseException as error:
@@ -132,19 +118,11 @@ def _rank(
 
 def _unreachable(error: RuntimeError) -> str:
     """gloo's words, or which network interface was named that is not here."""
-    if wrong := _absent_interface():
-        there = ", ".join(_interfaces())
-        return f"$GLOO_SOCKET_IFNAME names {wrong!r}; interfaces here: {there}. Unset it, or name one."
+    here, named = [name for _, name in socket.if_nameindex()], os.environ["GLOO_SOCKET_IFNAME"]
+    if wrong := [name for name in named.split(",") if name not in here]:
+        there = ", ".join(here)
+        return f"$GLOO_SOCKET_IFNAME names {wrong[0]!r}; interfaces here: {there}. Unset it, or name one."
     return first_line(error)
-
-
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex()]
-
-
-def _absent_interface() -> str:
-    named, here = os.environ["GLOO_SOCKET_IFNAME"].split(","), _interfaces()
-    return next((name for name in named if name not in here), "")
 
 
 def _pickled(error: BaseException) -> bytes:
