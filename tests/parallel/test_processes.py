@@ -26,6 +26,12 @@ def test_an_interface_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch)
         on_ranks(_sum, 2)
 
 
+def test_ranks_that_tell_each_other_nothing_meet_all_the_same() -> None:
+    """One that left at once closed what the others were still connecting to."""
+    for _ in range(10):
+        assert on_ranks(lambda rank: rank, 4) == [0, 1, 2, 3]
+
+
 def test_a_fork_that_may_run_no_backward_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch refuses it once autograd has threads for a GPU."""
 

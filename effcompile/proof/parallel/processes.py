@@ -104,6 +104,7 @@ def _rank(
                 world_size=world,
                 timeout=timedelta(seconds=silence),
             )
+            dist.barrier()  # who leaves before all have met closes connections that others wait for
         except RuntimeError as error:
             raise RankError(f"Rank {rank} did not reach the others: {_unreachable(error)}") from error
         answer = pickle.dumps((True, function(rank, *args)))
