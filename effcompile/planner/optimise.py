@@ -10,6 +10,7 @@ with L_c as in dual.py. A target is refuted where it is for every c, by multipli
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -67,7 +68,8 @@ def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> Sol
     wanted = lambda value: value - int(Fraction(gap) * abs(value + base))  # noqa: E731
     parts: list[Part] = [(reduced, weights)]
     if lower < wanted(reduced.sums(best)[0]):
-        best, parts = _decided(reduced, problem, dual, best)
+        best, branches = _decided(reduced, problem, dual, best, (time.monotonic() + deadline) / 2)
+        parts = branches or parts
         lower = max(lower, min(bound for part in parts if (bound := surrogate_bound(*part)) is not None))
     while True:
         value = reduced.sums(best)[0]
@@ -103,13 +105,16 @@ def _first(reduced: Reduced, problem: Scaled, dual: Dual, deadline: float) -> li
     return _better(reduced, problem, dual, _lift(reduced, verdict.reduced, verdict.picks))
 
 
-def _decided(reduced: Reduced, problem: Scaled, dual: Dual, best: list[int]) -> tuple[list[int], list[Part]]:
+def _decided(
+    reduced: Reduced, problem: Scaled, dual: Dual, best: list[int], until: float
+) -> tuple[list[int], list[Part]]:
     """The best choice, and the problem in parts: one for each configuration of the group that matters most
     among those that the multipliers leave open, with multipliers of its own for all others.
 
     Where one group takes most of a limit (a head of a large vocabulary), what is cheapest on either side of
     the multipliers is far from the limit, single moves do not lead from there to the best, and the bound is
-    as far below it. To branch once on that group is exact: a choice has one of its configurations.
+    as far below it. To branch once on that group is exact: a choice has one of its configurations. Of a group
+    that has too many for the time until `until` there are no parts.
     """
     below, above = (
         [group.index(min(group)) for group in reduced_costs(problem, [f * m for m in dual.multipliers])]
@@ -120,6 +125,8 @@ def _decided(reduced: Reduced, problem: Scaled, dual: Dual, best: list[int]) -> 
     everything: list[Sequence[int]] = [range(len(group)) for group in reduced.groups]
     parts: list[Part] = []
     for index in everything[largest]:
+        if time.monotonic() > until:
+            return best, []
         part = select(reduced, [*everything[:largest], [index], *everything[largest + 1 :]])
         of_part = scaled(part)
         own = maximise_dual(of_part)

@@ -47,8 +47,12 @@ class Eye:
 
     def __call__(self, given: Kwargs) -> Outputs | None:
         """What it makes of a call's images; None where there are none."""
-        mine = {name: given[name] for name in self.names if given.get(name) is not None}
+        mine = self.of(given)
         return self.made(**mine) if any(name in mine for name in PIXELS) else None
+
+    def of(self, given: Kwargs) -> Kwargs:
+        """What it reads of a call's arguments."""
+        return {name: given[name] for name in self.names if given.get(name) is not None}
 
     def made(self, *args: object, **kwargs: object) -> Outputs:
         """What it makes, given as it takes it.

@@ -59,8 +59,9 @@ def _with_images(
     """
     image, boundary, length = step.image, step.boundary, text.tokens.shape[1]
     assert image is not None
+    eye = Eye(model.base_model)
     with evaluating(model), torch.no_grad():
-        output = Eye(model.base_model)(given)
+        output = eye(given)
     whole = text.tokens if output is None else given[boundary.tokens]
     try:
         rows = rows_for(whole, image, output, boundary.images)
@@ -75,8 +76,7 @@ def _with_images(
     if given.get(boundary.kinds) is not None:
         extra[boundary.kinds] = given[boundary.kinds]
     extra = TextWithImages(whole, boundary, image).part(extra, 0, length)
-    eye = Eye(model.base_model)
-    pictures = {name: given[name] for name in eye.names if given.get(name) is not None}
+    pictures = eye.of(given)
     tensors = all(isinstance(value, torch.Tensor) for value in pictures.values())
     first = next(iter(eye.apart(pictures)), {}) if tensors else {}
     kinds = extra.get(boundary.kinds)
