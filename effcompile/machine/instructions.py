@@ -55,6 +55,12 @@ def bf16_isas() -> tuple[str, ...]:
     return (*(("amx_bf16",) if found.get("amx_bf16") and found.get("avx512_vnni") else ()), "avx512_bf16")
 
 
+def l2_bytes() -> int:
+    """Bytes of a core's L2 cache; a torch that cannot tell has 1 MiB of it."""
+    told = _found().get("l2_cache_size")
+    return told if isinstance(told, int) and told > 0 else 1 << 20
+
+
 def on_arm() -> bool:
     """Whether this is a 64-bit ARM, as Linux and macOS name it."""
     return platform.machine() in ("aarch64", "arm64")

@@ -34,7 +34,7 @@ void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t*
 #else
     const int64_t stride = row_bytes(quads);
 #endif
-    const Outputs<T> outputs{{n, scales, bias, row_scales, offsets, (int)after}, y, n};
+    const Outputs<T> outputs{{n, scales, bias, row_scales, offsets}, (int)after, y, n};
     const VectorLinear<Outputs<T>> linear{n, quads, weight, codes, stride, outputs};
     const int64_t chunks = (m + chunk - 1) / chunk, panels = linear.panels();
 #if TILED
@@ -67,7 +67,7 @@ void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t*
                 continue;
             }
 #endif
-            linear.panel(p, top, bottom);
+            linear.panel(p, top, bottom, (p + threads) % panels);
         }
 #if TILED
         by_tiles.finish(thread);

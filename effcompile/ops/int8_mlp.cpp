@@ -109,16 +109,35 @@ void multiply(Thread& thread, int64_t rows, int64_t n, int64_t k, const uint8_t*
     TiledLinear<Out>{rows, n, (k + 3) / 4, weight, room.codes, code_bytes(k), out}.all(thread, 0, rows);
 }
 #else
+// Rounded to bf16, but NaN: a row that has one has no codes.
+inline VH narrowed(V z) {
+    const VU u = (VU)z;
+    return __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, VH);
+}
+
+inline void put(uint16_t* p, VH halves, int64_t count) {
+    if (count >= W) std::memcpy(p, &halves, sizeof(halves));
+    else std::memcpy(p, &halves, count * sizeof(uint16_t));
+}
+
 struct Between {
     Numbers numbers;
+    int after;
     const Room& room;
     int64_t rows;
 
-    inline void write(int64_t row, int64_t from, VI sums) const {
-        const V z = numbers.of(row, from, sums);
-        const VI bits = (VI)z & 0x7fffffff, old = room.largest[row];
-        room.largest[row] = bits > old ? bits : old;
-        put(room.between + row * numbers.n + from, z, numbers.n - from);
+    template <int NV>
+    __attribute__((noinline)) void write(int64_t row, int count, int64_t from, const VI* sums) const {
+        numbers.followed_by<NV>(after, row, count, from, sums, [&](int64_t to, const V* z) __attribute__((always_inline)) {
+            VI most = room.largest[to];
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++) {
+                const VI bits = (VI)z[v] & 0x7fffffff;
+                most = bits > most ? bits : most;
+                put(room.between + to * numbers.n + from + v * W, narrowed(z[v]), numbers.n - from - v * W);
+            }
+            room.largest[to] = most;
+        });
     }
 
     // As `quantize` makes them of the rounded numbers.
@@ -147,15 +166,15 @@ void code_row(const float* x, int64_t k, const Room& room, int64_t row, int64_t)
     room.offsets[row] = quantize(x, k, stride, room.codes + row * stride, room.scales + row);
 }
 Between between_of(int64_t n, const float* scales, const float* bias, int after, const Room& room, int64_t rows) {
-    return {{n, scales, bias, room.scales, room.offsets, after}, room, rows};
+    return {{n, scales, bias, room.scales, room.offsets}, after, room, rows};
 }
 Outputs<float> last_of(int64_t n, const float* scales, const float* bias, const Room& room, float* y) {
-    return {{n, scales, bias, room.scales, room.offsets, NOTHING}, y, n};
+    return {{n, scales, bias, room.scales, room.offsets}, NOTHING, y, n};
 }
 template <typename Out>
 void multiply(Thread&, int64_t rows, int64_t n, int64_t k, const uint8_t* weight, const Room& room, const Out& out) {
     const VectorLinear<Out> linear{n, (k + 3) / 4, weight, room.codes, code_bytes(k), out};
-    for (int64_t p = 0; p < linear.panels(); p++) linear.panel(p, 0, rows);
+    for (int64_t p = 0; p < linear.panels(); p++) linear.panel(p, 0, rows, p + 1);
 }
 #endif
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.types import Shape
-from effcompile.machine.instructions import tile_isas
+from effcompile.machine.instructions import l2_bytes, tile_isas
 from effcompile.machine.native import library
 from effcompile.ops import int8_codes
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
@@ -36,12 +36,13 @@ from effcompile.ops.int8_native import TILED, macros
 __all__ = ["fallback_reason", "int8_linear_residual", "int8_mlp", "pays", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("int8_mlp.cpp")
-#: Instruction set → rows that one core takes at once, at most. With half as many the weights come from beyond
-#: its L2 cache twice as often: AMX waits for them (768 to 3072 columns: 1.2 times as long with 64 as with
-#: 128); VNNI does not, and 64 leave room in 1 MiB (1,024 rows on an AMD EPYC, Zen 4: 24.2 ms; of 256 26.6).
-_ROWS = {"amx_int8": 256, "avx512_vnni": 64}
-#: Bytes of what is between that are more than the rows' share of an L2 cache.
-_CACHE = 3 << 19
+#: Instruction set → rows that one core takes at once for each MiB of its L2 cache, at most. With half as many
+#: the weights come from beyond it twice as often: 768 to 3072 columns took 1.2 times as long by AMX, 1.13 by
+#: VNNI, both on an Intel Xeon (2 MiB). With more there is no room in it: 1,024 rows by VNNI on an AMD EPYC
+#: (Zen 4, 1 MiB) took 24.2 ms by 64, 26.6 by 256.
+_ROWS = {"amx_int8": 128, "avx512_vnni": 64}
+#: Rows whose sums a thread's tiles hold: CHUNK in tiled_linear.h.
+_MOST = 256
 #: Rows for each core, from which on this pays; a block of tiles.
 _FEWEST = 32
 
@@ -102,7 +103,9 @@ class MlpKernels:
 
     def at_once(self, rows: int, between: int) -> int:
         """Rows that one core takes at once, of so many: a multiple of 32, as many for each."""
-        most = max(_FEWEST, min(_ROWS[self.isa], _CACHE // (2 * between or 1)) // _FEWEST * _FEWEST)
+        cache = l2_bytes()
+        fits = min(_ROWS[self.isa] * cache >> 20, cache * 3 // 4 // (2 * between or 1))
+        most = max(_FEWEST, min(fits, _MOST) // _FEWEST * _FEWEST)
         turns = torch.get_num_threads() * -(-rows // (torch.get_num_threads() * most))
         return -(-rows // (turns * _FEWEST)) * _FEWEST
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effcompile.machine.instructions import tile_isas
+from effcompile.machine.instructions import l2_bytes, tile_isas
 from effcompile.machine.native import library
 from effcompile.ops import int8_codes
 from effcompile.ops.coded_rows import CodedRows, flat_rows
@@ -41,8 +41,9 @@ TILED = {"amx_int8": 12}
 #: Codes of a row that are read at a time, where these are not four.
 _DEPTHS = {"amx_int8": 64, "neon_i8mm": 8}
 
-#: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
-_CHUNK = 1 << 18
+#: One part in so many of its L2 cache holds the codes of x that a core multiplies with all panels of the weight
+#: before it takes the next rows.
+_CHUNK = 4
 
 _ARGUMENTS = (
     POINTER,
@@ -107,10 +108,11 @@ class ByteKernels:
         room = self.room(flat)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
+        chunks = max(1, -(-room.rows * room.row_bytes * _CHUNK // l2_bytes()))
         (self.narrow if narrow else self.call)(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
             None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(),
-            codes, row_scales, sums, max(1, _CHUNK // room.row_bytes), torch.get_num_threads(),
+            codes, row_scales, sums, max(1, -(-room.rows // chunks)), torch.get_num_threads(),
         )  # fmt: skip
         return result
 

@@ -13,32 +13,58 @@ constexpr int LANES = 16;  // outputs that are interleaved
 constexpr int PER_LANES = LANES / W;
 constexpr int PANEL = VECS * W;  // outputs of a tile
 constexpr int AHEAD = 512;       // bytes of W that are fetched before they are multiplied
+constexpr int LINE_BYTES = 64;   // of a cache
+
+// Addresses that the compiler makes the others of, in each turn: of all that a tile reads it would keep one each, more than there are registers.
+template <typename... P>
+inline void held_in_registers(P&... addresses) {
+#ifdef __x86_64__
+    (..., [&] { asm("" : "+r"(addresses)); }());
+#endif
+}
 
 // Bytes of a row of codes.
 inline int64_t row_bytes(int64_t quads) { return PAIRED ? (quads + 1) / 2 * 8 : 4 * quads; }
 
-// Sums as numbers: f(sum * scale of the row * scale of the output + bias).
+// A tile's sums as numbers: f(sum * scale of the row * scale of the output + bias).
 struct Numbers {
     int64_t n;
     const float *scales, *bias;  // (N); the bias may be null
     const float* row_scales;
     const int32_t* offsets;
-    int after;
 
-    // A vector of outputs from `from` on: zeros beyond the last.
-    inline V of(int64_t row, int64_t from, VI sums) const {
-        const int64_t here = n - from;
-        if (here >= W) return result(row, sums, load(scales + from), bias ? load(bias + from) : V{});
-        return result(row, sums, (V)words_of(scales + from, here), bias ? (V)words_of(bias + from, here) : V{});
+    // Those of rows from `row` and vectors of outputs from `from` on, to `put(row, numbers)`, NV at a time: zeros beyond the last.
+    template <int AFTER, int NV, typename Put>
+    inline void each(int64_t row, int rows, int64_t from, const VI* sums, const Put& put) const {
+        V scale[NV], added[NV] = {};
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) {
+            const int64_t at = from + v * W, left = n - at;
+            scale[v] = some_of(scales + at, left);
+            if (bias) added[v] = some_of(bias + at, left);
+        }
+        for (const int64_t end = row + rows; row < end; row++, sums += NV) {
+            V z[NV];
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++) {
+                VI sum = sums[v];
+#ifndef SIGNED
+                sum -= offsets[row];
+#endif
+                z[v] = as_floats(sum) * (scale[v] * row_scales[row]) + added[v];
+                if constexpr (AFTER) z[v] = followed(z[v], AFTER);
+            }
+            put(row, z);
+        }
     }
 
-    inline V result(int64_t row, VI sums, V scale, V added) const {
-#ifndef SIGNED
-        sums -= offsets[row];
-#endif
-        V z = as_floats(sums) * (scale * row_scales[row]);
-        if (bias) z = z + added;
-        return after ? followed(z, after) : z;
+    template <int NV, typename Put>
+    inline void followed_by(int after, int64_t row, int rows, int64_t from, const VI* sums, const Put& put) const {
+        if (after == GELU) each<GELU, NV>(row, rows, from, sums, put);
+        else if (after == GELU_TANH) each<GELU_TANH, NV>(row, rows, from, sums, put);
+        else if (after == SILU) each<SILU, NV>(row, rows, from, sums, put);
+        else if (after == GELU_SHORT) each<GELU_SHORT, NV>(row, rows, from, sums, put);
+        else each<NOTHING, NV>(row, rows, from, sums, put);
     }
 };
 
@@ -46,13 +72,20 @@ struct Numbers {
 template <typename T>
 struct Outputs {
     Numbers numbers;
+    int after;
     T* y;
     int64_t ldy;
 
-    inline void write(int64_t row, int64_t from, VI sums) const { put(y + row * ldy + from, numbers.of(row, from, sums), numbers.n - from); }
+    template <int NV>
+    __attribute__((noinline)) void write(int64_t row, int rows, int64_t from, const VI* sums) const {
+        numbers.followed_by<NV>(after, row, rows, from, sums, [&](int64_t to, const V* z) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++) put(y + to * ldy + from + v * W, z[v], numbers.n - from - v * W);
+        });
+    }
 };
 
-// `out.write(row, from, sums)` takes a vector of sums.
+// `out.write<NV>(row, rows, from, sums)` takes the sums of a tile.
 template <typename Out>
 struct VectorLinear {
     int64_t n, quads;
@@ -61,9 +94,15 @@ struct VectorLinear {
     int64_t stride;
     const Out& out;
 
-    // R rows from row i times the outputs [from, from + V * W).
+    template <int NV>
+    static inline void ahead_of(const uint8_t* w, int64_t apart) {
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) __builtin_prefetch(w + v / PER_LANES * apart + v % PER_LANES * W * 4 + AHEAD);
+    }
+
+    // R rows from row i times the outputs [from, from + V * W), while [soon, end) of W is fetched for later; without an end, what comes next.
     template <int R, int NV>
-    void tile(int64_t i, int64_t from) const {
+    void tile(int64_t i, int64_t from, const uint8_t* soon, const uint8_t* end) const {
         VI acc[held_rows(R)][NV] = {};
         const int8_t* a = codes + i * stride;
         const int64_t apart = quads * LANES * 4;
@@ -71,17 +110,18 @@ struct VectorLinear {
         if constexpr (PAIRED && R > 1) {
             paired<R, NV>(acc, w, apart, a);
         } else {
-            for (int64_t q = 0; q < quads; q++) {
+            constexpr int HALF = (R + 1) / 2;  // two addresses, of which the others are few multiples of the stride away
+            const int8_t* half = a + HALF * stride;
+            for (int64_t q = 0; q < quads; q++, w += LANES * 4, a += 4, half += 4) {
+                held_in_registers(w, a, half);
+                if (soon < end) __builtin_prefetch(soon, 0, 2), soon += LINE_BYTES;
+                else if (!end) ahead_of<NV>(w, apart);
                 VI ws[NV];
 #pragma GCC unroll 8
-                for (int v = 0; v < NV; v++) {
-                    const uint8_t* words = w + v / PER_LANES * apart + q * LANES * 4 + v % PER_LANES * W * 4;
-                    ws[v] = load_ints(words);
-                    __builtin_prefetch(words + AHEAD);
-                }
+                for (int v = 0; v < NV; v++) ws[v] = load_ints(w + v / PER_LANES * apart + v % PER_LANES * W * 4);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; r++) {
-                    const auto code = repeated(a + r * stride + q * 4);
+                    const auto code = repeated(r < HALF ? a + r * stride : half + (r - HALF) * stride);
 #pragma GCC unroll 8
                     for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], ws[v], code);
                 }
@@ -92,7 +132,7 @@ struct VectorLinear {
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < NV; v++) sums[r * NV + v] = acc[r][v];
-        write(i, R, from, NV, sums);
+        out.template write<NV>(i, R, from, sums);
     }
 
     // The sums of a tile, two rows at once. Codes of x are zeros behind the last quad.
@@ -107,34 +147,32 @@ struct VectorLinear {
 #endif
     }
 
-    // The vectors of sums of some rows.
-    __attribute__((noinline)) void write(int64_t i, int rows, int64_t from, int vecs, const VI* sums) const {
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < vecs; v++) out.write(i + r, from + v * W, sums[r * vecs + v]);
-    }
-
     template <int R, int NV>
-    void rows(int64_t count, int64_t i, int64_t from) const {
+    void rows(int64_t count, int64_t i, int64_t from, const uint8_t* soon, const uint8_t* end) const {
         if constexpr (R > 1)
-            if (count < R) return rows<R - 1, NV>(count, i, from);
-        tile<R, NV>(i, from);
+            if (count < R) return rows<R - 1, NV>(count, i, from, soon, end);
+        tile<R, NV>(i, from, soon, end);
     }
 
-    // The outputs of one panel for the rows [top, bottom), in tiles of even height.
+    // The outputs of panel p for the rows [top, bottom), in tiles of even height; each of them has its part of panel `next` fetched into the L2 cache.
     template <int NV>
-    void panel(int64_t vecs, int64_t top, int64_t bottom, int64_t from) const {
+    void panel(int64_t vecs, int64_t top, int64_t bottom, int64_t p, int64_t next) const {
         if constexpr (NV > 1)
-            if (vecs < NV) return panel<NV - 1>(vecs, top, bottom, from);
+            if (vecs < NV) return panel<NV - 1>(vecs, top, bottom, p, next);
         const int64_t height = bottom - top, tiles = (height + ROWS - 1) / ROWS;
+        const int64_t bytes = PANEL * quads * 4, each = up((bytes + tiles - 1) / tiles, LINE_BYTES);
+        const uint8_t *from = weight + next * bytes, *last = std::min(from + bytes, weight + up(n, LANES) * quads * 4);
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t i = top + height * t / tiles, end = top + height * (t + 1) / tiles;
-            rows<ROWS, NV>(end - i, i, from);
+            const uint8_t* soon = from + t * each;
+            if (tiles > 1) rows<ROWS, NV>(end - i, i, p * PANEL, soon, std::min(soon + each, last));
+            else rows<ROWS, NV>(end - i, i, p * PANEL, nullptr, nullptr);
         }
     }
 
-    // Panel p of the rows [top, bottom).
-    void panel(int64_t p, int64_t top, int64_t bottom) const {
-        panel<VECS>(std::min<int64_t>(VECS, (n + W - 1) / W - p * VECS), top, bottom, p * PANEL);
+    // Panel p of the rows [top, bottom); `next` is the one that this thread will take then.
+    void panel(int64_t p, int64_t top, int64_t bottom, int64_t next) const {
+        panel<VECS>(std::min<int64_t>(VECS, (n + W - 1) / W - p * VECS), top, bottom, p, next);
     }
 
     int64_t panels() const { return (n + PANEL - 1) / PANEL; }
