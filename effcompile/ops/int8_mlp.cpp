@@ -126,12 +126,11 @@ struct Between {
     const Room& room;
     int64_t rows;
 
-    template <int NV>
-    __attribute__((noinline)) void write(int64_t row, int count, int64_t from, const VI* sums) const {
-        numbers.followed_by<NV>(after, row, count, from, sums, [&](int64_t to, const V* z) __attribute__((always_inline)) {
+    __attribute__((noinline)) void write(int64_t row, int count, int64_t from, int vecs, const VI* sums) const {
+        numbers.each(after, row, count, from, vecs, sums, [&](int64_t to, const V* z) __attribute__((always_inline)) {
             VI most = room.largest[to];
-#pragma GCC unroll 8
-            for (int v = 0; v < NV; v++) {
+#pragma GCC unroll 1
+            for (int v = 0; v < vecs; v++) {
                 const VI bits = (VI)z[v] & 0x7fffffff;
                 most = bits > most ? bits : most;
                 put(room.between + to * numbers.n + from + v * W, narrowed(z[v]), numbers.n - from - v * W);

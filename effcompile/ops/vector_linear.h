@@ -33,38 +33,27 @@ struct Numbers {
     const float* row_scales;
     const int32_t* offsets;
 
-    // Those of rows from `row` and vectors of outputs from `from` on, to `put(row, numbers)`, NV at a time: zeros beyond the last.
-    template <int AFTER, int NV, typename Put>
-    inline void each(int64_t row, int rows, int64_t from, const VI* sums, const Put& put) const {
-        V scale[NV], added[NV] = {};
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; v++) {
+    // Those of rows from `row` and vectors of outputs from `from` on, to `put(row, numbers)`, vecs at a time: zeros beyond the last.
+    template <typename Put>
+    inline void each(int after, int64_t row, int rows, int64_t from, int vecs, const VI* sums, const Put& put) const {
+        V scale[VECS], added[VECS] = {}, z[VECS];
+        for (int v = 0; v < vecs; v++) {
             const int64_t at = from + v * W, left = n - at;
             scale[v] = some_of(scales + at, left);
             if (bias) added[v] = some_of(bias + at, left);
         }
-        for (const int64_t end = row + rows; row < end; row++, sums += NV) {
-            V z[NV];
-#pragma GCC unroll 8
-            for (int v = 0; v < NV; v++) {
-                VI sum = sums[v];
+        for (const int64_t end = row + rows; row < end; row++) {
+#pragma GCC unroll 1
+            for (int v = 0; v < vecs; v++) {
+                VI sum = *sums++;
 #ifndef SIGNED
                 sum -= offsets[row];
 #endif
                 z[v] = as_floats(sum) * (scale[v] * row_scales[row]) + added[v];
-                if constexpr (AFTER) z[v] = followed(z[v], AFTER);
+                if (after) z[v] = followed(z[v], after);
             }
             put(row, z);
         }
-    }
-
-    template <int NV, typename Put>
-    inline void followed_by(int after, int64_t row, int rows, int64_t from, const VI* sums, const Put& put) const {
-        if (after == GELU) each<GELU, NV>(row, rows, from, sums, put);
-        else if (after == GELU_TANH) each<GELU_TANH, NV>(row, rows, from, sums, put);
-        else if (after == SILU) each<SILU, NV>(row, rows, from, sums, put);
-        else if (after == GELU_SHORT) each<GELU_SHORT, NV>(row, rows, from, sums, put);
-        else each<NOTHING, NV>(row, rows, from, sums, put);
     }
 };
 
@@ -76,16 +65,15 @@ struct Outputs {
     T* y;
     int64_t ldy;
 
-    template <int NV>
-    __attribute__((noinline)) void write(int64_t row, int rows, int64_t from, const VI* sums) const {
-        numbers.followed_by<NV>(after, row, rows, from, sums, [&](int64_t to, const V* z) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-            for (int v = 0; v < NV; v++) put(y + to * ldy + from + v * W, z[v], numbers.n - from - v * W);
+    __attribute__((noinline)) void write(int64_t row, int rows, int64_t from, int vecs, const VI* sums) const {
+        numbers.each(after, row, rows, from, vecs, sums, [&](int64_t to, const V* z) __attribute__((always_inline)) {
+#pragma GCC unroll 1
+            for (int v = 0; v < vecs; v++) put(y + to * ldy + from + v * W, z[v], numbers.n - from - v * W);
         });
     }
 };
 
-// `out.write<NV>(row, rows, from, sums)` takes the sums of a tile.
+// `out.write(row, rows, from, vecs, sums)` takes the sums of a tile.
 template <typename Out>
 struct VectorLinear {
     int64_t n, quads;
@@ -132,7 +120,7 @@ struct VectorLinear {
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < NV; v++) sums[r * NV + v] = acc[r][v];
-        out.template write<NV>(i, R, from, sums);
+        out.write(i, R, from, NV, sums);
     }
 
     // The sums of a tile, two rows at once. Codes of x are zeros behind the last quad.
