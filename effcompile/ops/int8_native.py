@@ -41,7 +41,7 @@ TILED = {"amx_int8": 12}
 #: Codes of a row that are read at a time, where these are not four.
 _DEPTHS = {"amx_int8": 64, "neon_i8mm": 8}
 
-#: One part in so many of its L2 cache holds the codes of x that a core multiplies with all panels of the weight
+#: One part in so many of its L2 cache holds the codes of x that a core multiplies with all panels of W
 #: before it takes the next rows.
 _CHUNK = 4
 
