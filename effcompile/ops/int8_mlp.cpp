@@ -109,31 +109,28 @@ void multiply(Thread& thread, int64_t rows, int64_t n, int64_t k, const uint8_t*
     TiledLinear<Out>{rows, n, (k + 3) / 4, weight, room.codes, code_bytes(k), out}.all(thread, 0, rows);
 }
 #else
-// Rounded to bf16, but NaN: a row that has one has no codes.
-inline VH narrowed(V z) {
-    const VU u = (VU)z;
-    return __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, VH);
-}
+// Bits of z rounded to bf16, and others behind them. Not of NaN: a row that has one has no codes.
+inline VU near(V z) { return (VU)z + 0x7fff + (((VU)z >> 16) & 1); }
 
-inline void put(uint16_t* p, VH halves, int64_t count) {
-    if (count >= W) std::memcpy(p, &halves, sizeof(halves));
-    else std::memcpy(p, &halves, count * sizeof(uint16_t));
-}
-
+// What is between is kept row by row, two vectors of a row in one register: halves of the first lie in the lower ones of its words.
 struct Between {
+    static_assert(VECS % 2 == 0);
+
     Numbers numbers;
     int after;
     const Room& room;
     int64_t rows;
 
+    uint16_t* line(int64_t row) const { return room.between + row * up(numbers.n, 2 * W); }
+
     __attribute__((noinline)) void write(int64_t row, int count, int64_t from, int vecs, const VI* sums) const {
-        numbers.each(after, row, count, from, vecs, sums, [&](int64_t to, const V* z) __attribute__((always_inline)) {
+        numbers.each(after, row, count, from, vecs, sums, [&](int64_t to, V* z) __attribute__((always_inline)) {
             VI most = room.largest[to];
-#pragma GCC unroll 1
-            for (int v = 0; v < vecs; v++) {
-                const VI bits = (VI)z[v] & 0x7fffffff;
-                most = bits > most ? bits : most;
-                put(room.between + to * numbers.n + from + v * W, narrowed(z[v]), numbers.n - from - v * W);
+            if (vecs % 2) z[vecs] = V{};
+            for (int v = 0; v < vecs; v += 2) {
+                const VI b0 = (VI)z[v] & 0x7fffffff, b1 = (VI)z[v + 1] & 0x7fffffff, both = b0 > b1 ? b0 : b1;
+                most = both > most ? both : most;
+                store_ints(line(to) + from + v * W, (VI)(near(z[v]) >> 16 | (near(z[v + 1]) & 0xffff0000)));
             }
             room.largest[to] = most;
         });
@@ -145,12 +142,14 @@ struct Between {
             uint16_t widest;  // rounding is monotonic: the largest is the largest rounded
             put(&widest, (V)VI{largest_lane(room.largest[row])}, 1);
             const float inverse = scale_of((int32_t)widest << 16, room.scales + row);
+            int8_t* to = room.codes + row * stride;
             VI sums = {};
-            for (int64_t i = 0; i < stride; i += W) {
-                const V x = some_of(room.between + row * columns + i, columns - i);
-                const VI whole = inverse != 0.0f ? rounded(x * inverse) : VI{};
-                sums += whole;
-                put(room.codes + row * stride + i, as_bytes(whole), stride - i);
+            for (int64_t i = 0; i < columns; i += 2 * W) {
+                const VI pair = inverse != 0.0f ? load_ints(line(row) + i) : VI{};
+                const VI c0 = rounded((V)(pair << 16) * inverse), c1 = rounded((V)(pair & (int32_t)0xffff0000) * inverse);
+                sums += c0 + c1;
+                put(to + i, as_bytes(c0), stride - i);
+                if (i + W < stride) put(to + i + W, as_bytes(c1), stride - i - W);
             }
             room.offsets[row] = sum_of_lanes(sums) * 128;
         }

@@ -23,6 +23,7 @@ typedef int32_t VILoose __attribute__((vector_size(W * 4), aligned(1), may_alias
 inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 inline VI load_ints(const void* p) { return *reinterpret_cast<const VILoose*>(p); }
+inline void store_ints(void* p, VI v) { *reinterpret_cast<VILoose*>(p) = v; }
 inline V as_floats(VI v) { return __builtin_convertvector(v, V); }
 inline V where(VI mask, V a, V b) { return mask ? a : b; }
 

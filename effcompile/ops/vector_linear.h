@@ -66,7 +66,7 @@ struct Outputs {
     int64_t ldy;
 
     __attribute__((noinline)) void write(int64_t row, int rows, int64_t from, int vecs, const VI* sums) const {
-        numbers.each(after, row, rows, from, vecs, sums, [&](int64_t to, const V* z) __attribute__((always_inline)) {
+        numbers.each(after, row, rows, from, vecs, sums, [&](int64_t to, V* z) __attribute__((always_inline)) {
 #pragma GCC unroll 1
             for (int v = 0; v < vecs; v++) put(y + to * ldy + from + v * W, z[v], numbers.n - from - v * W);
         });
