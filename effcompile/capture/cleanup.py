@@ -28,6 +28,19 @@ _ASSERTS = tuple(
     )
     if hasattr(aten, name)
 )
+#: What else gives the same at every call and makes masks and positions.
+_MADE = tuple(
+    getattr(getattr(aten, name), overload)
+    for name, overloads in {
+        "arange": ("default", "start", "start_step"),
+        "where": ("Scalar", "ScalarOther", "ScalarSelf"),
+        **dict.fromkeys(("full", "zeros", "ones", "full_like", "new_ones", "new_zeros"), ("default",)),
+        **dict.fromkeys(("triu", "tril", "cumsum", "clone", "_to_copy"), ("default",)),
+        "index": ("Tensor",),
+        "sym_size": ("int",),
+    }.items()
+    for overload in overloads
+)
 _COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default, aten.detach.default)
 
 
@@ -69,6 +82,20 @@ def drop_copies(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def compute_once(graph: fx.Graph) -> None:
+    """One node for what element-wise operators, views and ranges compute twice of the same: a mask or
+    positions that a model makes anew in every layer. Not what a caller receives, which must be its own.
+    """
+    first: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_repeatable(node) or any(user.op == "output" for user in node.users):
+            continue
+        other = first.setdefault(_computed(node), node)
+        if other is not node:
+            node.replace_all_uses_with(other)
+            graph.erase_node(node)
+
+
 def share_tied_weights(module: fx.GraphModule) -> None:
     """One get_attr per tensor, so that every reader of a tied weight is among the users of one node."""
     first: dict[int, fx.Node] = {}
@@ -99,6 +126,24 @@ def _borrowed(node: fx.Node) -> dict[str, Any]:
         if other.op == "call_function" and other.meta.get("nn_module_stack"):
             return dict(other.meta["nn_module_stack"])
     return {"L__self__": ("", torch.nn.Module)}
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    drawn = torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+    return not drawn and (torch.Tag.pointwise in target.tags or target.is_view or target in _MADE)
+
+
+def _computed(node: fx.Node) -> object:
+    """What it computes, so that equal ones are equal: 1 and 1.0 are not, nor are True and 1."""
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    return (
+        node.target,
+        spec,
+        tuple((type(leaf), repr(leaf) if isinstance(leaf, float) else leaf) for leaf in leaves),
+    )
 
 
 def _is_copy(node: fx.Node) -> bool:

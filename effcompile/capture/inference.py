@@ -328,6 +328,7 @@ def _clean(module: fx.GraphModule, subject: _Subject) -> None:
     refresh_shapes(module, subject.args, subject.kwargs)
     cleanup.refuse_layouts(module.graph)
     cleanup.drop_copies(module.graph)
+    cleanup.compute_once(module.graph)
     keep_strides(module.graph)
     cleanup.name_modules(module.graph)
     module.graph.lint()

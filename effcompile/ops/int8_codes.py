@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 __all__ = ["AFTER", "followed", "linear_by_torch", "pack", "row_codes", "unpack"]
 
 #: What may follow the bias, as `int8_linear.cpp` numbers it.
-AFTER = ("none", "gelu", "gelu_tanh", "silu")
+AFTER = ("none", "gelu", "gelu_tanh", "silu", "relu")
 #: Rows without a larger value are rounded to 0.
 _LEAST = 1e-30
 
@@ -64,4 +64,5 @@ def followed(y: Tensor, after: str) -> Tensor:
         "gelu": F.gelu,
         "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
         "silu": F.silu,
+        "relu": F.relu,
     }[after](y)

@@ -140,7 +140,7 @@ class MlpKernels:
             )
             for step, n, k in ((0.7, 150, 70), (0.9, 37, 150))
         )
-        for rows, after in ((150, "gelu"), (33, "silu"), (16, "none"), (1, "gelu_tanh")):
+        for rows, after in ((150, "gelu"), (33, "silu"), (16, "none"), (1, "gelu_tanh"), (2, "relu")):
             x, residual = wave(0.11, rows, 70), wave(0.5, rows, 37)
             norm = (wave(0.2, 1, 37)[0], None, 1e-5)
             for behind in ((None, None, None, None), (residual, None, None, None), (residual, *norm)):

@@ -198,7 +198,7 @@ inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* c
 
 // ------------------------------------------------------------------ what may follow a product
 
-enum After { NOTHING, GELU, GELU_TANH, SILU, GELU_SHORT, RELU };
+enum After { NOTHING, GELU, GELU_TANH, SILU, RELU, GELU_SHORT };  // as AFTER of int8_codes.py, then those of kernels alone
 
 // 2^t for t <= 0, to a unit in the last place or two: a polynomial of the fraction in [-1/2, 1/2] (Cephes, exp2f), the whole part into the
 // exponent. No less than 2^-100: what it is multiplied with afterwards then makes no subnormal numbers, which take a hundred times as long.

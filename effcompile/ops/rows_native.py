@@ -25,7 +25,7 @@ from effcompile.ops.int8_codes import followed
 _SOURCE = Path(__file__).with_name("rows.cpp")
 _STRIDES = ctypes.c_int64 * 3
 #: What `follow` makes of its numbers → how integers.h numbers it.
-FOLLOWERS = {"gelu": 1, "gelu_tanh": 2, "silu": 3, "relu": 5}
+FOLLOWERS = {"gelu": 1, "gelu_tanh": 2, "silu": 3, "relu": 4}
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool = False) -> Tens
 
 
 def _for(*tensors: Tensor) -> RowKernels | None:
-    """The kernels, for tensors that they take."""
+    """The kernels, for tensors that they take: the first has memory, as one that is traced has not."""
     found = kernels()
-    fits = all(tensor.dtype is torch.float32 and not tensor.is_cuda for tensor in tensors)
+    fits = type(tensors[0]) is Tensor and all(t.dtype is torch.float32 and not t.is_cuda for t in tensors)
     return found if fits and not isinstance(found, str) else None

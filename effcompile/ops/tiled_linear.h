@@ -60,6 +60,7 @@ struct Scaled {
         if (after == GELU) each<GELU>(block, first, end, put);
         else if (after == GELU_TANH) each<GELU_TANH>(block, first, end, put);
         else if (after == SILU) each<SILU>(block, first, end, put);
+        else if (after == RELU) each<RELU>(block, first, end, put);
         else if (after == GELU_SHORT) each<GELU_SHORT>(block, first, end, put);
         else each<NOTHING>(block, first, end, put);
     }

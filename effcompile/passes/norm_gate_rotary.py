@@ -36,9 +36,9 @@ class Rows(Pass):
     `rotary`.
 
     They are priced by the memory that they move: each element is read and written once, by separate operators
-    many times. Inductor fuses such chains by itself; a CPU has such kernels for what is generated token by
-    token (ops/rows_native.py). In 16 bits a kernel rounds once where the model rounds several times: that is
-    offered where the goal allows an error.
+    many times. Inductor fuses such chains by itself; a CPU has such kernels of fp32 (ops/rows_native.py).
+    In 16 bits a kernel rounds once where the model rounds several times: that is offered where the goal
+    allows an error.
     """
 
     name: ClassVar[str] = "rows"
@@ -116,8 +116,8 @@ def _elsewhere(context: Context, site: RowSite) -> Reason | None:
     """Why none of them is offered on a backend; None where it has the kernels."""
     if context.backend == "torch-inductor":
         return Unsupported("Inductor fuses element-wise work by itself")
-    if context.backend == "torch-eager" and context.goal.mode == "generation":
-        return None  # tokens one by one are made of launches
+    if context.backend == "torch-eager" and dtype_of(site.node) in (torch.float32, None):
+        return None  # a CPU has them: ops/rows_native.py
     if context.backend != "triton":
         return no_kernel(context, str(_kernel(site)[0]), because="the triton backend has, on a GPU")
     return None

@@ -350,3 +350,25 @@ def test_a_graph_that_leaves_the_example_out_is_not_taken() -> None:
     for length in (6, 9):
         given = torch.randn(1, length, 4), y
         torch.testing.assert_close(lower_eager(program)(*given)[0], model(*given))
+
+
+class Masked(nn.Module):
+    """A mask and positions anew in every layer, as T5 makes them; the last two are returned."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for layer in range(3):
+            at = torch.arange(x.shape[1], device=x.device)
+            mask = torch.where(at[:, None] >= at, 0.0, -1e9)
+            x = (x @ x.mT + mask).softmax(-1) @ x + torch.rand_like(x) * 0 + layer
+        return x, mask + 1, mask + 1
+
+
+def test_what_layers_compute_anew_is_computed_once() -> None:
+    program = capture(Masked().eval(), (torch.randn(2, 5, 4),))
+    targets = [node.target for node in program.calls()]
+    assert targets.count(aten.arange.default) == 1 and targets.count(aten.softmax.int) == 3
+    assert sum("where" in str(target) for target in targets) == 1
+    assert sum("rand_like" in str(target) for target in targets) == 3
+    # a caller may write to either
+    first, second = program.graph.output_node().args[0][1:3]
+    assert first is not second

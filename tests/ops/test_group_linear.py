@@ -153,6 +153,7 @@ def test_what_follows(after: str, isa: str) -> None:
     wanted = {
         "none": lambda: z, "gelu": lambda: functional.gelu(z),
         "gelu_tanh": lambda: functional.gelu(z, approximate="tanh"), "silu": lambda: functional.silu(z),
+        "relu": lambda: functional.relu(z),
     }[after]()  # fmt: skip
     torch.testing.assert_close(
         product(x, codes, scales, 4, bias, after).double(), wanted, rtol=1e-5, atol=1e-5

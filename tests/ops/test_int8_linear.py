@@ -128,6 +128,7 @@ def test_what_follows(after: str, isa: str) -> None:
     wanted = {
         "none": lambda: z, "gelu": lambda: functional.gelu(z),
         "gelu_tanh": lambda: functional.gelu(z, approximate="tanh"), "silu": lambda: functional.silu(z),
+        "relu": lambda: functional.relu(z),
     }[after]()  # fmt: skip
     found = int8_linear(x, int8_codes.pack(codes), scales / 100, bias, after)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-6)

@@ -149,8 +149,8 @@ def test_what_does_not_fit_is_told() -> None:
     ):
         with pytest.raises(UsageError, match="8 bits"):
             int8_mlp(*arguments)
-    with pytest.raises(UsageError, match="relu"):
-        int8_mlp(rows(64, 40, 0), *first, "relu", *last)
+    with pytest.raises(UsageError, match="tanh"):
+        int8_mlp(rows(64, 40, 0), *first, "tanh", *last)
 
 
 def test_torch_can_trace_and_count_them(way: str) -> None:

@@ -105,8 +105,8 @@ def test_wrong_indices_and_shapes_are_told() -> None:
     for wrong in ((x.double(), held, scales), (x, held, scales[:3])):
         with pytest.raises(UsageError, match="SparseCodes"):
             int8_sparse_linear(wrong[0], *wrong[1].tensors, wrong[2], 4, 0)
-    with pytest.raises(UsageError, match="relu"):
-        int8_sparse_linear(x, *held.tensors, scales, 4, 0, None, "relu")
+    with pytest.raises(UsageError, match="tanh"):
+        int8_sparse_linear(x, *held.tensors, scales, 4, 0, None, "tanh")
 
 
 def test_torch_can_trace_and_count_it(isa: str) -> None:

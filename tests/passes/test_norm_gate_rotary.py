@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +28,13 @@ from transformers import (
 
 import effcompile
 from effcompile.backends.torch import TorchEager
+from effcompile.backends.torch.lowered import ARTIFACT, load
 from effcompile.capture.inference import capture
 from effcompile.core.goal import Goal
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import KernelCall
+from effcompile.ops import rows_native
 from effcompile.passes.base import Context
 from effcompile.passes.norm_gate_rotary import Rows
 from effcompile.report.reasons import words
@@ -260,6 +263,34 @@ def test_it_is_priced_by_the_memory_that_it_moves() -> None:
 def test_elsewhere_it_is_declined_once(backend: str, why: str) -> None:
     choices, declined = split(Rows().propose(program_of("llama"), on(backend=backend)))
     assert not choices and len(declined) == 1 and why in words(declined[0].reason)
+
+
+def test_a_cpu_has_them_in_fp32() -> None:
+    priced = lambda call: 1e-6 if call.kernel.startswith("rows/") else 1e-3  # noqa: E731
+    here = context(priced, goal=Goal(), backend="torch-eager")
+    choices, declined = split(Rows().propose(program_of("llama"), here))
+    assert len(choices) == 11 and not declined
+    _, declined = split(Rows().propose(program_of("llama", torch.bfloat16), here))
+    assert len(declined) == 1 and "the triton backend has, on a GPU" in words(declined[0].reason)
+
+
+def test_a_cpu_computes_them_by_kernels(tmp_path: Path) -> None:
+    given, llama = {"input_ids": torch.arange(24).view(2, 12)}, model("llama", torch.float32)
+    program = capture(llama, (), given)
+    plan = plan_with({site.site: "fused" for site in row_sites(program)})
+    lowered = TorchEager().lower(Rows().apply(program, plan), plan, [])
+    called = {node.target for node in lowered.run.graph.nodes}
+    assert {
+        rows_native.rms_norm,
+        rows_native.rms_norm_alone,
+        rows_native.swiglu,
+        rows_native.rotary,
+    } <= called
+    lowered.save(tmp_path)
+    with torch.no_grad():
+        wanted = llama(**given).logits
+        for found in (lowered(given["input_ids"])[0], load(tmp_path / ARTIFACT)(**given)[0]):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_without_any_hears_nothing_of_it(bert: Program) -> None:

@@ -75,16 +75,23 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
 
 
 def tidy(module: fx.GraphModule) -> None:
-    """Remove what costs time and does nothing: metadata asserts, and copies in a graph without in-place
-    operators.
+    """Remove what costs time and does nothing: metadata asserts, and in a graph without in-place operators
+    copies, unless they lie in memory as their reader needs it.
     """
     functional = not any(writes(node) for node in module.graph.nodes)
     for node in list(module.graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
-        elif functional and node.target is aten.clone.default and not node.kwargs:
+        elif functional and node.target is aten.clone.default and (not node.kwargs or _any_layout(node)):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+
+
+def _any_layout(copy: fx.Node) -> bool:
+    """Whether attentions alone read a copy: they take heads and masks as they lie, rows dense."""
+    source = copy.args[0].meta["val"]  # type: ignore[union-attr]
+    attended = [user.target is aten.scaled_dot_product_attention.default for user in copy.users]
+    return bool(attended) and all(attended) and source.stride()[-1] == 1
 
 
 def _edit_norms(program: Program) -> None:

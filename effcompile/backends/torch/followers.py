@@ -20,7 +20,7 @@ _FOLLOWS = (int8_linear.default, group_linear.default, int8_sparse_linear.defaul
 
 
 def fuse_followers(program: Program) -> None:
-    """A GELU or SiLU that alone reads one of our linears in 8 bits, into it: results are in
+    """A GELU, SiLU or ReLU that alone reads one of our linears in 8 bits, into it: results are in
     registers there.
     """
     for node in list(program.graph.nodes):
@@ -42,4 +42,6 @@ def _after(node: fx.Node) -> str:
     """What int8_linear calls the function of a node; "" for one that it has not."""
     if node.target is torch.ops.aten.gelu.default:
         return "gelu_tanh" if argument(node, "approximate") == "tanh" else "gelu"
+    if node.target is torch.ops.aten.relu.default:
+        return "relu"
     return "silu" if node.target is torch.ops.aten.silu.default else ""

@@ -9,7 +9,7 @@ dtype or layout comes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -146,7 +146,7 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
             ):
                 _replace(module, part, order)
     module.graph.eliminate_dead_code()
-    _direct(module.graph)
+    _direct(module.graph, _PLAIN)
     module.graph.lint()
     module.recompile()
     return module
@@ -155,7 +155,15 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
 def without_dispatcher(module: fx.GraphModule) -> fx.GraphModule:
     """The module with our operators as the compiled functions that they are on a CPU; as it is on a GPU."""
     if _on_cpu(module.graph):
-        _direct(module.graph)
+        _direct(module.graph, _PLAIN)
+        module.recompile()
+    return module
+
+
+def rows_by_kernels(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with norms, gates and rotations of ours by a CPU's kernels; as it is on a GPU."""
+    if _on_cpu(module.graph):
+        _direct(module.graph, _ROWS)
         module.recompile()
     return module
 
@@ -168,28 +176,32 @@ def _on_cpu(graph: fx.Graph) -> bool:
     return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
 
 
-#: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than
-#: they do for one token.
-_PLAIN: dict[object, Callable[..., object]] = {
-    group_linear.default: group_linear_on_cpu,
-    int8_linear.default: int8_linear_on_cpu,
+#: What lies between products → the functions that compute it by kernels on a CPU, for any tensors.
+_ROWS: dict[object, Callable[..., object]] = {
     ours.rms_norm.default: rows_native.rms_norm,
     ours.rms_norm_alone.default: rows_native.rms_norm_alone,
     ours.swiglu.default: rows_native.swiglu,
     ours.rotary.default: rows_native.rotary,
+}
+#: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than
+#: they do for one token.
+_PLAIN: dict[object, Callable[..., object]] = {
+    **_ROWS,
+    group_linear.default: group_linear_on_cpu,
+    int8_linear.default: int8_linear_on_cpu,
     ours.short_conv.default: recurrence.short_conv_on_cpu,
     ours.state_space.default: recurrence.state_space_on_cpu,
     ours.delta_rule.default: recurrence.delta_rule_on_cpu,
 }
 
 
-def _direct(graph: fx.Graph) -> None:
+def _direct(graph: fx.Graph, plain: Mapping[object, Callable[..., object]]) -> None:
     for node in graph.nodes:
         read = [
             user for user in node.users if user.target is not operator.getitem or user.args[1] not in (0, 1)
         ]
-        if node.target in _PLAIN and (node.target is not ours.rms_norm.default or not read):
-            node.target = _PLAIN[node.target]
+        if node.target in plain and (node.target is not ours.rms_norm.default or not read):
+            node.target = plain[node.target]
 
 
 # ------------------------------------------------------------------ finding
@@ -381,5 +393,5 @@ def _apart(
                 values[source] = graph.node_copy(source)  # a constant
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[node] for node in results))
-    _direct(graph)
+    _direct(graph, _PLAIN)
     return fx.GraphModule(module, graph)

@@ -20,6 +20,8 @@ def _after(z, AFTER: tl.constexpr):
         z = z / (1.0 + tl.math.exp2((z + z * z * z * 0.044715) * -1.5957691216057308 * LOG2E))
     elif AFTER == "silu":
         z = z / (1.0 + tl.math.exp2(-z * LOG2E))
+    elif AFTER == "relu":
+        z = tl.where(z < 0.0, 0.0, z)
     return z
 
 

@@ -36,6 +36,7 @@ AFTER = {
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),
     "silu": torch.nn.functional.silu,
+    "relu": torch.nn.functional.relu,
 }
 
 
