@@ -57,7 +57,7 @@ def main() -> None:
         for name, shapes in SHAPES.items():
             runs: dict[str, Callable[[], object]] = {}
             for form in FORMATS:
-                made = [measure_linears._linear(LINEAR_FORMATS[form], dims, "eager") for dims in shapes]
+                made = [measure_linears.linears(LINEAR_FORMATS[form], dims, "eager", 1)[0] for dims in shapes]
                 present = [body for body in made if body is not None]
                 if len(present) == len(shapes):
                     runs[form] = lambda bodies=present: [body() for body in bodies]  # type: ignore[misc]
