@@ -23,8 +23,9 @@ _SOURCE = Path(__file__).with_name("int8_linear.cpp")
 
 #: Instruction set → words of a vector, rows and vectors of the register tile. AVX512-VNNI, 128×768×3072 with
 #: weights that other layers pushed out of the L2 cache, one core of an AMD EPYC (Zen 4; 468 GOP/s at the
-#: most): 14×2 350 GOP/s, 9×3 378, 6×4 390, 5×5 388. Those of ARM were timed nowhere: they are the largest
-#: that GCC keeps in its 32 registers.
+#: most): 14×2 350 GOP/s, 9×3 378, 6×4 390, 5×5 388; of an Intel Xeon (Emerald Rapids; 770 at the most): 14×2
+#: 637, 9×3 679, 8×3 668, 6×4 660. Those of ARM were timed nowhere: they are the largest that GCC keeps in its
+#: 32 registers.
 TILES = {
     "amx_int8": (16, 14, 2),
     "avx512_vnni": (16, 6, 4),
