@@ -156,12 +156,13 @@ KERNELS: dict[str, KernelSpec] = {
         lambda d: 4.0 * d[0] * (d[1] * d[2] + d[2] * d[3] + d[1] * d[3]),
     ),
     "attention/sdpa": _attention(),  # one kernel, heads split by explicit transposes around it
-    # sdpa that reads q and k as 8-bit, their scales fixed from calibration inputs
-    "attention/sdpa_int8": _attention("int8"),
+    "attention/sdpa_int8": _attention("int8"),  # q and k in 8 bits, by scales from calibration inputs
     "attention/sdpa_bf16": _attention("bf16"),  # both products of bf16, q, k, v and the result in fp32
+    "attention/sdpa_fp32": _attention(),  # ours for a CPU
     "attention/packed": _attention(),  # one kernel that reads (B, S, H·D) and needs no transposes
     "attention/math": _attention(),  # matmul, softmax, matmul as separate kernels
     "attention/causal": _visited(),  # sdpa told to be causal: no mask is read
+    "attention/causal_fp32": _visited(),  # ours for a CPU, told to be causal
     "attention/tiled": _visited(),  # ours, on the keys that each block of queries may see
     "attention/tiled_scores": _visited(),  # the same with a softcap, sinks or biases
     "attention/flex": _visited(),  # FlexAttention with the same blocks
@@ -176,8 +177,7 @@ KERNELS: dict[str, KernelSpec] = {
     "add_norm/split": _pointwise("rows cols", 9, 5),  # residual add, then LayerNorm
     "add_norm/fused": _pointwise("rows cols", 9, 4),  # the backend's SkipLayerNorm
     "rows/rms_norm": _pointwise("rows cols", 5, 2),  # ours: see effcompile.ops.rows
-    # the same with the residual sum, which it returns too
-    "rows/add_rms_norm": _pointwise("rows cols", 6, 4),
+    "rows/add_rms_norm": _pointwise("rows cols", 6, 4),  # the same with the residual sum, which it returns
     "rows/swiglu": _pointwise("rows cols", 6, 3),
     "rows/rotary": _pointwise("rows cols", 4, 2),
     "gelu/erf": _pointwise("elements", 20, 2),

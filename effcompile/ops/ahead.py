@@ -15,7 +15,7 @@ from pathlib import Path
 from effcompile.core.errors import EffcompileError
 from effcompile.machine.instructions import bf16_isas, integer_isas, tile_isas
 from effcompile.machine.native import SOURCES, compiled
-from effcompile.ops import group_native, int8_mlp, int8_native
+from effcompile.ops import fp32_attention, group_native, int8_mlp, int8_native
 from effcompile.ops.instruction_sets import WORDS
 
 Library = tuple[Path, Mapping[str, int], str]
@@ -28,6 +28,9 @@ def libraries(*, exact: bool) -> list[Library]:
     found: list[Library] = []
     for isa in integer_isas()[:1]:
         found += [(SOURCES / name, {"WIDTH": WORDS[isa]}, isa) for name in ("rows.cpp", "few_rows.cpp")]
+    found += [
+        (SOURCES / "fp32_attention.cpp", {"WIDTH": WORDS[isa]}, isa) for isa in fp32_attention.isas()[:1]
+    ]
     if exact:
         return found
     for isa in tile_isas()[:1]:

@@ -1,5 +1,5 @@
-"""The form of each attention: dense, causal, on the tiles it sees, packed, in separate kernels, with products
-of bf16, or with q and k in 8 bits.
+"""The form of each attention: dense, causal, on the tiles it sees, packed, in separate kernels, by our kernel
+for CPUs, with products of bf16, or with q and k in 8 bits.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from effcompile.sites.parts import AttentionSite, attentions, linears
 
 aten = torch.ops.aten
 INT8, BF16 = "sdpa_int8", "sdpa_bf16"
+#: By a kernel of ours for a CPU, in fp32.
+FP32, CAUSAL_FP32 = "sdpa_fp32", "causal_fp32"
 #: FlexAttention takes seconds to compile a form: not worth a try on less than this many scores per head.
 _LEAST_FLEX = 1 << 20
 #: Operators between a linear and the heads made of its result: they move elements and change none.
@@ -47,12 +49,13 @@ _MOVING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Pass):
-    """Chooses the form by price. `bf16`, `int8`: its products of bf16, q and k in 8 bits too, where the goal
-    allows error.
+    """Chooses the form by price. `fp32`: our kernel for CPUs too. `bf16`, `int8`: its products of bf16, q and
+    k in 8 bits too, where the goal allows error.
 
     `sdpa` reads a dense mask; `causal` and `tiled` know the mask in closed form (mask/recover.py) and read
     none, and `tiled` visits only what is seen; `flex` does so by FlexAttention; `packed` reads heads as the
-    linears made them; `math` is separate kernels.
+    linears made them; `math` is separate kernels. `sdpa_fp32`, `causal_fp32`: as `sdpa` and `causal`, by the
+    operator of ops/fp32_attention.py, where that was measured to be no slower.
 
     q and k are results of linears, whose int8 kernels write 8 bits as cheaply as 32: `sdpa_int8` requires
     those to be `int8_static`, so that it never stands in a model of fp32 or bf16 alone.
@@ -60,6 +63,7 @@ class Attention(Pass):
 
     int8: bool = True
     bf16: bool = True
+    fp32: bool = True
 
     name: ClassVar[str] = "attention"
     exact: ClassVar[bool] = True
@@ -88,12 +92,12 @@ class Attention(Pass):
         for site in attentions(edited):
             word = tags[site.site].word if site.site in tags else ""
             _check_mask(site, tags.get(site.site), mask_of(edited, site.node) if word in _SEEING else None)
-            if site.ours or word in ("causal", "tiled", "flex"):
+            if site.ours or word in _SEEING:
                 by_option.setdefault(word, []).append(site.node)
         if not by_option:
             return program.tagged(tags, self.name)
         expand(edited.graph, by_option.pop("math", []))
-        set_causal(edited, by_option.pop("causal", []))
+        set_causal(edited, by_option.pop("causal", []) + by_option.pop(CAUSAL_FP32, []))
         told = in_closed_form(
             edited, [node for option in ("tiled", "flex") for node in by_option.get(option, [])]
         )
@@ -106,8 +110,13 @@ class Attention(Pass):
         self, site: AttentionSite, mask: GraphMask | None, names: Mapping[fx.Node, str], context: Context
     ) -> Iterator[Choice | Declined]:
         options: list[Option] = []
+        own = self.fp32 and context.goal.mode != "training" and dtype_of(site.node) is torch.float32
         for form in dict.fromkeys(_forms(site, mask)):
+            if form in _OWN and not own:
+                continue
             cost = _price(form, site, mask, context)
+            if form in _OWN and cost is not None and cost.provenance != Provenance.MEASURED:
+                cost = None  # no data sheet tells where the kernel runs
             reason: Reason | None = _why_not(form, site, mask)
             written = form == "math" and (site.eager or site.ours)
             if cost is None:
@@ -202,7 +211,8 @@ def _check_mask(site: AttentionSite, planned: Form | None, found: GraphMask | No
 
 
 #: Forms that know the mask in closed form.
-_SEEING = ("causal", "tiled", "flex")
+_SEEING = ("causal", CAUSAL_FP32, "tiled", "flex")
+_CAUSAL, _OWN = ("causal", CAUSAL_FP32), (FP32, CAUSAL_FP32)
 
 
 def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Context) -> Cost | None:
@@ -217,7 +227,7 @@ def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Cont
     b, h, sq, sk, d = site.dims
     visible = (
         sk // 2
-        if form == "causal" or (mask is None and site.causal)
+        if form in _CAUSAL or (mask is None and site.causal)
         else sk
         if mask is None
         else visible_keys(mask, sk)
@@ -248,10 +258,11 @@ def _forms(site: AttentionSite, mask: GraphMask | None) -> Iterator[str]:
     """The forms that a site can have, what its node is first."""
     yield "tiled" if site.ours else "causal" if site.causal else "sdpa"
     if not site.ours:
+        yield CAUSAL_FP32 if site.causal else FP32
         yield "packed"
     if mask is not None:
         if is_causal(mask) and not site.ours:
-            yield "causal"
+            yield from _CAUSAL
         yield "tiled"
         large = site.dims[2] * site.dims[3] >= _LEAST_FLEX
         if large and mask.static and not mask.biases and not site.sink:

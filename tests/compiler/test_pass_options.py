@@ -27,6 +27,7 @@ from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
+from effcompile.ops import fp32_attention
 from effcompile.ops.bf16_attention import told
 from effcompile.passes import PASSES, load_passes
 from effcompile.report.reasons import words
@@ -101,6 +102,7 @@ def cheap(call: KernelCall) -> float:
     return {
         "attention/sdpa_int8": 1e-7,
         "attention/sdpa_bf16": 2e-7,
+        "attention/causal_fp32": 5e-7,
         "gelu/tanh": 1e-7,
         "embedding/int8": 1e-7,
         "embedding/int8_rows": 1e-7,
@@ -257,6 +259,18 @@ def attention_bf16(make: Make, folder: Path) -> None:
     assert "effcompile.bf16_attention.default" not in called(made)
 
 
+def attention_fp32(make: Make, folder: Path) -> None:
+    """The same of the exact one, which costs less here than sdpa, and more than products of bf16."""
+    made = make("attention", "attention.bf16=no", backend="torch-eager")
+    assert {d.option for d in made.plan.decisions if d.kind == "attention"} == {"causal_fp32"}
+    assert isinstance(made.lowered, TorchLowered)
+    assert {form.word for form in made.lowered.applied.values()} >= {"causal_fp32"}
+    assert made.lowered.program.calls(torch.ops.effcompile.fp32_attention.default)
+    assert made.lowered.settings["attentions of fp32"] == fp32_attention.told()
+    made = make("attention", "attention.bf16=no", "attention.fp32=no", backend="torch-eager")
+    assert "causal_fp32" not in {d.option for d in (*made.plan.decisions, *made.plan.declined)}
+
+
 def predicted(make: Make, *spec: str) -> Mapping[str, Any]:
     """The arguments of the predictor that stands in the graph."""
     made = make(
@@ -410,6 +424,7 @@ CHECKS: dict[tuple[str, str], Check] = {
     ("shrink", "masks"): shrink_masks,
     ("attention", "int8"): attention_int8,
     ("attention", "bf16"): attention_bf16,
+    ("attention", "fp32"): attention_fp32,
     ("predict", "method"): predict_method,
     ("predict", "mass"): predict_figure("mass", 0.25),
     ("predict", "least"): predict_least,

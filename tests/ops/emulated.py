@@ -141,6 +141,22 @@ def _cached_attention(a: Sequence[int]) -> Pointers:
     return {**cache, **ends, **told, 3: (_IN, seen), 14: (_ROOM, 4 * threads * a[15])}
 
 
+def _fp32_attention(a: Sequence[int]) -> Pointers:
+    batch, heads, groups, queries, keys, width, wide = _read(a[5], 7)
+    of_q, of_k, of_v, of_out, of_mask = (_read(a[at], 3) for at in range(6, 11))
+    seen = _span((batch, heads, queries), of_mask, keys) * (4 if a[11] == 2 else 1)
+    ends = {
+        0: (_IN, 4 * _span((batch, heads, queries), of_q, width)),
+        1: (_IN, 4 * _span((batch, groups, keys), of_k, width)),
+        2: (_IN, 4 * _span((batch, groups, keys), of_v, wide)),
+        3: (_IN, seen),
+        4: (_OUT, 4 * _span((batch, heads, queries), of_out, wide)),
+    }
+    # a thread's scratch: keys and values as they are laid, scores and results of some queries
+    room = (keys + 16) * (width + wide + 16) + 64 * (512 + wide + 16)
+    return {**ends, 5: (_IN, 56), **dict.fromkeys(range(6, 11), (_IN, 24)), 14: (_ROOM, 4 * a[15] * room)}
+
+
 def _adam8(a: Sequence[int]) -> Pointers:
     size, blocks = (2 if a[0] else 4), a[17]
     numbers, scales, table = 256 * blocks, (_BOTH, 4 * blocks), (_IN, 1024)
@@ -246,6 +262,8 @@ POINTERS: dict[str, Of] = {
     "few_rows": _few_rows,
     "rotary": _rotary,
     "cached_attention": _cached_attention,
+    "fp32_attention": _fp32_attention,
+    "scratch_floats": lambda a: {0: (_IN, 56)},
     "adam8": _adam8,
     "loss_rows": _loss_rows,
     "short_conv": _short_conv,

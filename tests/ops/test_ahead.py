@@ -15,6 +15,7 @@ from effcompile.ops import (
     ahead,
     bf16_attention,
     few_rows,
+    fp32_attention,
     group_codes,
     group_native,
     int8_mlp,
@@ -22,7 +23,9 @@ from effcompile.ops import (
     rows_native,
 )
 
-KERNELS = (rows_native, few_rows, int8_native, int8_mlp, group_native, group_codes, bf16_attention)
+KERNELS = (
+    rows_native, few_rows, int8_native, int8_mlp, group_native, group_codes, bf16_attention, fp32_attention,
+)  # fmt: skip
 
 
 def test_it_is_what_the_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +47,8 @@ def test_it_is_what_the_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = set(map(key, ahead.libraries(exact=False)))
     assert everything == set(map(key, asked))  # one compares itself with another's
     exact = set(map(key, ahead.libraries(exact=True)))
-    assert {name for name, *_ in exact} == {"rows.cpp", "few_rows.cpp"} and exact < everything
+    assert {name for name, *_ in exact} == {"rows.cpp", "few_rows.cpp", "fp32_attention.cpp"}
+    assert exact < everything
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from effcompile.ops import (
     block_sparse_native,
     cached_attention,
     few_rows,
+    fp32_attention,
     group_codes,
     group_native,
     int8_codes,
@@ -54,6 +55,7 @@ MODULES = (
     rows_native,
     cached_attention,
     few_rows,
+    fp32_attention,
     block_sparse_native,
     states8_native,
     loss_rows,
@@ -101,10 +103,11 @@ def test_the_rest_compiles(compiler: None, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(block_sparse_native, "best_isa", lambda: "neon")
     assert block_sparse_native.onnxruntime_library().exists()
     assert native.compiled(native.SOURCES / "states8.cpp", {}, "neon").exists()
-    for name in ("loss_rows", "recurrence"):
+    for name in ("loss_rows", "recurrence", "fp32_attention"):
         assert native.compiled(native.SOURCES / f"{name}.cpp", {"WIDTH": 4}, "neon").exists()
     assert native.compiled(native.SOURCES / "row_program.cpp", {}, "generic").exists()
-    others = {"block_sparse", "block_sparse_ort", "states8", "row_program", "loss_rows", "recurrence"}
+    others = {"block_sparse", "block_sparse_ort", "states8", "row_program"}
+    others |= {"loss_rows", "recurrence", "fp32_attention"}
     assert {path.stem for path in native.SOURCES.glob("*.cpp")} == CHOSEN | others | OF_X86
 
 
@@ -295,6 +298,18 @@ class TestFloats:
                 found = kernels.attention(q, k, v, mask, 0.2)
                 right = cached_attention.by_torch(q, k, v, mask, 0.2)
                 torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+    def test_attention(self, arm: None) -> None:
+        kernels = fp32_attention.AttentionRows("neon")
+        assert kernels.objection() is None
+        for keys, width in ((1, 1), (3, 64), (65, 33), (130, 128)):
+            q = torch.randn(1, 4, 19, width, generator=drawn(keys))
+            k, v = (torch.randn(1, 2, keys, width, generator=drawn(keys + at)) for at in (1, 2))
+            seen = torch.rand(1, 1, 19, keys, generator=drawn(keys)) < 0.6
+            for mask in (None, seen, torch.randn(1, 1, 19, keys, generator=drawn(keys))):
+                found = kernels.attention(q, k, v, mask, False, 0.2)
+                right = fp32_attention.by_torch(q, k, v, mask, False, 0.2)
+                torch.testing.assert_close(found, right, rtol=1e-5, atol=2e-6)
 
     @pytest.mark.parametrize(
         ("block", "dtype"),

@@ -30,7 +30,7 @@ def test_attention_offers_the_forms_that_exist_and_pay(bert: Program) -> None:
     assert [s.site for s in attentions(bert)] == list(choices)
     assert all([o.name for o in c.options] == ["sdpa", "packed"] for c in choices.values())
     assert {words(d.reason) for d in declined} == {
-        f"onnxruntime has no attention/{form} kernel here" for form in ("tiled", "math")
+        f"onnxruntime has no attention/{form} kernel here" for form in ("sdpa_fp32", "tiled", "math")
     }
     site = next(iter(choices))
     assert Attention().apply(bert, plan_with({site: "packed"})).tags == {site: form("packed")}
@@ -57,6 +57,24 @@ def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: P
         assert option.cost.error_squared == 1e-6
         layer = site.site.partition(":")[0]
         assert option.requires == {f"{layer}.query": ("int8_static",), f"{layer}.key": ("int8_static",)}
+
+
+def test_attention_of_ours_is_taken_where_it_was_measured_to_be_faster(bert: Program) -> None:
+    prices = {"attention/sdpa": 2e-3, "attention/sdpa_fp32": 1e-3}
+    exact = Goal()
+    choices, _ = split(Attention().propose(bert, context(lambda call: prices.get(call.kernel), goal=exact)))
+    assert all([o.name for o in c.options] == ["sdpa", "sdpa_fp32"] for c in choices.values())
+    assert all(c.option("sdpa_fp32").cost.error_squared == 0 for c in choices.values())
+    slower = {**prices, "attention/sdpa_fp32": 3e-3}
+    _, refused = split(Attention().propose(bert, context(lambda call: slower.get(call.kernel), goal=exact)))
+    assert {words(d.reason) for d in refused if d.option == "sdpa_fp32"} == {
+        "not faster: 3.00 ms against 2.00 ms (sdpa)"
+    }
+    training = Goal(mode="training")
+    for of, goal in ((Attention(fp32=False), exact), (Attention(), training)):
+        choices, refused = split(of.propose(bert, context(lambda call: prices.get(call.kernel), goal=goal)))
+        assert "sdpa_fp32" not in {o.name for c in choices.values() for o in c.options}
+        assert "sdpa_fp32" not in {d.option for d in refused}
 
 
 def test_attention_of_bf16_needs_error_and_its_measurement(bert: Program) -> None:

@@ -11,12 +11,18 @@ from torch import fx
 
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops.bf16_attention import bf16_attention
+from effcompile.ops.fp32_attention import fp32_attention
 from effcompile.sites.parts import AttentionSite, argument, attentions
 
 aten = torch.ops.aten
 
 #: What makes one axis of two that lie side by side.
 _MERGES = (aten._unsafe_view.default, aten.view.default, aten.reshape.default)
+#: Forms that are an operator of ours in the place of sdpa, with its arguments.
+_OWN = {
+    "sdpa_bf16": bf16_attention.default,
+    **dict.fromkeys(("sdpa_fp32", "causal_fp32"), fp32_attention.default),
+}
 #: The site a node computes, in its meta. What it computes is read off its operator and tensors.
 SITE = "effcompile_site"
 
@@ -31,17 +37,17 @@ def inlined(graph: fx.Graph, function: Callable[..., object], *args: object) -> 
 
 
 def edit_attentions(program: Program) -> None:
-    """`math`: matmul, softmax and matmul as separate kernels, by torch's own decomposition. `sdpa_bf16`: the
-    operator of ops/bf16_attention.py.
+    """`math`: matmul, softmax and matmul as separate kernels, by torch's own decomposition. A form of `_OWN`:
+    that operator.
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     added: dict[fx.Node, fx.Node] = {}
     for site in attentions(program):
         site.node.meta[SITE] = site.site
         _group(site.node)
-        if program.word_at(site.site) == "sdpa_bf16":
+        if (own := _OWN.get(program.word_at(site.site) or "")) is not None:
             given = tuple(argument(site.node, name) for name in (*names[:4], "is_causal", "scale"))
-            site.node.target, site.node.kwargs = bf16_attention.default, {}
+            site.node.target, site.node.kwargs = own, {}
             site.node.args = given  # type: ignore[assignment]
         if program.word_at(site.site) != "math" or site.ours:
             continue

@@ -39,6 +39,8 @@ from effcompile.ir.program import Program, stored_bytes
 from effcompile.machine import huge_pages
 from effcompile.ops.bf16_attention import bf16_attention
 from effcompile.ops.bf16_attention import told as attentions_told
+from effcompile.ops.fp32_attention import fp32_attention
+from effcompile.ops.fp32_attention import told as fp32_attentions_told
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_linear import told as groups_told
 from effcompile.ops.int8_linear import int8_linear
@@ -263,6 +265,7 @@ def _kernels(program: Program) -> dict[str, str]:
         "sparse int8 linears": ((int8_sparse_linear,), sparse_told),
         "linears in groups": ((group_linear,), groups_told),
         "attentions of bf16": ((bf16_attention,), attentions_told),
+        "attentions of fp32": ((fp32_attention,), fp32_attentions_told),
     }
     return {
         name: told()

@@ -12,7 +12,7 @@ from effcompile.backends.torch.measure_linears import Body
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
 from effcompile.machine.target import Dims
-from effcompile.ops import bf16_attention
+from effcompile.ops import bf16_attention, fp32_attention
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.ops.tiles import TileList
@@ -59,6 +59,20 @@ def _band(sq: int, sk: int, visible: int) -> tuple[int | None, int | None]:
     if visible > sk // 2:  # more than causal shows
         return None, sk - sq + 2 * (visible - sk // 2)
     return sk - sq - visible + 1, sk - sq
+
+
+def _fp32_attention(dims: Dims, engine: str) -> Body | None:
+    """None where there is no kernel of ours."""
+    return _attention(fp32_attention.fp32_attention.default)(dims, engine) if _has_fp32() else None
+
+
+def _causal_fp32(dims: Dims, engine: str) -> Body | None:
+    run = fp32_attention.fp32_attention.default
+    return _seeing(lambda q, k, v, *_: run(q, k, v, None, True))(dims, engine) if _has_fp32() else None
+
+
+def _has_fp32() -> bool:
+    return torch.get_default_device().type == "cpu" and fp32_attention.fallback_reason() is None
 
 
 def _tiles(dims: Dims, engine: str) -> Body:
@@ -132,8 +146,10 @@ def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 ATTENTIONS: Mapping[str, Callable[[Dims, str], Body | None]] = {
     "attention/sdpa": _attention(F.scaled_dot_product_attention),
     "attention/sdpa_bf16": _bf16_attention,
+    "attention/sdpa_fp32": _fp32_attention,
     "attention/math": _attention(_math),
     "attention/causal": _seeing(_causal),
+    "attention/causal_fp32": _causal_fp32,
     "attention/tiled": _seeing(_tiled),
     "attention/tiled_scores": _seeing(_tiled_scores),
     "attention/flex": _seeing(_flex),

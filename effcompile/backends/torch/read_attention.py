@@ -13,6 +13,8 @@ from effcompile.ops.tile_predictors import STATIC
 from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
+#: Word → what it is where the attention hides later keys by itself.
+_CAUSAL = {"sdpa": "causal", "sdpa_fp32": "causal_fp32"}
 
 
 def packet(node: fx.Node) -> object:
@@ -27,6 +29,7 @@ def attentions(module: fx.GraphModule) -> dict[str, Form]:
         aten.scaled_dot_product_attention: "sdpa",
         aten._scaled_dot_product_attention_math: "math",
         ours.bf16_attention: "sdpa_bf16",
+        ours.fp32_attention: "sdpa_fp32",
         ours.attention: "tiled",
         ours.attention_flex: "flex",
         ours.attention_guarded: "tiled",
@@ -35,7 +38,8 @@ def attentions(module: fx.GraphModule) -> dict[str, Form]:
     for node in module.graph.nodes:
         if SITE in node.meta and packet(node) in forms:
             word = forms[packet(node)]
-            word = "causal" if word == "sdpa" and argument(node, "is_causal") else word
+            if word in _CAUSAL and argument(node, "is_causal"):
+                word = _CAUSAL[word]
             found[node.meta[SITE]] = _predictor(node) or Form(
                 word=word, mask=_mask(node) if word in ("tiled", "flex") else None
             )

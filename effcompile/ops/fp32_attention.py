@@ -1,0 +1,231 @@
+"""Attention of fp32 tensors on a CPU, exact, where they lie: softmax(q kᵀ · scale + mask) v.
+
+The kernel of `fp32_attention.cpp` reads heads as linears made them, side by side, and writes them so; a mask
+of bools as it is. What it does not take, and where nothing can be compiled, is torch's
+`scaled_dot_product_attention`. Defined without torch.library.custom_op, as `int8_linear` is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
+
+from effcompile.core.types import Shape
+from effcompile.machine.instructions import best_isa
+from effcompile.machine.native import library
+from effcompile.ops.bf16_attention import expanded
+from effcompile.ops.cached_attention import mask_strides, masks_so
+from effcompile.ops.instruction_sets import (
+    ARGUMENT,
+    LINE,
+    POINTER,
+    WORDS,
+    at_line,
+    best_of,
+    whose,
+    why_torch,
+)
+
+__all__ = ["by_torch", "fallback_reason", "fp32_attention", "isas", "told", "workspace_bytes"]
+
+_SOURCE = Path(__file__).with_name("fp32_attention.cpp")
+_SEVEN, _THREE = ctypes.c_int64 * 7, ctypes.c_int64 * 3
+#: dtype of a mask → how the kernel names it.
+_MASKS = {torch.bool: 1, torch.float32: 2}
+#: Queries and keys that torch's kernel takes at once, at most.
+_TORCH_ROWS, _TORCH_KEYS = 256, 512
+
+_LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
+_LIBRARY.define(
+    "fp32_attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool is_causal=False, "
+    "float? scale=None) -> Tensor"
+)
+
+
+def isas() -> tuple[str, ...]:
+    """The instruction sets that it is compiled for here, the fastest first."""
+    best = best_isa()
+    found = {"avx512_bf16": ("avx512", "avx2"), "avx512": ("avx512", "avx2"), "generic": ()}
+    return found.get(best, (best,))
+
+
+@functools.cache
+def kernels() -> AttentionRows | str:
+    """The best kernel that this machine runs, or why there is none."""
+    return best_of(AttentionRows, isas())
+
+
+def fallback_reason() -> str | None:
+    """Why torch computes these attentions; None where the kernel does."""
+    return why_torch(kernels())
+
+
+def told() -> str:
+    """Whose kernel computes these attentions here, for a report."""
+    return whose(kernels())
+
+
+class AttentionRows:
+    """The compiled kernel of one instruction set.
+
+    `instead`: why better sets are not used; "" where there is none.
+    """
+
+    def __init__(self, isa: str, instead: str = "") -> None:
+        """Raises LoweringError when it cannot be compiled."""
+        self.isa, self.instead = isa, instead
+        found = library(_SOURCE, {"WIDTH": WORDS[isa]}, isa)
+        self.floats, self.call = found.scratch_floats, found.fp32_attention
+        self.floats.argtypes, self.floats.restype = (_SEVEN,), ARGUMENT
+        self.call.argtypes = (
+            *(POINTER,) * 5,
+            _SEVEN,
+            *(_THREE,) * 5,
+            *(ARGUMENT,) * 2,
+            ctypes.c_float,
+            POINTER,
+            ARGUMENT,
+        )
+        self.call.restype = None
+
+    def room(self, query: Tensor, key: Tensor, value: Tensor) -> int:
+        """Bytes of scratch."""
+        return 4 * int(self.floats(_sizes(query, key, value))) * torch.get_num_threads() + LINE
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    ) -> Tensor:
+        """See `fp32_attention_on_cpu`. The result lies in memory as (B, S, H, D)."""
+        batch, heads, queries, _ = query.shape
+        made = torch.empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
+        scratch = torch.empty(self.room(query, key, value), dtype=torch.uint8)
+        strides = (0, 0, 0) if mask is None else mask_strides(mask)
+        self.call(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
+            made.data_ptr(), _sizes(query, key, value), _THREE(*query.stride()[:3]),
+            _THREE(*key.stride()[:3]), _THREE(*value.stride()[:3]), _THREE(*made.stride()[:3]),
+            _THREE(*strides), 0 if mask is None else _MASKS[mask.dtype], is_causal, scale,
+            at_line(scratch), torch.get_num_threads(),
+        )  # fmt: skip
+        return made
+
+    def objection(self) -> str | None:
+        """None, or that a result differs from torch's: whole tiles and rests, groups, several blocks of keys,
+        masks of bools and of numbers, a row that sees nothing.
+        """
+        wave = lambda step, *shape: (torch.arange(math.prod(shape)) * step).sin().view(shape)  # noqa: E731
+        query, key, value = wave(0.7, 2, 4, 61, 40), wave(0.3, 2, 2, 530, 40), wave(0.9, 2, 2, 530, 24)
+        seen = torch.arange(2 * 61 * 530).view(2, 1, 61, 530) % 7 != 3
+        seen[0, 0, 5] = False
+        for mask, causal in ((None, False), (None, True), (seen, False), (wave(0.5, 2, 4, 61, 530), False)):
+            found = self.attention(query, key, value, mask, causal, 0.3)
+            right = by_torch(query, key, value, mask, causal, 0.3)
+            if not torch.allclose(found, right, rtol=1e-4, atol=1e-5):
+                return f"the compiled {self.isa} kernel gave a wrong attention"
+        return None
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """As the kernel is told them: batch, heads, groups, queries, keys, width, width of values."""
+    batch, heads, queries, width = map(int, query.shape)
+    return _SEVEN(batch, heads, key.shape[1], queries, key.shape[2], width, value.shape[3])
+
+
+def fp32_attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """(B, H, S, E), for query (B, H, S, D), key (B, G, K, D) and value (B, G, K, E) with H a multiple of G.
+
+    `mask` (B or 1, H or 1, S or 1, K): a bool that says what is seen, or numbers that are added. `is_causal`:
+    query i sees keys up to i. A query that sees nothing gets zeros, as by `scaled_dot_product_attention`.
+    """
+    found = kernels()
+    if isinstance(found, str) or not _fits(query, key, value):
+        return by_torch(query, key, value, mask, is_causal, scale)
+    seen = expanded(mask, query, key)
+    if seen is not None and not masks_so(seen, query.shape[2], key.shape[2]):
+        return by_torch(query, key, value, mask, is_causal, scale)
+    return found.attention(
+        query, key, value, seen, is_causal, query.shape[3] ** -0.5 if scale is None else scale
+    )
+
+
+_LIBRARY.impl("fp32_attention", fp32_attention_on_cpu, "CPU")
+fp32_attention = torch.ops.effcompile.fp32_attention
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel takes them."""
+    dense = query.stride(3) == key.stride(3) == value.stride(3) == 1
+    same = key.shape[:3] == value.shape[:3] and key.shape[3] == query.shape[3]
+    shared = key.shape[0] == query.shape[0] and not query.shape[1] % max(1, key.shape[1])
+    wide = query.dtype is key.dtype is value.dtype is torch.float32
+    return dense and same and shared and wide and min(*query.shape, *key.shape, *value.shape) > 0
+
+
+def by_torch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    """The same by torch, heads side by side too."""
+    gqa = query.shape[1] != key.shape[1]
+    made = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=gqa
+    )
+    return made.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@torch.library.register_fake("effcompile::fp32_attention", lib=_LIBRARY)
+def _(query, key, value, mask=None, is_causal=False, scale=None):  # type: ignore[no-untyped-def]
+    batch, heads, rows, _ = query.shape
+    return query.new_empty((batch, rows, heads, value.shape[3])).transpose(1, 2)
+
+
+@register_flop_formula(torch.ops.effcompile.fp32_attention)
+def _flops(query_shape: Shape, key_shape: Shape, value_shape: Shape, *args: object, **kwargs: object) -> int:
+    heads = query_shape[1]
+    shared = [(shape[0], heads, *shape[2:]) for shape in (key_shape, value_shape)]
+    return int(sdpa_flop_count(query_shape, *shared))
+
+
+def workspace_bytes(name: str, args: object) -> int | None:
+    """Bytes alive inside this operator beyond its inputs and outputs; None for other operators.
+
+    By torch: what its kernel holds of scores for each thread (aten/native/cpu/FlashAttentionKernel.cpp), and
+    a mask of bools as numbers.
+    """
+    if name != "effcompile::fp32_attention" or not isinstance(args, (list, tuple)):
+        return None
+    query, key, value = args[:3]
+    mask = args[3] if len(args) > 3 and isinstance(args[3], Tensor) else None
+    found = kernels()
+    if isinstance(found, str) or not _fits(query, key, value):
+        return _by_torch_bytes(query, key, value, mask)
+    written = mask is not None and mask.stride(-1) != 1 and key.shape[2] > 1
+    if mask is None or not written:
+        return found.room(query, key, value)
+    lead = math.prod(map(int, mask.shape[:-2]))
+    return found.room(query, key, value) + mask.element_size() * lead * int(query.shape[2] * key.shape[2])
+
+
+def _by_torch_bytes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> int:
+    batch, heads, queries, width = map(int, query.shape)
+    keys, wide, size = int(key.shape[2]), int(value.shape[3]), query.element_size()
+    added = 0 if mask is None else size * int(mask.numel())
+    if width == wide and query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        rows = min(_TORCH_ROWS, queries)
+        per_thread = rows * (min(_TORCH_KEYS, keys) + 2 + width)
+        return size * torch.get_num_threads() * per_thread + added
+    repeated = heads * keys * (width + wide)
+    return size * batch * (heads * queries * (3 * keys + width + wide) + 2 * repeated) + added
