@@ -330,13 +330,14 @@ extern "C" int64_t scratch_floats(const int64_t* sizes) {
     return Sizes{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]}.floats();
 }
 
-// q (batch, heads, queries, width), k (batch, groups, keys, width) and v (batch, groups, keys, wide), with strides of (batch, heads, rows), in
-// elements, and numbers of a row side by side → out (batch, heads, queries, wide) likewise. `masked`: 1 for bools that say what is seen, 2 for
-// numbers that are added. `causal`: query i sees keys up to i. `scratch` is 64 bytes aligned.
-extern "C" void fp32_attention(const float* q, const float* k, const float* v, const void* mask, float* out, const int64_t* sizes,
-                               const int64_t* of_q, const int64_t* of_k, const int64_t* of_v, const int64_t* of_out, const int64_t* of_mask,
-                               int64_t masked, int64_t causal, float scale, float* scratch, int64_t threads) {
-    const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
+// q (batch, heads, queries, width), k (batch, groups, keys, width) and v (batch, groups, keys, wide) → out (batch, heads, queries, wide), numbers
+// of a row side by side. `told`: these seven sizes, then the strides of q, k, v and out, each of (batch, heads, rows), in elements, as are those of
+// the mask. `masked`: 1 for bools that say what is seen, 2 for numbers that are added. `causal`: query i sees keys up to i. `scratch` is 64 bytes
+// aligned.
+extern "C" void fp32_attention(const float* q, const float* k, const float* v, const void* mask, float* out, const int64_t* told,
+                               const int64_t* of_mask, int64_t masked, int64_t causal, float scale, float* scratch, int64_t threads) {
+    const Sizes s{told[0], told[1], told[2], told[3], told[4], told[5], told[6]};
+    const int64_t *of_q = told + 7, *of_k = of_q + 3, *of_v = of_k + 3, *of_out = of_v + 3;
     const int64_t blocks = (s.queries + QUERIES - 1) / QUERIES, unit = masked == ADDED ? 4 : 1, heads = s.batch * s.heads;
     const auto attend_with = masked == ADDED ? attend<ADDED> : masked == SEEN ? attend<SEEN> : attend<NONE>;
     const auto head_at = [&](int64_t at) {

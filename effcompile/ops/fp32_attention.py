@@ -36,7 +36,8 @@ from effcompile.ops.instruction_sets import (
 __all__ = ["by_torch", "fallback_reason", "fp32_attention", "isas", "told", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("fp32_attention.cpp")
-_SEVEN, _THREE = ctypes.c_int64 * 7, ctypes.c_int64 * 3
+_TOLD, _THREE = ctypes.c_int64 * 19, ctypes.c_int64 * 3
+_NONE = _THREE(0, 0, 0)
 #: dtype of a mask → how the kernel names it.
 _MASKS = {torch.bool: 1, torch.float32: 2}
 #: Queries and keys that torch's kernel takes at once, at most.
@@ -83,11 +84,11 @@ class AttentionRows:
         self.isa, self.instead = isa, instead
         found = library(_SOURCE, {"WIDTH": WORDS[isa]}, isa)
         self.floats, self.call = found.scratch_floats, found.fp32_attention
-        self.floats.argtypes, self.floats.restype = (_SEVEN,), ARGUMENT
+        self.floats.argtypes, self.floats.restype = (_TOLD,), ARGUMENT
         self.call.argtypes = (
             *(POINTER,) * 5,
-            _SEVEN,
-            *(_THREE,) * 5,
+            _TOLD,
+            _THREE,
             *(ARGUMENT,) * 2,
             ctypes.c_float,
             POINTER,
@@ -95,24 +96,24 @@ class AttentionRows:
         )
         self.call.restype = None
 
-    def room(self, query: Tensor, key: Tensor, value: Tensor) -> int:
+    def room(self, told: ctypes.Array[ctypes.c_int64]) -> int:
         """Bytes of scratch."""
-        return 4 * int(self.floats(_sizes(query, key, value))) * torch.get_num_threads() + LINE
+        return 4 * int(self.floats(told)) * torch.get_num_threads() + LINE
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
     ) -> Tensor:
-        """See `fp32_attention_on_cpu`. The result lies in memory as (B, S, H, D)."""
-        batch, heads, queries, _ = query.shape
-        made = torch.empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
-        scratch = torch.empty(self.room(query, key, value), dtype=torch.uint8)
-        strides = (0, 0, 0) if mask is None else mask_strides(mask)
+        """See `fp32_attention_on_cpu`. The result lies in memory as (B, S, H, E)."""
+        told = _told_of(query, key, value)
+        assert told is not None, "the kernel takes these"
+        batch, heads, queries, wide = told[0], told[1], told[3], told[6]
+        made = torch.empty_strided((batch, heads, queries, wide), (*told[16:19], 1))
+        scratch = torch.empty(self.room(told), dtype=torch.uint8)
         self.call(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
-            made.data_ptr(), _sizes(query, key, value), _THREE(*query.stride()[:3]),
-            _THREE(*key.stride()[:3]), _THREE(*value.stride()[:3]), _THREE(*made.stride()[:3]),
-            _THREE(*strides), 0 if mask is None else _MASKS[mask.dtype], is_causal, scale,
-            at_line(scratch), torch.get_num_threads(),
+            made.data_ptr(), told, _NONE if mask is None else _THREE(*mask_strides(mask)),
+            0 if mask is None else _MASKS[mask.dtype], is_causal, scale, at_line(scratch),
+            torch.get_num_threads(),
         )  # fmt: skip
         return made
 
@@ -132,10 +133,27 @@ class AttentionRows:
         return None
 
 
-def _sizes(query: Tensor, key: Tensor, value: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """As the kernel is told them: batch, heads, groups, queries, keys, width, width of values."""
-    batch, heads, queries, width = map(int, query.shape)
-    return _SEVEN(batch, heads, key.shape[1], queries, key.shape[2], width, value.shape[3])
+def _told_of(query: Tensor, key: Tensor, value: Tensor) -> ctypes.Array[ctypes.c_int64] | None:
+    """What the kernel is told of them; None where it does not take them."""
+    if not query.dtype is key.dtype is value.dtype is torch.float32:
+        return None
+    shapes = query.shape, key.shape, value.shape
+    return _told(*shapes, query.stride(), key.stride(), value.stride())
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _told(
+    query: Shape, key: Shape, value: Shape, of_query: Shape, of_key: Shape, of_value: Shape
+) -> ctypes.Array[ctypes.c_int64] | None:
+    """Of shapes and strides, kept: what is asked of a tensor in Python takes longer than to look it up."""
+    batch, heads, queries, width = query
+    groups, keys, wide = key[1], key[2], value[3]
+    dense = of_query[3] == of_key[3] == of_value[3] == 1
+    same = key[:3] == value[:3] and key[3] == width and key[0] == batch
+    if not (dense and same) or min(*query, *key, wide) <= 0 or heads % groups:
+        return None
+    strides = (*of_query[:3], *of_key[:3], *of_value[:3], queries * heads * wide, wide, heads * wide)
+    return _TOLD(batch, heads, groups, queries, keys, width, wide, *strides)
 
 
 def fp32_attention_on_cpu(
@@ -152,10 +170,9 @@ def fp32_attention_on_cpu(
     query i sees keys up to i. A query that sees nothing gets zeros, as by `scaled_dot_product_attention`.
     """
     found = kernels()
-    if isinstance(found, str) or not _fits(query, key, value):
-        return by_torch(query, key, value, mask, is_causal, scale)
-    seen = expanded(mask, query, key)
-    if seen is not None and not masks_so(seen, query.shape[2], key.shape[2]):
+    seen = mask if mask is None else expanded(mask, query, key)
+    fits = _told_of(query, key, value) is not None
+    if isinstance(found, str) or not fits or not _takes(seen, query, key):
         return by_torch(query, key, value, mask, is_causal, scale)
     return found.attention(
         query, key, value, seen, is_causal, query.shape[3] ** -0.5 if scale is None else scale
@@ -166,13 +183,8 @@ _LIBRARY.impl("fp32_attention", fp32_attention_on_cpu, "CPU")
 fp32_attention = torch.ops.effcompile.fp32_attention
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes them."""
-    dense = query.stride(3) == key.stride(3) == value.stride(3) == 1
-    same = key.shape[:3] == value.shape[:3] and key.shape[3] == query.shape[3]
-    shared = key.shape[0] == query.shape[0] and not query.shape[1] % max(1, key.shape[1])
-    wide = query.dtype is key.dtype is value.dtype is torch.float32
-    return dense and same and shared and wide and min(*query.shape, *key.shape, *value.shape) > 0
+def _takes(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    return mask is None or masks_so(mask, query.shape[2], key.shape[2])
 
 
 def by_torch(
@@ -210,13 +222,14 @@ def workspace_bytes(name: str, args: object) -> int | None:
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 and isinstance(args[3], Tensor) else None
     found = kernels()
-    if isinstance(found, str) or not _fits(query, key, value):
+    told = _told_of(query, key, value)
+    if isinstance(found, str) or told is None:
         return _by_torch_bytes(query, key, value, mask)
     written = mask is not None and mask.stride(-1) != 1 and key.shape[2] > 1
     if mask is None or not written:
-        return found.room(query, key, value)
+        return found.room(told)
     lead = math.prod(map(int, mask.shape[:-2]))
-    return found.room(query, key, value) + mask.element_size() * lead * int(query.shape[2] * key.shape[2])
+    return found.room(told) + mask.element_size() * lead * int(query.shape[2] * key.shape[2])
 
 
 def _by_torch_bytes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> int:
