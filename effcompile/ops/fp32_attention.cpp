@@ -1,6 +1,7 @@
 // Attention of fp32 numbers on a CPU: softmax(q kᵀ scale + mask) v, exact but for the rounding of fp32.
 //
 // Compiled once per instruction set by machine/native.py, which passes WIDTH, the 32-bit words of a vector register.
+// Keys that a mask hides from all queries of a tile, at either end, are not multiplied: a causal mask costs half of a full one, padding nothing.
 // Of a head the keys are laid once, turned, so that scores are sums of vectors, and the values side by side; then some queries at a time: their
 // scores with a block of keys, the softmax, and the sums of values, which a later block scales (Milakov and Gimelshein, Online normalizer
 // calculation for softmax, 2018).
@@ -214,6 +215,41 @@ inline V first_lanes(V v, int64_t count) {  // the others -inf
     return lane < (int32_t)count ? v : V{} - INFINITY;
 }
 
+// Whether one of `count` keys, W at the most, is seen.
+template <int MASK>
+inline bool some_seen(const char* mask, int64_t key, int64_t count) {
+    uint64_t words[W == 4 && MASK == SEEN ? 1 : W * (MASK == ADDED ? 4 : 1) / 8] = {}, any = 0;
+    if constexpr (MASK == ADDED) {
+        V added = some_of(reinterpret_cast<const float*>(mask) + key, count);
+        if (count < W) added = first_lanes(added, count);
+#if WIDTH == 16
+        return _mm512_cmp_ps_mask((__m512)added, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+#endif
+        const VI differs = added != V{} - INFINITY;
+        std::memcpy(words, &differs, sizeof(differs));
+    } else if (count >= W) {
+        std::memcpy(words, mask + key, W);
+    } else {
+        std::memcpy(words, mask + key, count);
+    }
+    for (const uint64_t word : words) any |= word;
+    return any;
+}
+
+// Rows [row, next) of a block of queries, and keys [first, last) beyond which none of them sees one. `first` is where a vector begins.
+struct Tile {
+    int64_t row, next, first, last;
+
+    template <int MASK>
+    void include(const char* mask, int64_t most) {
+        int64_t end = up(most, W), from = 0;
+        while (end > last && !some_seen<MASK>(mask, end - W, std::min<int64_t>(W, most - end + W))) end -= W;
+        last = std::max(last, std::min(end, most));
+        while (from < first && !some_seen<MASK>(mask, from, std::min<int64_t>(W, most - from))) from += W;
+        first = std::min(first, from);
+    }
+};
+
 // What has been summed of a query so far.
 struct Sum {
     float most = -INFINITY, sum = 0.0f;
@@ -262,65 +298,81 @@ struct Room {
           out(scores + QUERIES * s.scores()) {}
 };
 
+// What tiles of queries [top, top + rows) see; returns how many tiles.
+template <int MASK>
+int64_t look(const Sizes& s, const Head& head, int64_t top, int64_t rows, bool causal, Tile* tiles) {
+    const Parts parts(rows, ROWS);
+    for (int64_t t = 0; t < parts.count; t++) {
+        Tile& tile = tiles[t];
+        const int64_t next = parts.at(t + 1), most = causal ? std::min(s.keys, top + next) : s.keys;
+        tile = MASK ? Tile{parts.at(t), next, most, 0} : Tile{parts.at(t), next, 0, most};
+        if constexpr (MASK)
+            for (int64_t r = tile.row; r < next; r++) tile.include<MASK>(head.mask + (top + r) * head.of_mask, most);
+        if (tile.first >= tile.last) tile.first = tile.last = 0;
+    }
+    return parts.count;
+}
+
 // Queries [top, top + rows) of one head, of keys that are laid and values whose rows are whole vectors, `of_v` floats apart.
 template <int MASK>
 void attend(const Sizes& s, const Room& room, const Head& head, const float* values, int64_t of_v, int64_t top, int64_t rows, bool causal) {
-    const int64_t limit = causal ? std::min(s.keys, top + rows) : s.keys, wide = s.scores(), columns = s.columns();
-    const Parts tiles(rows, ROWS), panels_of_values(columns / W, VECS);
+    const int64_t wide = s.scores(), columns = s.columns(), unit = MASK == ADDED ? 4 : 1;
     const bool straight = s.wide % W == 0;
+    Tile tiles[QUERIES / ROWS];
     Sum sums[QUERIES];
-    float inverse[QUERIES];
-    for (int64_t from = 0; from < limit; from += KEYS) {
+    float inverse[QUERIES] = {};
+    const Tile* end = tiles + look<MASK>(s, head, top, rows, causal, tiles);
+    for (int64_t from = 0; from < s.keys; from += KEYS) {
         const int64_t count = std::min(KEYS, s.keys - from);
-        // keys of this block that a row, or one before it, sees
-        const auto seen_of = [&](int64_t row) { return causal ? std::min(s.keys, top + row + 1) : s.keys; };
-        const auto seen_by = [&](int64_t row) { return std::clamp<int64_t>(seen_of(row) - from, 0, count); };
-        const Parts panels(up(count, W) / W, VECS);
+        const auto within = [&](int64_t key) { return std::clamp<int64_t>(key - from, 0, count); };
+        const Parts panels(up(count, W) / W, VECS), columns_at_once(columns / W, VECS);
         for (int64_t p = 0; p < panels.count; p++) {
-            const int64_t first = panels.at(p), vecs = panels.at(p + 1) - first;
-            for (int64_t t = 0; t < tiles.count; t++) {
-                const int64_t r = tiles.at(t), next = tiles.at(t + 1);
-                if (first * W >= seen_by(next - 1)) continue;
-                multiply_of(next - r, vecs)(head.q + (top + r) * head.of_q, head.of_q, room.keys + (from + first * W) * s.width, vecs * W, s.width,
-                                            {room.scores + r * wide + first * W, wide, false});
-            }
+            const int64_t first = panels.at(p), next = panels.at(p + 1);
+            for (const Tile* t = tiles; t < end; t++)
+                if (within(t->first) < within(t->last) && next * W > within(t->first) && first * W < within(t->last))
+                    multiply_of(t->next - t->row, next - first)(
+                        head.q + (top + t->row) * head.of_q, head.of_q, room.keys + (from + first * W) * s.width, (next - first) * W, s.width,
+                        {room.scores + t->row * wide + first * W, wide, false});
         }
-        for (int64_t t = 0; t < tiles.count; t++) {
-            const int64_t extent = up(seen_by(tiles.at(t + 1) - 1), W);
-            for (int64_t r = tiles.at(t); r < tiles.at(t + 1); r++) {
-                const int64_t seen = seen_by(r);
-                if (!seen) {
-                    std::memset(room.scores + r * wide, 0, extent * 4);
+        for (const Tile* t = tiles; t < end; t++) {
+            const int64_t first = within(t->first), last = within(t->last), extent = up(last, W);
+            for (int64_t r = t->row; r < t->next && first < last; r++) {
+                const int64_t seen = causal ? std::clamp(top + r + 1 - from, first, last) : last;
+                float* scores = room.scores + r * wide;
+                if (seen == first) {
+                    std::memset(scores + first, 0, (extent - first) * 4);
                     continue;
                 }
-                const char* mask = MASK ? head.mask + (top + r) * head.of_mask + from * (MASK == ADDED ? 4 : 1) : nullptr;
-                const float factor = weigh<MASK>(room.scores + r * wide, seen, extent, mask, sums[r]);
+                const char* mask = MASK ? head.mask + (top + r) * head.of_mask + (from + first) * unit : nullptr;
+                const float factor = weigh<MASK>(scores + first, seen - first, extent - first, mask, sums[r]);
                 inverse[r] = sums[r].sum == 0.0f ? 0.0f : 1.0f / sums[r].sum;
-                if (from && factor != 1.0f)
+                if (factor != 1.0f)
                     for (int64_t i = 0; i < columns; i += W) store(room.out + r * columns + i, load(room.out + r * columns + i) * factor);
             }
         }
-        for (int64_t key = 0; key < count; key += VALUES)
-            for (int64_t p = 0; p < panels_of_values.count; p++) {
-                const int64_t first = panels_of_values.at(p), vecs = panels_of_values.at(p + 1) - first;
-                for (int64_t t = 0; t < tiles.count; t++) {
-                    const int64_t r = tiles.at(t), next = tiles.at(t + 1), depth = std::min(VALUES, seen_by(next - 1) - key);
+        for (int64_t block = 0; block < count; block += VALUES)
+            for (int64_t p = 0; p < columns_at_once.count; p++) {
+                const int64_t column = columns_at_once.at(p) * W, vecs = columns_at_once.at(p + 1) - columns_at_once.at(p);
+                for (const Tile* t = tiles; t < end; t++) {
+                    const int64_t key = std::max(block, within(t->first)), depth = std::min(block + VALUES, within(t->last)) - key;
                     if (depth <= 0) continue;
-                    Into into{room.out + r * columns + first * W, columns, from + key > 0};
-                    if (straight && from + key + depth >= seen_of(next - 1)) {
-                        into.last = head.out + (top + r) * head.of_out + first * W;
+                    Into into{room.out + t->row * columns + column, columns, from + key > t->first};
+                    if (straight && from + key + depth == t->last) {
+                        into.last = head.out + (top + t->row) * head.of_out + column;
                         into.last_apart = head.of_out;
-                        into.factors = inverse + r;
+                        into.factors = inverse + t->row;
                     }
-                    multiply_of(next - r, vecs)(room.scores + r * wide + key, wide, values + (from + key) * of_v + first * W, of_v, depth, into);
+                    multiply_of(t->next - t->row, vecs)(room.scores + t->row * wide + key, wide, values + (from + key) * of_v + column, of_v,
+                                                        depth, into);
                 }
             }
     }
-    for (int64_t r = 0; r < rows && !straight; r++)
-        for (int64_t i = 0; i < s.wide; i += W) {
-            const V v = load(room.out + r * columns + i);
-            put(head.out + (top + r) * head.of_out + i, inverse[r] == 0.0f ? V{} : v * inverse[r], s.wide - i);
-        }
+    for (const Tile* t = tiles; t < end; t++)
+        for (int64_t r = t->row; r < t->next && !(straight && t->last); r++)
+            for (int64_t i = 0; i < s.wide; i += W) {
+                const V v = inverse[r] == 0.0f ? V{} : load(room.out + r * columns + i) * inverse[r];
+                put(head.out + (top + r) * head.of_out + i, v, s.wide - i);
+            }
 }
 
 }  // namespace

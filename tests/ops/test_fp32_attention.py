@@ -52,6 +52,12 @@ def wanted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     return made.float()
 
 
+def band(queries: int, keys: int, wide: int) -> Tensor:
+    """Keys of a window of |wide| about the diagonal, or after it; some rows see none."""
+    apart = torch.arange(keys) - torch.arange(queries)[:, None] * 3
+    return apart.abs() <= wide if wide >= 0 else apart >= -wide
+
+
 def masks(kind: str, shape: tuple[int, int, int, int], seed: int) -> Tensor | None:
     batch, heads, queries, keys = shape
     drawn = torch.Generator().manual_seed(seed)
@@ -61,6 +67,9 @@ def masks(kind: str, shape: tuple[int, int, int, int], seed: int) -> Tensor | No
         "plane": lambda: torch.rand(queries, keys, generator=drawn) < 0.6,
         "column": lambda: torch.randn(1, heads, queries, 1, generator=drawn).expand(-1, -1, -1, keys),
         "numbers": lambda: torch.randn(1, heads, queries, keys, generator=drawn),
+        "window": lambda: band(queries, keys, seed),
+        "padded": lambda: (torch.arange(keys) < torch.tensor([[keys - seed % keys]] * batch))[:, None, None],
+        "left": lambda: torch.zeros(queries, keys).masked_fill(~band(queries, keys, -seed), -torch.inf),
         "least": lambda: (
             torch.finfo(torch.float32).min * (torch.rand(batch, 1, 1, keys, generator=drawn) < 0.5).float()
         ),
@@ -74,7 +83,9 @@ def masks(kind: str, shape: tuple[int, int, int, int], seed: int) -> Tensor | No
     shared=st.integers(1, 3),
     rows=st.tuples(st.integers(1, 120), st.one_of(st.integers(1, 150), st.integers(500, 1100))),
     widths=st.tuples(st.integers(1, 100), st.one_of(st.integers(1, 100), st.sampled_from([16, 32, 64, 128]))),
-    masked=st.sampled_from(["no", "bool", "row", "plane", "column", "numbers", "least", "causal"]),
+    masked=st.sampled_from(
+        ["no", "bool", "row", "plane", "column", "numbers", "least", "causal", "window", "padded", "left"]
+    ),
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
