@@ -33,7 +33,7 @@ from effcompile.ops.instruction_sets import (
 )
 from effcompile.ops.torch_attention import runs_in
 
-__all__ = ["bf16_attention", "by_torch", "expanded", "fallback_reason", "sizes_of", "told", "workspace_bytes"]
+__all__ = ["bf16_attention", "by_torch", "fallback_reason", "sizes_of", "told", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("attention_tiles.cpp")
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
@@ -145,7 +145,7 @@ def bf16_attention_on_cpu(
     sees nothing gets zeros, as by `scaled_dot_product_attention`.
     """
     found = kernels()
-    mask = expanded(mask, query, key)
+    mask = _expanded(mask, query, key)
     if isinstance(found, str) or not _fits(query, key, value, mask):
         return by_torch(query, key, value, mask, is_causal, scale)
     return found.attention(
@@ -157,7 +157,7 @@ _LIBRARY.impl("bf16_attention", bf16_attention_on_cpu, "CPU")
 bf16_attention = torch.ops.effcompile.bf16_attention
 
 
-def expanded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def _expanded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """A mask of four axes, one row for each query, its keys side by side: one that says the same of all keys
     of a query is written out.
     """

@@ -289,6 +289,7 @@ struct Head {
     const char* mask;
     float* out;
     int64_t of_q, of_k, of_v, of_mask, of_out;  // floats between rows; bytes of the mask
+    bool same;                                  // the mask says the same of all keys of a query
 };
 
 struct Room {
@@ -307,7 +308,11 @@ int64_t look(const Sizes& s, const Head& head, int64_t top, int64_t rows, bool c
         const int64_t next = parts.at(t + 1), most = causal ? std::min(s.keys, top + next) : s.keys;
         tile = MASK ? Tile{parts.at(t), next, most, 0} : Tile{parts.at(t), next, 0, most};
         if constexpr (MASK)
-            for (int64_t r = tile.row; r < next; r++) tile.include<MASK>(head.mask + (top + r) * head.of_mask, most);
+            for (int64_t r = tile.row; r < next; r++) {
+                const char* mask = head.mask + (top + r) * head.of_mask;
+                if (!head.same) tile.include<MASK>(mask, most);
+                else if (*mask) tile.first = 0, tile.last = most;
+            }
         if (tile.first >= tile.last) tile.first = tile.last = 0;
     }
     return parts.count;
@@ -339,12 +344,12 @@ void attend(const Sizes& s, const Room& room, const Head& head, const float* val
             for (int64_t r = t->row; r < t->next && first < last; r++) {
                 const int64_t seen = causal ? std::clamp(top + r + 1 - from, first, last) : last;
                 float* scores = room.scores + r * wide;
-                if (seen == first) {
+                if (seen == first || (MASK && head.same && !head.mask[(top + r) * head.of_mask])) {
                     std::memset(scores + first, 0, (extent - first) * 4);
                     continue;
                 }
                 const char* mask = MASK ? head.mask + (top + r) * head.of_mask + (from + first) * unit : nullptr;
-                const float factor = weigh<MASK>(scores + first, seen - first, extent - first, mask, sums[r]);
+                const float factor = (MASK && head.same ? weigh<NONE> : weigh<MASK>)(scores + first, seen - first, extent - first, mask, sums[r]);
                 inverse[r] = sums[r].sum == 0.0f ? 0.0f : 1.0f / sums[r].sum;
                 if (factor != 1.0f)
                     for (int64_t i = 0; i < columns; i += W) store(room.out + r * columns + i, load(room.out + r * columns + i) * factor);
@@ -383,8 +388,8 @@ extern "C" int64_t scratch_floats(const int64_t* sizes) {
 }
 
 // q (batch, heads, queries, width), k (batch, groups, keys, width) and v (batch, groups, keys, wide) → out (batch, heads, queries, wide), numbers
-// of a row side by side. `told`: these seven sizes, then the strides of q, k, v and out, each of (batch, heads, rows), in elements, as are those of
-// the mask. `masked`: 1 for bools that say what is seen, 2 for numbers that are added. `causal`: query i sees keys up to i. `scratch` is 64 bytes
+// of a row side by side. `told`: these seven sizes, then the strides of q, k, v and out, each of (batch, heads, rows), in elements, as are the
+// four of the mask, whose last is 1 or, of bools, 0. `masked`: 1 for bools that say what is seen, 2 for numbers that are added. `causal`: query i sees keys up to i. `scratch` is 64 bytes
 // aligned.
 extern "C" void fp32_attention(const float* q, const float* k, const float* v, const void* mask, float* out, const int64_t* told,
                                const int64_t* of_mask, int64_t masked, int64_t causal, float scale, float* scratch, int64_t threads) {
@@ -399,7 +404,8 @@ extern "C" void fp32_attention(const float* q, const float* k, const float* v, c
                     v + b * of_v[0] + g * of_v[1],
                     masked ? static_cast<const char*>(mask) + (b * of_mask[0] + h * of_mask[1]) * unit : nullptr,
                     out + b * of_out[0] + h * of_out[1],
-                    of_q[2], of_k[2], of_v[2], of_mask[2] * unit, of_out[2]};
+                    of_q[2], of_k[2], of_v[2], of_mask[2] * unit, of_out[2],
+                    masked && !of_mask[3]};
     };
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {

@@ -20,8 +20,7 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import best_isa
 from effcompile.machine.native import library
-from effcompile.ops.bf16_attention import expanded
-from effcompile.ops.cached_attention import mask_strides, masks_so
+from effcompile.ops.cached_attention import mask_strides
 from effcompile.ops.instruction_sets import (
     ARGUMENT,
     LINE,
@@ -36,8 +35,8 @@ from effcompile.ops.instruction_sets import (
 __all__ = ["by_torch", "fallback_reason", "fp32_attention", "isas", "told", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("fp32_attention.cpp")
-_TOLD, _THREE = ctypes.c_int64 * 19, ctypes.c_int64 * 3
-_NONE = _THREE(0, 0, 0)
+_TOLD, _FOUR = ctypes.c_int64 * 19, ctypes.c_int64 * 4
+_NONE = _FOUR(0, 0, 0, 1)
 #: dtype of a mask → how the kernel names it.
 _MASKS = {torch.bool: 1, torch.float32: 2}
 #: Queries and keys that torch's kernel takes at once, at most.
@@ -88,7 +87,7 @@ class AttentionRows:
         self.call.argtypes = (
             *(POINTER,) * 5,
             _TOLD,
-            _THREE,
+            _FOUR,
             *(ARGUMENT,) * 2,
             ctypes.c_float,
             POINTER,
@@ -111,7 +110,7 @@ class AttentionRows:
         scratch = torch.empty(self.room(told), dtype=torch.uint8)
         self.call(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
-            made.data_ptr(), told, _NONE if mask is None else _THREE(*mask_strides(mask)),
+            made.data_ptr(), told, _NONE if mask is None else _FOUR(*mask_strides(mask), mask.stride(3)),
             0 if mask is None else _MASKS[mask.dtype], is_causal, scale, at_line(scratch),
             torch.get_num_threads(),
         )  # fmt: skip
@@ -170,10 +169,13 @@ def fp32_attention_on_cpu(
     query i sees keys up to i. A query that sees nothing gets zeros, as by `scaled_dot_product_attention`.
     """
     found = kernels()
-    seen = mask if mask is None else expanded(mask, query, key)
-    fits = _told_of(query, key, value) is not None
-    if isinstance(found, str) or not fits or not _takes(seen, query, key):
+    fits = _told_of(query, key, value) is not None and (mask is None or _takes(mask, query, key))
+    if isinstance(found, str) or not fits:
         return by_torch(query, key, value, mask, is_causal, scale)
+    seen = mask
+    if mask is not None:
+        seen = _rows_of(mask, query, key)
+        seen = seen if _is_read(seen) else seen.contiguous()
     return found.attention(
         query, key, value, seen, is_causal, query.shape[3] ** -0.5 if scale is None else scale
     )
@@ -183,8 +185,23 @@ _LIBRARY.impl("fp32_attention", fp32_attention_on_cpu, "CPU")
 fp32_attention = torch.ops.effcompile.fp32_attention
 
 
-def _takes(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
-    return mask is None or masks_so(mask, query.shape[2], key.shape[2])
+def _takes(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether it is of a dtype that the kernel knows, and of a shape that says which scores it is for."""
+    wanted = (*query.shape[:3], key.shape[2])
+    fits = all(size in (1, of) for size, of in zip(mask.shape[::-1], wanted[::-1], strict=False))
+    return mask.dtype in _MASKS and 2 <= mask.dim() <= 4 and fits
+
+
+def _rows_of(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A view of four axes, with a row for each query."""
+    if mask.dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
+    return mask.expand(*mask.shape[:2], query.shape[2], key.shape[2])
+
+
+def _is_read(rows: Tensor) -> bool:
+    """Whether the kernel reads them as they lie: keys side by side, or bools that are one for all keys."""
+    return rows.stride(3) == 1 or (rows.stride(3) == 0 and rows.dtype is torch.bool)
 
 
 def by_torch(
@@ -225,11 +242,12 @@ def workspace_bytes(name: str, args: object) -> int | None:
     told = _told_of(query, key, value)
     if isinstance(found, str) or told is None:
         return _by_torch_bytes(query, key, value, mask)
-    written = mask is not None and mask.stride(-1) != 1 and key.shape[2] > 1
-    if mask is None or not written:
+    if mask is None:
         return found.room(told)
-    lead = math.prod(map(int, mask.shape[:-2]))
-    return found.room(told) + mask.element_size() * lead * int(query.shape[2] * key.shape[2])
+    if not _takes(mask, query, key):
+        return _by_torch_bytes(query, key, value, mask)
+    rows = _rows_of(mask, query, key)
+    return found.room(told) + (0 if _is_read(rows) else rows.element_size() * int(rows.numel()))
 
 
 def _by_torch_bytes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> int:

@@ -144,7 +144,9 @@ def _cached_attention(a: Sequence[int]) -> Pointers:
 def _fp32_attention(a: Sequence[int]) -> Pointers:
     batch, heads, groups, queries, keys, width, wide, *strides = _read(a[5], 19)
     of_q, of_k, of_v, of_out = (strides[at : at + 3] for at in range(0, 12, 3))
-    seen = _span((batch, heads, queries), _read(a[6], 3), keys) * (4 if a[7] == 2 else 1)
+    seen = _span((batch, heads, queries), _read(a[6], 3), keys if _read(a[6], 4)[3] else 1) * (
+        4 if a[7] == 2 else 1
+    )
     ends = {
         0: (_IN, 4 * _span((batch, heads, queries), of_q, width)),
         1: (_IN, 4 * _span((batch, groups, keys), of_k, width)),
@@ -154,7 +156,7 @@ def _fp32_attention(a: Sequence[int]) -> Pointers:
     }
     # a thread's scratch: keys and values as they are laid, scores and results of some queries
     room = (keys + 16) * (width + wide + 16) + 64 * (512 + wide + 16)
-    return {**ends, 5: (_IN, 152), 6: (_IN, 24), 10: (_ROOM, 4 * a[11] * room)}
+    return {**ends, 5: (_IN, 152), 6: (_IN, 32), 10: (_ROOM, 4 * a[11] * room)}
 
 
 def _adam8(a: Sequence[int]) -> Pointers:

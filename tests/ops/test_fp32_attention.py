@@ -66,6 +66,7 @@ def masks(kind: str, shape: tuple[int, int, int, int], seed: int) -> Tensor | No
         "row": lambda: torch.rand(batch, 1, 1, keys, generator=drawn) < 0.6,
         "plane": lambda: torch.rand(queries, keys, generator=drawn) < 0.6,
         "column": lambda: torch.randn(1, heads, queries, 1, generator=drawn).expand(-1, -1, -1, keys),
+        "same": lambda: (torch.rand(batch, 1, queries, 1, generator=drawn) < 0.7).expand(-1, -1, -1, keys),
         "numbers": lambda: torch.randn(1, heads, queries, keys, generator=drawn),
         "window": lambda: band(queries, keys, seed),
         "padded": lambda: (torch.arange(keys) < torch.tensor([[keys - seed % keys]] * batch))[:, None, None],
@@ -84,7 +85,20 @@ def masks(kind: str, shape: tuple[int, int, int, int], seed: int) -> Tensor | No
     rows=st.tuples(st.integers(1, 120), st.one_of(st.integers(1, 150), st.integers(500, 1100))),
     widths=st.tuples(st.integers(1, 100), st.one_of(st.integers(1, 100), st.sampled_from([16, 32, 64, 128]))),
     masked=st.sampled_from(
-        ["no", "bool", "row", "plane", "column", "numbers", "least", "causal", "window", "padded", "left"]
+        [
+            "no",
+            "bool",
+            "row",
+            "plane",
+            "column",
+            "same",
+            "numbers",
+            "least",
+            "causal",
+            "window",
+            "padded",
+            "left",
+        ]
     ),
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
@@ -177,7 +191,7 @@ def test_other_layouts_and_dtypes() -> None:
 
 @pytest.mark.parametrize("widths", [(40, 40), (32, 64)])
 @pytest.mark.parametrize("keys", [90, 600])
-@pytest.mark.parametrize("kind", ["no", "bool", "column"])
+@pytest.mark.parametrize("kind", ["no", "bool", "column", "same"])
 def test_workspace_is_what_the_allocator_hands_out(
     way: str, widths: tuple[int, int], keys: int, kind: str
 ) -> None:
