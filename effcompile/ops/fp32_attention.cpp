@@ -258,8 +258,14 @@ struct Sum {
 // Scores of a query with `seen` keys as weights, then zeros up to `extent`; returns what its results so far are multiplied with.
 template <int MASK>
 float weigh(float* scores, int64_t seen, int64_t extent, const char* mask, Sum& all) {
-    V most = V{} + all.most, sums = {};
+    V most = V{} + all.most, other = most, sums = {}, others = {};  // two of each: no step waits for the one before
     int64_t key = 0;
+    for (; key + 2 * W <= seen; key += 2 * W) {
+        const V v = masked<MASK>(load(scores + key), mask, key, W), w = masked<MASK>(load(scores + key + W), mask, key + W, W);
+        if constexpr (MASK) store(scores + key, v), store(scores + key + W, w);
+        most = larger(v, most);
+        other = larger(w, other);
+    }
     for (; key + W <= seen; key += W) {
         const V v = masked<MASK>(load(scores + key), mask, key, W);
         if constexpr (MASK) store(scores + key, v);
@@ -271,8 +277,16 @@ float weigh(float* scores, int64_t seen, int64_t extent, const char* mask, Sum& 
         most = larger(v, most);
         key += W;
     }
-    const float largest = largest_of(most), from = largest == -INFINITY ? 0.0f : largest;
-    for (int64_t i = 0; i < key; i += W) {
+    const float largest = largest_of(larger(other, most)), from = largest == -INFINITY ? 0.0f : largest;
+    int64_t i = 0;
+    for (; i + 2 * W <= key; i += 2 * W) {
+        const V e = power_of_two((load(scores + i) - from) * LOG2_E), f = power_of_two((load(scores + i + W) - from) * LOG2_E);
+        store(scores + i, e);
+        store(scores + i + W, f);
+        sums = sums + e;
+        others = others + f;
+    }
+    for (; i < key; i += W) {
         const V e = power_of_two((load(scores + i) - from) * LOG2_E);
         store(scores + i, e);
         sums = sums + e;
@@ -280,7 +294,7 @@ float weigh(float* scores, int64_t seen, int64_t extent, const char* mask, Sum& 
     for (; key < extent; key += W) store(scores + key, V{});
     const float factor = all.most == largest || all.most == -INFINITY ? 1.0f : power_of_two(V{} + (all.most - from) * LOG2_E)[0];
     all.most = largest;
-    all.sum = all.sum * factor + sum_of(sums);
+    all.sum = all.sum * factor + sum_of(sums + others);
     return factor;
 }
 

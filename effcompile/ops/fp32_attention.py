@@ -105,6 +105,19 @@ class AttentionRows:
         """See `fp32_attention_on_cpu`. The result lies in memory as (B, S, H, E)."""
         told = _told_of(query, key, value)
         assert told is not None, "the kernel takes these"
+        return self.run(told, query, key, value, mask, is_causal, scale)
+
+    def run(
+        self,
+        told: ctypes.Array[ctypes.c_int64],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
+        """The same of tensors that `told` is of."""
         batch, heads, queries, wide = told[0], told[1], told[3], told[6]
         made = torch.empty_strided((batch, heads, queries, wide), (*told[16:19], 1))
         scratch = torch.empty(self.room(told), dtype=torch.uint8)
@@ -169,16 +182,15 @@ def fp32_attention_on_cpu(
     query i sees keys up to i. A query that sees nothing gets zeros, as by `scaled_dot_product_attention`.
     """
     found = kernels()
-    fits = _told_of(query, key, value) is not None and (mask is None or _takes(mask, query, key))
-    if isinstance(found, str) or not fits:
+    told = _told_of(query, key, value) if mask is None or _takes(mask, query, key) else None
+    if isinstance(found, str) or told is None:
         return by_torch(query, key, value, mask, is_causal, scale)
     seen = mask
     if mask is not None:
         seen = _rows_of(mask, query, key)
         seen = seen if _is_read(seen) else seen.contiguous()
-    return found.attention(
-        query, key, value, seen, is_causal, query.shape[3] ** -0.5 if scale is None else scale
-    )
+    factor = told[5] ** -0.5 if scale is None else scale
+    return found.run(told, query, key, value, seen, is_causal, factor)
 
 
 _LIBRARY.impl("fp32_attention", fp32_attention_on_cpu, "CPU")
