@@ -22,6 +22,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as stock
 
+from effcompile.backends.triton.interpreted_types import remember_types
 from effcompile.core.arrays import Array
 
 __all__ = ["patch_interpreter"]
@@ -66,6 +67,7 @@ def patch_interpreter() -> None:
     executor: Any = stock.GridExecutor
     executor._restore_args_dev = _method(_restore, executor._restore_args_dev)
     stock._get_np_dtype = partial(_np_dtype, stock._get_np_dtype, {})
+    remember_types()
 
 
 def _method(mended: Callable[..., object], original: Callable[..., object]) -> Callable[..., Handle]:

@@ -95,6 +95,9 @@ _now: list[Launch] = []
 
 def watch() -> None:
     """From now on in this process."""
+    if hasattr(stock, "effcompile_watched"):
+        return
+    stock.effcompile_watched = True
     builder: Any = stock.InterpreterBuilder
     builder.create_masked_load = _noting(builder.create_masked_load, "loaded", 1)
     builder.create_masked_store = _noting(builder.create_masked_store, "stored", 2)
