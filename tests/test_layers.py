@@ -2,10 +2,9 @@
 
 import ast
 from collections.abc import Collection, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "effcompile"
 
@@ -40,13 +39,18 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def layer_of(file: Path) -> str:
     return file.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """Every module that a file imports, nested imports too; `from a import b` counts as a and a.b."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -55,38 +59,44 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_imports_only_go_down(file: Path) -> None:
+def upward(file: Path) -> Iterator[str]:
+    """What a file imports that is not below it."""
     mine = layer_of(file)
     assert mine in LEVEL, f"{mine} has no layer yet: give it a row in LAYERS"
     for line, module in imports(file):
         parts = module.split(".")
         if parts[0] != "effcompile" or len(parts) < 2 or parts[1] == mine or parts[1] not in LEVEL:
             continue
-        assert LEVEL[parts[1]] < LEVEL[mine], (
-            f"{file}:{line}: {mine} must not import {parts[1]}: imports only go down"
-        )
+        if LEVEL[parts[1]] >= LEVEL[mine]:
+            yield f"{file}:{line}: {mine} must not import {parts[1]}: imports only go down"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_private_torch_apis_stand_in_torch_compat(file: Path) -> None:
-    if file.stem.startswith("torch_compat"):
-        return
+def test_imports_only_go_down() -> None:
+    assert not [line for file in FILES for line in upward(file)]
+
+
+def private(file: Path) -> Iterator[str]:
+    """What a file has of torch's own."""
     for line, module in imports(file):
-        private = module.startswith("torch.") and any(part.startswith("_") for part in module.split(".")[1:])
-        assert not private or module.startswith(DOCUMENTED), (
-            f"{file}:{line}: {module} belongs in torch_compat.py"
-        )
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            private = node.attr.startswith("_") and not node.attr.startswith("__")
-            assert not private, f"{file}:{node.lineno}: torch.{node.attr} belongs in torch_compat.py"
+        own = module.startswith("torch.") and any(part.startswith("_") for part in module.split(".")[1:])
+        if own and not module.startswith(DOCUMENTED):
+            yield f"{file}:{line}: {module} belongs in torch_compat.py"
+    for node in ast.walk(tree_of(file)):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+            continue
+        if node.value.id == "torch" and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield f"{file}:{node.lineno}: torch.{node.attr} belongs in torch_compat.py"
+
+
+def test_private_torch_apis_stand_in_torch_compat() -> None:
+    others = [file for file in FILES if not file.stem.startswith("torch_compat")]
+    assert not [line for file in others for line in private(file)]
 
 
 def imported(file: Path, modules: Collection[str]) -> set[str]:
     """Our modules that a file imports, for types too; `from package import module` is the module."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
