@@ -2,40 +2,38 @@
 when it is imported, and some register kernels for good.
 """
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from fresh_process import Forks, forks
 
-HERE = Path(__file__).parent
-FILES = sorted((HERE / "interpreted").glob("test_*.py"))
+FOLDER = Path(__file__).parent / "interpreted"
+FILES = sorted(FOLDER.glob("test_*.py"))
+SCRIPT = """
+import contextlib, io, json, pytest, sys
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", sys.argv[1]])
+print("ANSWER" + json.dumps([code, printed.getvalue()]))
+"""
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[subprocess.Popen[str]]:
-    """A process that has imported what these tests import, and forks for each file."""
+def interpreting() -> Iterator[Forks]:
     pytest.importorskip("triton")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, HERE / "interpreted" / "forks.py"],
-        env=env,
-        cwd=HERE.parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        yield process
+    with ExitStack() as started:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+                patch.delenv(name)
+            patch.setenv("TRITON_INTERPRET", "1")
+            patch.setenv("OMP_NUM_THREADS", "1")
+            found = started.enter_context(forks(SCRIPT, ("all_imported",), FOLDER))
+        yield found
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem.removeprefix("test_"))
-def test_in_the_interpreter(forks: subprocess.Popen[str], file: Path) -> None:
-    assert forks.stdin and forks.stdout
-    print(file, file=forks.stdin, flush=True)
-    code, printed = json.loads(forks.stdout.readline())
+def test_in_the_interpreter(interpreting: Forks, file: Path) -> None:
+    code, printed = interpreting.answer(str(file))
     assert code == 0, printed[-10000:]
