@@ -41,6 +41,19 @@ def outside_of_tracing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def fakes_made_anew(always: bool) -> Iterator[None]:
+    """Within, where `always`, torch does not keep what an operator made of fake tensors for its next call
+    with alike ones.
+
+    Of symbolic sizes a result that is kept is made twice, which its next use has to win back.
+    """
+    import torch._dynamo.config as config
+
+    with config.patch(fake_tensor_cache_enabled=False) if always else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def unchecked_values() -> Iterator[None]:
     """Within, checks that all values of a tensor are true (torch._check_tensor_all) are left out, which would
     read them.
