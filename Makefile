@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= out/bert
 
-.PHONY: demo test fuzz gpu-dry lint docs clean
+.PHONY: demo test typed forks fuzz gpu-dry lint docs clean
 
 demo: .venv/demo
 	$(BIN)/effcompile optimize examples/bert.py --max-error 0.031 -o $(OUT)
@@ -20,11 +20,17 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=2 $(BIN)/mypy
-	$(BIN)/mypy tests/test_overloads.py
+	$(MAKE) --no-print-directory -j 2 typed forks
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile docs
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(FORKS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests --ignore $(FORKS)
+
+# Side by side: two processes of mypy take as long as one beside these tests.
+typed: .venv/dev
+	$(BIN)/mypy
+	$(BIN)/mypy tests/test_overloads.py
+
+forks: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(FORKS)
 
 # Takes hours: about as many random cases of training and of inference (2,000 of files), drawn anew at every
 # run; the suite runs a few fixed ones. tests/fuzz/soak.py runs one kind of them from a seed, goes on after a
@@ -57,8 +63,7 @@ docs: .venv/docs
 lint: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/mypy
-	$(BIN)/mypy tests/test_overloads.py
+	$(MAKE) --no-print-directory typed
 
 # The stamps install again when the dependencies change. -qq keeps pip's remarks about its own configuration
 # off the screen.
