@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -181,14 +182,17 @@ def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
     """Export with as many dynamic axes as the model allows, down to none."""
     refusals: list[tuple[_Attempt, str]] = []
     error: Exception | None = None
-    for attempt in _attempts(subject, dynamic):
-        try:
-            program = _export(subject, attempt)
-        except InternalError:  # torch.export did its part
-            raise
-        except Exception as raised:
-            error = raised
-            refusals.append((attempt, f"{first_line(raised)} ({place_of(raised)})"))
+    *_, static = attempts = [*_attempts(subject, dynamic)]
+    outcome = cache(partial(_outcome, subject, attempts))
+    for number, attempt in enumerate(attempts):
+        program = outcome(number)
+        if isinstance(program, Exception):
+            error = program
+            refusals.append((attempt, f"{first_line(error)} ({place_of(error)})"))
+            last = outcome(len(attempts) - 1) if depends_on_values(error) else None
+            if isinstance(last, Exception) and depends_on_values(last):  # whatever axes are dynamic
+                error = last
+                break
             continue
         refusal = _only_example(program)
         if refusal is None:
@@ -204,8 +208,18 @@ def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
         raise error
     if depends_on_values(error):
         with contextlib.suppress(Exception):
-            return _export(subject, replace(attempt, knowing=True))
+            return _export(subject, replace(static, knowing=True))
     raise capture_error(error, subject.model) from error
+
+
+def _outcome(subject: _Subject, attempts: Sequence[_Attempt], number: int) -> Program | Exception:
+    """What is exported so, or why it is not."""
+    try:
+        return _export(subject, attempts[number])
+    except InternalError:  # torch.export did its part
+        raise
+    except Exception as error:
+        return error
 
 
 def _attempts(subject: _Subject, dynamic: Dynamic) -> Iterator[_Attempt]:
