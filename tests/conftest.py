@@ -43,10 +43,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _as_on_an_idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests run beside each other: what two plans of a test time is not to differ as others come and go."""
