@@ -38,8 +38,10 @@ forks: .venv/dev
 # First the families of models of which the suite has one of each kind, all of them.
 CASES ?= 5000
 EVERY := $(addprefix tests/,capture/test_known_values.py compiler/test_training_feasible.py \
-	parallel/test_data_parallel_ranks.py parallel/test_split_ranks.py sites/attention/mask/test_recover.py \
-	compiler/generation backends/triton/test_interpreted.py)
+	compiler/test_training_microbatch.py parallel/test_data_parallel_ranks.py parallel/test_split_ranks.py \
+	sites/attention/mask/test_recover.py sites/attention/find/test_match_families.py \
+	sites/attention/test_forms_of_attention.py compiler/generation backends/triton/test_interpreted.py \
+	passes/test_pointwise.py)
 fuzz: .venv/dev
 	EFFCOMPILE_EVERY=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(EVERY)
 	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2
@@ -51,7 +53,8 @@ gpu-dry: .venv/dev
 	$(BIN)/pip install -qq --no-deps --upgrade --target .venv/triton-$(OTHER_TRITON) triton==$(OTHER_TRITON)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
 	PYTHONPATH=.venv/triton-$(OTHER_TRITON) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
-	EFFCOMPILE_EVERY_GPU=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/backends/triton/test_amd.py tests/backends/triton/test_gpu_benchmark.py
+	EFFCOMPILE_EVERY_GPU=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/backends/triton/test_amd.py \
+		tests/backends/triton/test_gpu_benchmark.py tests/backends/triton/test_triton_aot.py
 	EFFCOMPILE_FAKE_GPU_SCHEDULES=40 OMP_NUM_THREADS=1 $(BIN)/pytest tests/schedules/test_reserved.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_model.py

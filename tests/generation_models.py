@@ -202,11 +202,16 @@ def tiny(kind: str, **changes: Any) -> nn.Module:
     return model
 
 
+#: Of the models below, which live as long as this process, by their identity.
+STEPS: dict[int, GenerationStep] = {}
+
+
 @cache
 def captured(kind: str, **changes: Any) -> tuple[nn.Module, GenerationStep]:
     """Such a model and its step, which tests leave as they are."""
     model = tiny(kind, **changes)
-    return model, capture_step(model)
+    STEPS[id(model)] = step = capture_step(model)
+    return model, step
 
 
 def ids(*shape: int, seed: int = 1) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from generation_models import more
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -147,7 +148,7 @@ def sliding() -> tuple[nn.Module, Batch]:
     return hf.MistralForCausalLM(config).train(), {"input_ids": ids, "labels": labels}
 
 
-@pytest.mark.parametrize("make", [small_t5, sliding])
+@pytest.mark.parametrize("make", [sliding, *more(small_t5)])
 def test_one_example_at_a_time(make: Any) -> None:
     model, batch = make()
     planned = optimize(model, batch, 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from generation_models import more
 from step_helpers import assert_equal, eager, joint_step, run
 from torch import fx, nn
 from train_helpers import context
@@ -99,7 +100,9 @@ def trained(
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("name", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("bert", 0.0), ("llama", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "dropout"), [*more(("gpt2", 0.0)), ("gpt2", 0.1), ("bert", 0.0), ("llama", 0.0)]
+)
 def test_numbers_stay_with_everything_kept_and_with_little(name: str, dropout: float) -> None:
     model, batch = model_of(name, dropout)
     step = fuse(capture_training(model, (), batch))[0]

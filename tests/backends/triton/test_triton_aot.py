@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from typing import Any
@@ -98,7 +99,7 @@ EVERY = {
 #: Head size and kernel → the tiles of the table on an H100, and what they may take.
 TILES = {
     (d, kernel): {name: getattr(candidates(kernel, "sm_90", torch.bfloat16, d, d)[0], name) for name in TILE}
-    for d in (64, 128)
+    for d in ((64, 128) if os.environ.get("EFFCOMPILE_EVERY_GPU") else (128,))
     for kernel in KERNELS
 }
 #: Where two groups of four warps share 64 rows of scores: what a table must not have.

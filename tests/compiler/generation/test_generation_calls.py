@@ -3,7 +3,8 @@
 import pytest
 import torch
 import transformers
-from generation_models import bare, captured, ids, tiny
+from captured_once import steps_once
+from generation_models import bare, captured, ids
 from torch import fx, nn
 
 import effcompile
@@ -23,10 +24,12 @@ def test_a_call_without_a_graph_is_timed(kind: str) -> None:
 
 def test_it_is_in_the_predicted_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     goal = {"mode": "generation", "context": 64, "prompt": 8, "new": 8, "backend": "torch-eager"}
+    model, text = captured("llama")[0], {"input_ids": ids(1, 9)}
     monkeypatch.setattr(build, "call_seconds", lambda *_: 0.0)
-    without = effcompile.plan(tiny("llama"), {"input_ids": ids(1, 9)}, **goal).predicted  # type: ignore[arg-type]
-    monkeypatch.setattr(build, "call_seconds", lambda *_: 10.0)
-    within = effcompile.plan(tiny("llama"), {"input_ids": ids(1, 9)}, **goal).predicted  # type: ignore[arg-type]
+    with steps_once():
+        without = effcompile.plan(model, text, **goal).predicted  # type: ignore[arg-type]
+        monkeypatch.setattr(build, "call_seconds", lambda *_: 10.0)
+        within = effcompile.plan(model, text, **goal).predicted  # type: ignore[arg-type]
     assert within is not None
     assert without is not None
     assert within.seconds == pytest.approx(10.0 * (1 + 8) + (without.seconds or 0.0), abs=1.0)

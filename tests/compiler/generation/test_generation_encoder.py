@@ -1,17 +1,18 @@
 """Encoders of generations: planned with their step, compared at the logits, counted in seconds and bytes."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from captured_once import steps_once
 from generation_models import bare, captured, ids, more, tiny
 from torch import nn
 
 import effcompile
 from effcompile.backends.torch.backend import TorchEager
-from effcompile.capture.generation import capture_step
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
 from effcompile.ir.formats import BF16, FP32, Form
@@ -28,10 +29,15 @@ from effcompile.sites.parts import linears
 GOAL: dict[str, Any] = {"mode": "generation", "context": 24, "prompt": 4, "new": 8, "backend": "torch-eager"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _steps() -> Iterator[None]:
+    with steps_once():
+        yield
+
+
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_its_graphs_together_are_the_model(kind: str) -> None:
-    model = tiny(kind)
-    step = capture_step(model)
+    model, step = captured(kind)
     given = {"input_ids": ids(2, 9), "decoder_input_ids": ids(2, 6, seed=2)}
     texts, _ = calibration_texts(model, step, [((), given)], 24)
     whole = joined(step, texts[0])
@@ -117,14 +123,15 @@ def test_an_encoder_that_errs_is_found() -> None:
 def test_peaks_are_foreseen_to_the_byte(kind: str, batch: int, source: int) -> None:
     """With the encoder's output, which is held while tokens are written."""
     inputs = {"input_ids": ids(1, source)} if source else None
-    plan = effcompile.optimize(tiny(kind), inputs=inputs, **{**GOAL, "context": 64, "batch": batch}).plan
+    goal = {**GOAL, "context": 64, "batch": batch}
+    plan = effcompile.optimize(captured(kind)[0], inputs=inputs, **goal).plan
     assert plan.predicted is not None
     assert plan.measured is not None
     assert plan.predicted.peak_bytes == plan.measured.peak_bytes
 
 
 def test_exact_plans_leave_it_as_it_is() -> None:
-    plan = effcompile.plan(tiny("bart"), {"input_ids": ids(1, 9)}, **GOAL)
+    plan = effcompile.plan(captured("bart")[0], {"input_ids": ids(1, 9)}, **GOAL)
     assert not [d for d in plan.decisions if d.site.startswith("encoder.")]
 
 

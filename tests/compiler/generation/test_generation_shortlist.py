@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from generation_models import tiny
+from captured_once import steps_once
+from generation_models import captured
 
 import effcompile
 from effcompile.compiler.generation import build
@@ -31,7 +32,9 @@ def test_what_is_far_from_the_best_is_built_where_running_leaves_it_open(
     monkeypatch.setattr(build, "SHORTLIST", 0.0)
     monkeypatch.setattr(measured, "compared", timed)
     torch.manual_seed(0)
-    plan = effcompile.optimize(tiny("llama"), mode="generation", context=24, prompt=8, new=4).plan
+    model = captured("llama")[0]
+    with steps_once():
+        plan = effcompile.optimize(model, mode="generation", context=24, prompt=8, new=4).plan
     assert [len(names) for names in compared] == ([1, 2] if late else [1])
     left = [each for each in plan.candidates if isinstance(each.note, NotBuilt)]
     assert len(left) == (0 if late else 1)

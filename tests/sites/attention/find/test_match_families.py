@@ -15,12 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
 
 from _attention_families import Sizes
 from attention_families import probe
+from generation_models import more
 
 #: One per variant, with as many layers as it has kinds of them; of llama, two that are alike; of
 #: gpt-oss one: its two kinds are those of gemma2.
 FAST = {
-    "llama": 2, "gemma2": 2, "gpt_oss": 1, "t5": 1, "bloom": 1, "falcon": 1, "mpt": 1,
+    "llama": 2, "gemma2": 2, "gpt_oss": 1, "t5": 1, "bloom": 1, "falcon": 1,
     "deberta-v2": 1, "deepseek_v3": 1, "swinv2": 2, "xlnet": 1,
+    **dict.fromkeys(more("mpt"), 1),
 }  # fmt: skip
 
 
