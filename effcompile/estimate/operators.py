@@ -66,6 +66,10 @@ class Measured:
         return replace(self, workspace=max(self.workspace, other.workspace), results=results)
 
 
+#: Where a node keeps its value's description, and the value that it is of.
+_TEXT = "effcompile_described"
+
+
 def key(node: fx.Node) -> str:
     """Equal for operators that take the same time: target, operands' shapes, dtypes, strides and devices,
     constants.
@@ -269,15 +273,20 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 def _described(node: fx.Node) -> str:
-    leaves: list[str] = []
+    """Of its value, kept with it: a plan asks again for each reader, and for all that is known of an
+    operator.
+    """
+    value = node.meta.get("val")
+    of, text = node.meta.get(_TEXT, (None, ""))
+    if of is not value or value is None:
+        text = ",".join(map(_leaf, pytree.tree_leaves(value)))
+        node.meta[_TEXT] = value, text
+    return text
 
-    def add(leaf: object) -> None:
-        if isinstance(leaf, torch.Tensor):
-            strides = "" if leaf.is_contiguous() else leaf.stride()
-            dtype, shape = str(leaf.dtype).removeprefix("torch."), list(map(int, leaf.shape))
-            leaves.append(f"{dtype}{shape}{strides}@{leaf.device.type}")
-        else:
-            leaves.append(repr(leaf))
 
-    pytree.tree_map(add, node.meta.get("val"))
-    return ",".join(leaves)
+def _leaf(leaf: object) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    strides = "" if leaf.is_contiguous() else leaf.stride()
+    dtype, shape = str(leaf.dtype).removeprefix("torch."), list(map(int, leaf.shape))
+    return f"{dtype}{shape}{strides}@{leaf.device.type}"
