@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core.errors import CaptureError
+from effcompile.ir.owned import copies_that_own, received
 
 aten = torch.ops.aten
 
@@ -69,13 +70,14 @@ def refuse_layouts(graph: fx.Graph) -> None:
 
 def drop_copies(graph: fx.Graph) -> None:
     """Remove clones that dropout left and slices of everything: the graph is functional, and strides stay the
-    same.
+    same. Not those that keep two results apart.
     """
+    kept = copies_that_own(graph, _is_copy)
     for node in list(graph.nodes):
         source = node.args[0] if node.op == "call_function" and node.args else None
         if (
             isinstance(source, fx.Node)
-            and (_is_copy(node) or _is_whole_slice(node))
+            and ((_is_copy(node) and node not in kept) or _is_whole_slice(node))
             and _same_layout(node, source)
         ):
             node.replace_all_uses_with(source)
@@ -84,11 +86,13 @@ def drop_copies(graph: fx.Graph) -> None:
 
 def compute_once(graph: fx.Graph) -> None:
     """One node for what element-wise operators, views and ranges compute twice of the same: a mask or
-    positions that a model makes anew in every layer. Not what a caller receives, which must be its own.
+    positions that a model makes anew in every layer. Not what a caller receives, or a view of, which must be
+    its own.
     """
     first: dict[object, fx.Node] = {}
+    theirs = received(graph)
     for node in list(graph.nodes):
-        if not _is_repeatable(node) or any(user.op == "output" for user in node.users):
+        if node in theirs or not _is_repeatable(node):
             continue
         other = first.setdefault(_computed(node), node)
         if other is not node:

@@ -23,6 +23,7 @@ from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.formats import FP32, INT8_GROUPS, INT8_STATIC, TWO_OF_FOUR, WeightFormat
+from effcompile.ir.owned import copies_that_own
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import group_codes, two_of_four
 from effcompile.ops.add_norm import add_layer_norm
@@ -79,10 +80,13 @@ def tidy(module: fx.GraphModule) -> None:
     copies, unless they lie in memory as their reader needs it.
     """
     functional = not any(writes(node) for node in module.graph.nodes)
+    kept = copies_that_own(module.graph, lambda node: node.target is aten.clone.default)
     for node in list(module.graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
-        elif functional and node.target is aten.clone.default and (not node.kwargs or _any_layout(node)):
+        elif not functional or node.target is not aten.clone.default or node in kept:
+            continue
+        elif not node.kwargs or _any_layout(node):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
 
