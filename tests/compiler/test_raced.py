@@ -14,6 +14,7 @@ import effcompile
 from effcompile.core.findings import NotBuilt
 from effcompile.core.reasons import Because
 from effcompile.ir.figures import Candidate
+from effcompile.ir.plan import Plan
 from effcompile.search.raced import WHILE_BUSY, Race
 
 pytest.importorskip("onnxruntime")
@@ -35,12 +36,16 @@ class Small(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    torch.manual_seed(0)
+    return effcompile.plan(Small().eval(), (torch.randn(4, 64),), backend="torch-eager")
+
+
 @pytest.fixture
-def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: Plan) -> Any:
     """Plans of two backends in an empty cache, and a function that runs a race of them."""
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
-    torch.manual_seed(0)
-    plan = effcompile.plan(Small().eval(), (torch.randn(4, 64),), backend="torch-eager")
     plans: Any = [(Named(name), replace(plan, backend=name)) for name in NAMES]
 
     @dataclass(frozen=True)
