@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core.errors import CaptureError
+from effcompile.core.torch_compat_operators import is_pointwise, is_view
 from effcompile.ir.owned import copies_that_own, received
 
 aten = torch.ops.aten
@@ -133,11 +134,9 @@ def _borrowed(node: fx.Node) -> dict[str, Any]:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return False
-    drawn = torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
-    return not drawn and (torch.Tag.pointwise in target.tags or target.is_view or target in _MADE)
+    return node.op == "call_function" and (
+        is_pointwise(node.target) or is_view(node.target) or node.target in _MADE
+    )
 
 
 def _computed(node: fx.Node) -> object:

@@ -6,8 +6,9 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable
 
-import torch
 from torch import fx
+
+from effcompile.core.torch_compat_operators import is_view
 
 
 def received(graph: fx.Graph) -> set[fx.Node]:
@@ -38,6 +39,4 @@ def copies_that_own(graph: fx.Graph, is_copy: Callable[[fx.Node], bool]) -> set[
 
 
 def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    views = isinstance(target, torch._ops.OpOverload) and target.is_view
-    return bool(node.all_input_nodes) and (views or target is operator.getitem)
+    return bool(node.all_input_nodes) and (is_view(node.target) or node.target is operator.getitem)

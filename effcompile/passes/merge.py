@@ -26,6 +26,8 @@ aten = torch.ops.aten
 SEPARATE, MERGED = "separate", "merged"
 #: Backends whose split of the merged result is a view; on the others it is a copy and is priced as one.
 VIEW_SPLITS = frozenset({"torch-eager", "torch-inductor"})
+#: What products make of x themselves, one panel of outputs after the other.
+_CODES_ROWS = ("int8 rows", "int8 groups")
 #: Operators whose result is their operand's memory.
 _SEEN_OTHERWISE = frozenset(
     {
@@ -47,7 +49,9 @@ class Merge(Pass):
     """What a merge saves depends on the precision of its members, which another pass chooses.
 
     So there is one option per format, `merged` (fp32), `merged@int8_dynamic`, ..., each requiring it of all
-    members; its seconds are t(M, K, ΣN) − Σ t(M, K, Nᵢ) + the split, usually negative.
+    members; its seconds are t(M, K, ΣN) − Σ t(M, K, Nᵢ) + the split, usually negative. Of products
+    that code x themselves, and whose split is a view, they are no more than the passes over x that are saved:
+    one call does nothing that several do not, and prices of 1 ms differ by more from one timing to the next.
     """
 
     name: ClassVar[str] = "merge"
@@ -116,9 +120,13 @@ def merge_cost(site: MergeSite, held: WeightFormat, context: Context) -> Cost | 
     if merged is None or split is None or len(priced) < len(members):
         return None
     apart = total(priced)
+    seconds = merged.seconds + split.seconds - apart.seconds
+    coding = price(context, "pointwise/fp32", m * k) if held.activation in _CODES_ROWS else None
+    if coding is not None and context.backend in VIEW_SPLITS:
+        seconds = min(seconds, (1 - len(priced)) * coding.seconds)
     return replace(
         merged + split,
-        seconds=merged.seconds + split.seconds - apart.seconds,
+        seconds=seconds,
         roof_seconds=merged.roof_seconds + split.roof_seconds - apart.roof_seconds,
         weight_bytes=_zero_bias_bytes(site),
         error_squared=max(

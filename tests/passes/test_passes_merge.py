@@ -154,6 +154,16 @@ def test_a_split_costs_a_copy_where_it_is_no_view(block: Program, backend: str) 
     assert choices[site.site].option("merged").cost.seconds == pytest.approx(wanted)
 
 
+def test_one_call_that_codes_x_is_never_dearer_than_several(block: Program) -> None:
+    def noisy(call: KernelCall) -> float:
+        wide = call.kernel.startswith("linear/") and call.dims[2] == 56
+        return 2.0 if wide else 1e-3 if call.kernel.startswith("linear/") else 1e-5
+
+    choices, _ = split(Merge().propose(block, context(noisy, backend="torch-eager")))
+    options = {option.name: option.cost.seconds for option in choices[":merge"].options}
+    assert options["merged@int8_token"] == pytest.approx(-2e-5) and options["merged@int8_channel"] > 1
+
+
 def test_an_exact_goal_merges_in_fp32_only_and_a_missing_kernel_is_declined(block: Program) -> None:
     exact, declined = split(Merge().propose(block, context(goal=Goal())))
     assert [o.name for o in exact[":merge"].options] == ["separate", "merged"] and not declined

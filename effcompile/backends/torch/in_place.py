@@ -15,7 +15,8 @@ from torch import fx
 
 from effcompile.backends.torch.direct import direct
 from effcompile.backends.torch.edit_attentions import share_heads
-from effcompile.backends.torch.regions import with_regions, without_dispatcher
+from effcompile.backends.torch.plain import without_dispatcher
+from effcompile.backends.torch.regions import with_regions
 from effcompile.core.errors import LoweringError
 from effcompile.ops.append import append
 from effcompile.ops.cached_attention import cached_attention

@@ -20,6 +20,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import read_back as found
+from effcompile.backends.torch.called import called
 from effcompile.backends.torch.pack import (
     by_few_rows,
     flatten,
@@ -28,7 +29,7 @@ from effcompile.backends.torch.pack import (
     packed_weights,
     put_plain_aside,
 )
-from effcompile.backends.torch.regions import rows_by_kernels
+from effcompile.backends.torch.plain import rows_by_kernels
 from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
@@ -191,7 +192,7 @@ def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Forward]:
     run = (
         _compiled_when_called(fx.GraphModule(module, module.graph), path)
         if inductor
-        else by_few_rows(rows_by_kernels(pack(module)))
+        else called(by_few_rows(rows_by_kernels(pack(module))))
     )
 
     def call(*args: object, **kwargs: object) -> Any:
@@ -213,7 +214,7 @@ def lower_eager(program: Program) -> TorchLowered:
     return TorchLowered(
         program=program,
         engine="eager",
-        run=by_few_rows(rows_by_kernels(module)),
+        run=called(by_few_rows(rows_by_kernels(module))),
         applied=applied,
         settings={"threads": torch.get_num_threads(), **_kernels(program)},
         weight_bytes=artifact_bytes(program),

@@ -9,20 +9,19 @@ dtype or layout comes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
 
+from effcompile.backends.torch.plain import PLAIN, on_cpu, replace_by
 from effcompile.backends.torch.region_steps import SHAPES, STEPS, Builder, Told, constant
 from effcompile.ir.program import dtype_of, shape_of
-from effcompile.ops import elsewhere, few_rows, recurrence, row_program, rows_native
+from effcompile.ops import few_rows, row_program
 from effcompile.ops.append import append, lengthened
 from effcompile.ops.cached_attention import FORMS, cached_attention, masks_so
-from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
-from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
 from effcompile.ops.row_program import RowProgram
 from effcompile.sites.parts import argument
 
@@ -133,8 +132,8 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     As it is where it has none of our operators and no cache, on a GPU, and where nothing can be compiled.
     """
     if (
-        not _on_cpu(module.graph)
-        or not any(node.target in _PLAIN or node.target is append for node in module.graph.nodes)
+        not on_cpu(module.graph)
+        or not any(node.target in PLAIN or node.target is append for node in module.graph.nodes)
         or not row_program.available()
     ):
         return module
@@ -146,62 +145,10 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
             ):
                 _replace(module, part, order)
     module.graph.eliminate_dead_code()
-    _direct(module.graph, _PLAIN)
+    replace_by(module.graph, PLAIN)
     module.graph.lint()
     module.recompile()
     return module
-
-
-def without_dispatcher(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with our operators as the compiled functions that they are on a CPU; as it is on a GPU."""
-    if _on_cpu(module.graph):
-        _direct(module.graph, _PLAIN)
-        module.recompile()
-    return module
-
-
-def rows_by_kernels(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with norms, gates and rotations of ours by a CPU's kernels; as it is on a GPU."""
-    if _on_cpu(module.graph):
-        _direct(module.graph, _ROWS)
-        module.recompile()
-    return module
-
-
-def _on_cpu(graph: fx.Graph) -> bool:
-    """Whether all its values are on a processor that stands for no GPU, as in Triton's interpreter."""
-    if elsewhere.any_on("cpu"):
-        return False
-    values = (node.meta.get("val") for node in graph.nodes)
-    return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
-
-
-#: What lies between products → the functions that compute it by kernels on a CPU, for any tensors.
-_ROWS: dict[object, Callable[..., object]] = {
-    ours.rms_norm.default: rows_native.rms_norm,
-    ours.rms_norm_alone.default: rows_native.rms_norm_alone,
-    ours.swiglu.default: rows_native.swiglu,
-    ours.rotary.default: rows_native.rotary,
-}
-#: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than
-#: they do for one token.
-_PLAIN: dict[object, Callable[..., object]] = {
-    **_ROWS,
-    group_linear.default: group_linear_on_cpu,
-    int8_linear.default: int8_linear_on_cpu,
-    ours.short_conv.default: recurrence.short_conv_on_cpu,
-    ours.state_space.default: recurrence.state_space_on_cpu,
-    ours.delta_rule.default: recurrence.delta_rule_on_cpu,
-}
-
-
-def _direct(graph: fx.Graph, plain: Mapping[object, Callable[..., object]]) -> None:
-    for node in graph.nodes:
-        read = [
-            user for user in node.users if user.target is not operator.getitem or user.args[1] not in (0, 1)
-        ]
-        if node.target in plain and (node.target is not ours.rms_norm.default or not read):
-            node.target = plain[node.target]
 
 
 # ------------------------------------------------------------------ finding
@@ -393,5 +340,5 @@ def _apart(
                 values[source] = graph.node_copy(source)  # a constant
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[node] for node in results))
-    _direct(graph, _PLAIN)
+    replace_by(graph, PLAIN)
     return fx.GraphModule(module, graph)

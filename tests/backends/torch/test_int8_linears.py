@@ -8,6 +8,8 @@ import pytest
 import torch
 from form_names import form, forms
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from effcompile.backends.torch import TorchEager
 from effcompile.capture import capture
@@ -72,3 +74,16 @@ def test_nothing_is_said_where_there_are_none() -> None:
     assert "int8 linears" not in lowered.settings and int8_linear.default not in {
         n.target for n in lowered.program.graph.nodes
     }
+
+
+def test_who_watches_operators_sees_them() -> None:
+    model, x = Block(nn.GELU()).eval(), torch.randn(2, 7, 32)
+    program = capture(model, (x,))
+    tags = {site.site: "int8_token" for site in linears(program)}
+    lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [[x]])  # type: ignore[arg-type]
+    alone = lowered(x)[0]
+    with FlopCounterMode(display=False) as counted:
+        watched = lowered(x)[0]
+    assert counted.get_total_flops() == 2 * 14 * 32 * 80 * 2 and torch.equal(alone, watched)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert lowered(mode.from_tensor(torch.randn(3, 5, 32)))[0].shape == (3, 5, 32)

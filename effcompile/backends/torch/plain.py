@@ -1,0 +1,84 @@
+"""Our operators as the plain functions that they are on a CPU."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, fx
+
+from effcompile.ops import elsewhere, recurrence, rows_native
+from effcompile.ops.add_norm import add_layer_norm, add_layer_norm_on_cpu
+from effcompile.ops.bf16_attention import bf16_attention, bf16_attention_on_cpu
+from effcompile.ops.fp32_attention import fp32_attention, fp32_attention_on_cpu
+from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
+from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
+from effcompile.ops.int8_mlp import (
+    int8_linear_residual,
+    int8_linear_residual_on_cpu,
+    int8_mlp,
+    int8_mlp_on_cpu,
+)
+from effcompile.ops.int8_sparse import int8_sparse_linear, int8_sparse_linear_on_cpu
+
+ours = torch.ops.effcompile
+
+
+def without_dispatcher(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with our operators as the compiled functions that they are on a CPU; as it is on a GPU."""
+    if on_cpu(module.graph):
+        replace_by(module.graph, PLAIN)
+        module.recompile()
+    return module
+
+
+def rows_by_kernels(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with norms, gates and rotations of ours by a CPU's kernels; as it is on a GPU."""
+    if on_cpu(module.graph):
+        replace_by(module.graph, ROWS)
+        module.recompile()
+    return module
+
+
+def on_cpu(graph: fx.Graph) -> bool:
+    """Whether all its values are on a processor that stands for no GPU, as in Triton's interpreter."""
+    if elsewhere.any_on("cpu"):
+        return False
+    values = (node.meta.get("val") for node in graph.nodes)
+    return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
+
+
+#: What lies between products → the functions that compute it by kernels on a CPU, for any tensors.
+ROWS: dict[object, Callable[..., object]] = {
+    ours.rms_norm.default: rows_native.rms_norm,
+    ours.rms_norm_alone.default: rows_native.rms_norm_alone,
+    ours.swiglu.default: rows_native.swiglu,
+    ours.rotary.default: rows_native.rotary,
+}
+#: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than
+#: they do for one token.
+PLAIN: dict[object, Callable[..., object]] = {
+    **ROWS,
+    group_linear.default: group_linear_on_cpu,
+    int8_linear.default: int8_linear_on_cpu,
+    int8_mlp.default: int8_mlp_on_cpu,
+    int8_linear_residual.default: int8_linear_residual_on_cpu,
+    int8_sparse_linear.default: int8_sparse_linear_on_cpu,
+    add_layer_norm.default: add_layer_norm_on_cpu,
+    fp32_attention.default: fp32_attention_on_cpu,
+    bf16_attention.default: bf16_attention_on_cpu,
+    ours.short_conv.default: recurrence.short_conv_on_cpu,
+    ours.state_space.default: recurrence.state_space_on_cpu,
+    ours.delta_rule.default: recurrence.delta_rule_on_cpu,
+}
+
+
+def replace_by(graph: fx.Graph, plain: Mapping[object, Callable[..., object]]) -> None:
+    """These operators by these functions, but an RMSNorm whose inverse is read, which no function gives."""
+    for node in graph.nodes:
+        read = [
+            user for user in node.users if user.target is not operator.getitem or user.args[1] not in (0, 1)
+        ]
+        if node.target in plain and (node.target is not ours.rms_norm.default or not read):
+            node.target = plain[node.target]
