@@ -29,7 +29,6 @@ from effcompile.backends.torch.pack import (
     packed_weights,
     put_plain_aside,
 )
-from effcompile.backends.torch.plain import rows_by_kernels
 from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
@@ -68,7 +67,11 @@ class TorchLowered:
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         with torch.inference_mode(False), torch.no_grad():
             # else a caller within inference_mode has everything compiled once more
-            return list(self.run(*inputs))
+            return list(self._called(*inputs))
+
+    @functools.cached_property
+    def _called(self) -> Forward:
+        return called(self.run) if isinstance(self.run, fx.GraphModule) else self.run
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
         return False  # threads are the process's own, kernels were tuned while planning
@@ -192,7 +195,7 @@ def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Forward]:
     run = (
         _compiled_when_called(fx.GraphModule(module, module.graph), path)
         if inductor
-        else called(by_few_rows(rows_by_kernels(pack(module))))
+        else called(by_few_rows(pack(module)))
     )
 
     def call(*args: object, **kwargs: object) -> Any:
@@ -214,7 +217,7 @@ def lower_eager(program: Program) -> TorchLowered:
     return TorchLowered(
         program=program,
         engine="eager",
-        run=called(by_few_rows(rows_by_kernels(module))),
+        run=by_few_rows(module),
         applied=applied,
         settings={"threads": torch.get_num_threads(), **_kernels(program)},
         weight_bytes=artifact_bytes(program),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
@@ -28,15 +28,7 @@ ours = torch.ops.effcompile
 def without_dispatcher(module: fx.GraphModule) -> fx.GraphModule:
     """The module with our operators as the compiled functions that they are on a CPU; as it is on a GPU."""
     if on_cpu(module.graph):
-        replace_by(module.graph, PLAIN)
-        module.recompile()
-    return module
-
-
-def rows_by_kernels(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with norms, gates and rotations of ours by a CPU's kernels; as it is on a GPU."""
-    if on_cpu(module.graph):
-        replace_by(module.graph, ROWS)
+        replace_by_plain(module.graph)
         module.recompile()
     return module
 
@@ -49,17 +41,13 @@ def on_cpu(graph: fx.Graph) -> bool:
     return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
 
 
-#: What lies between products → the functions that compute it by kernels on a CPU, for any tensors.
-ROWS: dict[object, Callable[..., object]] = {
+#: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than
+#: they do for one token.
+PLAIN: dict[object, Callable[..., object]] = {
     ours.rms_norm.default: rows_native.rms_norm,
     ours.rms_norm_alone.default: rows_native.rms_norm_alone,
     ours.swiglu.default: rows_native.swiglu,
     ours.rotary.default: rows_native.rotary,
-}
-#: Our operators → the plain functions that they are on a CPU: a call of a custom operator takes longer than
-#: they do for one token.
-PLAIN: dict[object, Callable[..., object]] = {
-    **ROWS,
     group_linear.default: group_linear_on_cpu,
     int8_linear.default: int8_linear_on_cpu,
     int8_mlp.default: int8_mlp_on_cpu,
@@ -74,11 +62,11 @@ PLAIN: dict[object, Callable[..., object]] = {
 }
 
 
-def replace_by(graph: fx.Graph, plain: Mapping[object, Callable[..., object]]) -> None:
-    """These operators by these functions, but an RMSNorm whose inverse is read, which no function gives."""
+def replace_by_plain(graph: fx.Graph) -> None:
+    """Operators by functions, but an RMSNorm whose inverse is read, which no function gives."""
     for node in graph.nodes:
         read = [
             user for user in node.users if user.target is not operator.getitem or user.args[1] not in (0, 1)
         ]
-        if node.target in plain and (node.target is not ours.rms_norm.default or not read):
-            node.target = plain[node.target]
+        if node.target in PLAIN and (node.target is not ours.rms_norm.default or not read):
+            node.target = PLAIN[node.target]

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
-from effcompile.backends.torch.plain import PLAIN, on_cpu, replace_by
+from effcompile.backends.torch.plain import PLAIN, on_cpu, replace_by_plain
 from effcompile.backends.torch.region_steps import SHAPES, STEPS, Builder, Told, constant
 from effcompile.ir.program import dtype_of, shape_of
 from effcompile.ops import few_rows, row_program
@@ -145,7 +145,7 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
             ):
                 _replace(module, part, order)
     module.graph.eliminate_dead_code()
-    replace_by(module.graph, PLAIN)
+    replace_by_plain(module.graph)
     module.graph.lint()
     module.recompile()
     return module
@@ -340,5 +340,5 @@ def _apart(
                 values[source] = graph.node_copy(source)  # a constant
         values[node] = graph.node_copy(node, values.__getitem__)
     graph.output(tuple(values[node] for node in results))
-    replace_by(graph, PLAIN)
+    replace_by_plain(graph)
     return fx.GraphModule(module, graph)

@@ -22,7 +22,17 @@ ABSENT = {
     "embedding/int8_row_groups",
     *(
         f"attention/{form}"
-        for form in ("math", "sdpa_int8", "sdpa_bf16", "tiled", "tiled_scores", "tiles", "flex")
+        for form in (
+            "math",
+            "sdpa_int8",
+            "sdpa_bf16",
+            "sdpa_fp32",
+            "causal_fp32",
+            "tiled",
+            "tiled_scores",
+            "tiles",
+            "flex",
+        )
     ),
 }
 ABSENT |= {kernel for kernel in KERNELS if kernel.startswith(("predict/", "rows/"))}
