@@ -8,6 +8,7 @@ bits, or 256 with half as many units, NEON computes as much in a cycle.
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Callable, Mapping
 
@@ -55,6 +56,7 @@ def bf16_isas() -> tuple[str, ...]:
     return (*(("amx_bf16",) if found.get("amx_bf16") and found.get("avx512_vnni") else ()), "avx512_bf16")
 
 
+@functools.cache
 def l2_bytes() -> int:
     """Bytes of a core's L2 cache; a torch that cannot tell has 1 MiB of it."""
     told = _found().get("l2_cache_size")
