@@ -177,17 +177,18 @@ def _behind(y: Tensor, behind: Behind) -> Tensor:
     return add_layer_norm_on_cpu(y, residual, weight, bias, eps)
 
 
-def _run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
+def run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
+    """As `int8_mlp_on_cpu`, of what stands together."""
     if first is not None:
         check(x, *first, after)
     check(x if first is None else x.new_empty((0, first[1].shape[0])), *last, "none")
     found, rows = kernels(), x.numel() // max(1, x.shape[-1])
-    if isinstance(found, str) or not pays(rows) or not _fits(x, first, last, behind):
+    if isinstance(found, str) or not pays(rows) or not fits(x, first, last, behind):
         return _in_parts(x, first, after, last, behind)
     return found.mlp(flat_rows(x), first, after, last, behind).view(*x.shape[:-1], -1)
 
 
-def _fits(x: Tensor, first: Linear | None, last: Linear, behind: Behind) -> bool:
+def fits(x: Tensor, first: Linear | None, last: Linear, behind: Behind) -> bool:
     """Whether the kernel takes them: all is dense, and what is behind in fp32 and of one shape."""
     n = last[1].shape[0]
     shapes = ((*x.shape[:-1], n), (n,), (n,))
@@ -205,7 +206,7 @@ def int8_mlp_on_cpu(x: Tensor, w1: Tensor, s1: Tensor, b1: Tensor | None, after:
     """
     last: list[Any] = [*rest, *(None,) * (7 - len(rest))]
     w2, s2, b2, residual, weight, bias, eps = last
-    return _run(x, (w1, s1, b1), after, (w2, s2, b2), (residual, weight, bias, eps))
+    return run(x, (w1, s1, b1), after, (w2, s2, b2), (residual, weight, bias, eps))
 
 
 def int8_linear_residual_on_cpu(
@@ -214,7 +215,7 @@ def int8_linear_residual_on_cpu(
     """The same of one linear."""
     behind: list[Any] = [*norm, *(None,) * (3 - len(norm))]
     norm_weight, norm_bias, eps = behind
-    return _run(x, None, "none", (weight, scales, bias), (residual, norm_weight, norm_bias, eps))
+    return run(x, None, "none", (weight, scales, bias), (residual, norm_weight, norm_bias, eps))
 
 
 _LIBRARY.impl("int8_mlp", int8_mlp_on_cpu, "CPU")

@@ -99,6 +99,11 @@ class ByteKernels:
         depth = _DEPTHS.get(self.isa, 4)
         return CodedRows.of(x, 1, -(-int(x.shape[-1]) // depth) * depth)
 
+    def chunk(self, room: CodedRows) -> int:
+        """Rows that a core multiplies with all of W before it takes the next."""
+        chunks = max(1, -(-room.rows * room.row_bytes * _CHUNK // l2_bytes()))
+        return max(1, -(-room.rows // chunks))
+
     def linear(
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str, narrow: bool = False
     ) -> Tensor:
@@ -109,11 +114,10 @@ class ByteKernels:
         room = self.room(flat)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
-        chunks = max(1, -(-room.rows * room.row_bytes * _CHUNK // l2_bytes()))
         (self.narrow if narrow else self.call)(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
             None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(),
-            codes, row_scales, sums, max(1, -(-room.rows // chunks)), torch.get_num_threads(),
+            codes, row_scales, sums, self.chunk(room), torch.get_num_threads(),
         )  # fmt: skip
         return result
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from effcompile.backends.torch.direct import direct
+from effcompile.backends.torch.pack import attribute
 from effcompile.backends.torch.plain import on_cpu, without_dispatcher
 from effcompile.core.torch_compat_operators import operators_are_watched
 from effcompile.core.types import Forward
+from effcompile.ops.int8_held import HeldLinear, HeldMlp
+from effcompile.ops.int8_linear import int8_linear_on_cpu
+from effcompile.ops.int8_mlp import int8_linear_residual_on_cpu, int8_mlp_on_cpu
 
 
 def called(module: fx.GraphModule) -> Forward:
@@ -27,7 +33,7 @@ class Called:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.graph, self._module = module.graph, module
-        self._direct = direct(without_dispatcher(fx.GraphModule(module, copy.deepcopy(module.graph))))
+        self._direct = direct(_held(without_dispatcher(fx.GraphModule(module, copy.deepcopy(module.graph)))))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         watched = operators_are_watched() or not all(
@@ -35,3 +41,49 @@ class Called:
             for given in (*args, *kwargs.values())
         )
         return (self._module if watched else self._direct)(*args, **kwargs)
+
+
+def _held(module: fx.GraphModule) -> fx.GraphModule:
+    """The module whose linears in 8 bits hold their weights, where these are the module's own."""
+    for node in module.graph.nodes:
+        if node.target is int8_linear_on_cpu and len(node.args) <= 5 and not node.kwargs:
+            if _are_own(weights := node.args[1:4]):
+                node.target = HeldLinear(*_values(module, weights), *node.args[4:])  # type: ignore[arg-type]
+                node.args = node.args[:1]
+        elif node.target is int8_linear_residual_on_cpu and not node.kwargs:
+            last, (residual, *norm) = node.args[1:4], node.args[4:]
+            if _are_own((*last, *norm)):
+                _hold_mlp(module, node, None, "none", last, residual, norm)
+        elif node.target is int8_mlp_on_cpu and not node.kwargs:
+            first, after, (*last, residual) = node.args[1:4], node.args[4], _padded(node.args[5:9], 4)
+            if _are_own((*first, *last, *node.args[9:])):
+                _hold_mlp(module, node, first, str(after), last, residual, node.args[9:])
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def _hold_mlp(
+    module: fx.GraphModule,
+    node: fx.Node,
+    first: Sequence[Argument] | None,
+    after: str,
+    last: Sequence[Argument],
+    residual: Argument,
+    norm: Sequence[Argument],
+) -> None:
+    holds = None if first is None else _values(module, first)
+    node.target = HeldMlp(holds, after, _values(module, last), _values(module, _padded(norm, 3)))  # type: ignore[arg-type]
+    node.args = (node.args[0], residual)
+
+
+def _padded(given: Sequence[Argument], count: int) -> tuple[Argument, ...]:
+    return *given, *(None,) * (count - len(given))
+
+
+def _are_own(given: Sequence[Argument]) -> bool:
+    """Whether they are numbers, absent or the module's own tensors."""
+    return all(each.op == "get_attr" for each in given if isinstance(each, fx.Node))
+
+
+def _values(module: fx.GraphModule, given: Sequence[Argument]) -> tuple[object, ...]:
+    return tuple(attribute(module, str(each.target)) if isinstance(each, fx.Node) else each for each in given)

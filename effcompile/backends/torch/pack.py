@@ -88,7 +88,7 @@ def by_few_rows(module: fx.GraphModule) -> fx.GraphModule:
     """The module, whose linears on plain weights of its own read these once where rows are few."""
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
         parts = [part for part in node.args[1:] if isinstance(part, fx.Node)]
-        held = [_attribute(module, str(part.target)) for part in parts if part.op == "get_attr"]
+        held = [attribute(module, str(part.target)) for part in parts if part.op == "get_attr"]
         if not node.kwargs and len(held) == len(parts) and few_rows.takes(*held):
             node.target = few_rows.linear
     module.recompile()
@@ -123,7 +123,7 @@ def put_plain_aside(module: fx.GraphModule, made: Collection[str]) -> None:
     for node in module.graph.find_nodes(op="get_attr"):
         readers.setdefault(str(node.target), set()).update(user.target for user in node.users)
     found = [
-        _attribute(module, name)
+        attribute(module, name)
         for name, targets in readers.items()
         if name in made and targets <= set(packers)
     ]
@@ -143,10 +143,11 @@ def _packings(module: fx.GraphModule) -> list[fx.Node]:
 def _weight(module: fx.GraphModule, packing: fx.Node) -> torch.Tensor:
     weight = packing.args[0]
     assert isinstance(weight, fx.Node)
-    return _attribute(module, str(weight.target))
+    return attribute(module, str(weight.target))
 
 
-def _attribute(module: fx.GraphModule, path: str) -> torch.Tensor:
+def attribute(module: fx.GraphModule, path: str) -> torch.Tensor:
+    """The tensor that a `get_attr` names."""
     owner, _, name = path.rpartition(".")
     value = getattr(module.get_submodule(owner), name)
     assert isinstance(value, torch.Tensor)
