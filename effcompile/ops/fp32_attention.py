@@ -39,6 +39,8 @@ _TOLD, _FOUR = ctypes.c_int64 * 19, ctypes.c_int64 * 4
 _NONE = _FOUR(0, 0, 0, 1)
 #: dtype of a mask → how the kernel names it.
 _MASKS = {torch.bool: 1, torch.float32: 2}
+#: Shapes of which a held attention keeps what the kernel is told.
+_SHAPES = 64
 #: Queries and keys that torch's kernel takes at once, at most.
 _TORCH_ROWS, _TORCH_KEYS = 256, 512
 
@@ -120,14 +122,28 @@ class AttentionRows:
         """The same of tensors that `told` is of."""
         batch, heads, queries, wide = told[0], told[1], told[3], told[6]
         made = torch.empty_strided((batch, heads, queries, wide), (*told[16:19], 1))
-        scratch = torch.empty(self.room(told), dtype=torch.uint8)
+        at = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        self.write(told, self.room(told), at, mask, is_causal, scale, made)
+        return made
+
+    def write(
+        self,
+        told: ctypes.Array[ctypes.c_int64],
+        nbytes: int,
+        at: tuple[int, int, int],
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        made: Tensor,
+    ) -> None:
+        """The same into `made`, of what lies at these addresses; `nbytes`: of scratch, as `room` has it."""
+        scratch = torch.empty(nbytes, dtype=torch.uint8)
         self.call(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
-            made.data_ptr(), told, _NONE if mask is None else _FOUR(*mask_strides(mask), mask.stride(3)),
+            *at, None if mask is None else mask.data_ptr(), made.data_ptr(), told,
+            _NONE if mask is None else _FOUR(*mask_strides(mask), mask.stride(3)),
             0 if mask is None else _MASKS[mask.dtype], is_causal, scale, at_line(scratch),
             torch.get_num_threads(),
         )  # fmt: skip
-        return made
 
     def objection(self) -> str | None:
         """None, or that a result differs from torch's: whole tiles and rests, groups, several blocks of keys,
@@ -195,6 +211,60 @@ def fp32_attention_on_cpu(
 
 _LIBRARY.impl("fp32_attention", fp32_attention_on_cpu, "CPU")
 fp32_attention = torch.ops.effcompile.fp32_attention
+
+
+class HeldAttention:
+    """`fp32_attention` of heads that lie side by side in what linears made, as they make them."""
+
+    def __init__(
+        self, heads: int, groups: int, width: int, wide: int, is_causal: bool, scale: float | None
+    ) -> None:
+        """`heads` queries of `width` columns, `groups` keys of as many and values of `wide`."""
+        self._heads = (heads, width), (groups, width), (groups, wide)
+        self._causal, self._scale = is_causal, scale
+        self._kept: dict[object, tuple[ctypes.Array[ctypes.c_int64], int]] = {}
+        self.__name__ = "fp32_attention"
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, S, H·E), for query (B, S, H·D), key (B, K, G·D) and value (B, K, G·E)."""
+        threads, given = torch.get_num_threads(), (query, key, value)
+        shape = (*(each.shape for each in given), *(each.stride() for each in given), threads)
+        kept, kernel = self._kept.get(shape), kernels()
+        known = mask is None or (mask.dim() == 4 and mask.dtype in _MASKS and _is_read(mask))
+        if kept is None or isinstance(kernel, str) or not known or not _are_floats(*given):
+            return self._at_first(shape, query, key, value, mask)
+        told, nbytes = kept
+        if mask is not None and not _is_of(mask.shape, told):
+            return self._at_first(shape, query, key, value, mask)
+        made = query.new_empty((told[0], told[3], told[1] * told[6]))
+        at = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        scale = told[5] ** -0.5 if self._scale is None else self._scale
+        kernel.write(told, nbytes, at, mask, self._causal, scale, made)
+        return made
+
+    def _at_first(
+        self, shape: object, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        q, k, v = (
+            each.view(*each.shape[:2], *heads).transpose(1, 2)
+            for each, heads in zip((query, key, value), self._heads, strict=True)
+        )
+        made = fp32_attention_on_cpu(q, k, v, mask, self._causal, self._scale)
+        told, kernel = _told_of(q, k, v), kernels()
+        if told is not None and not isinstance(kernel, str):
+            if len(self._kept) >= _SHAPES:
+                self._kept.clear()
+            self._kept[shape] = told, kernel.room(told)
+        return made.transpose(1, 2).reshape(*query.shape[:2], -1)
+
+
+def _are_floats(*tensors: Tensor) -> bool:
+    return all(each.dtype is torch.float32 for each in tensors)
+
+
+def _is_of(mask: Shape, told: ctypes.Array[ctypes.c_int64]) -> bool:
+    """Whether a mask has a row for each query and a column for each key."""
+    return mask[0] in (1, told[0]) and mask[1] in (1, told[1]) and mask[2] == told[3] and mask[3] == told[4]
 
 
 def _takes(mask: Tensor, query: Tensor, key: Tensor) -> bool:

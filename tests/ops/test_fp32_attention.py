@@ -17,7 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from effcompile.core import torch_compat_memory
 from effcompile.core.errors import LoweringError
 from effcompile.ops import fp32_attention as module
-from effcompile.ops.fp32_attention import AttentionRows, fallback_reason, fp32_attention, isas, told
+from effcompile.ops.fp32_attention import (
+    AttentionRows,
+    HeldAttention,
+    fallback_reason,
+    fp32_attention,
+    isas,
+    told,
+)
 from effcompile.ops.workspace import workspace_bytes
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=2e-6)
@@ -246,3 +253,26 @@ class TestWhichKernel:
     def test_wrong_kernels_are_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(AttentionRows, "attention", lambda self, q, k, v, *_: q[..., :1] + v[:1, :1, :1])
         assert "wrong attention" in str(fallback_reason())
+
+
+def test_heads_that_lie_side_by_side_are_read_so() -> None:
+    held = HeldAttention(6, 2, 16, 8, False, 0.3)
+    for batch, rows in ((2, 9), (2, 9), (1, 30), (2, 9)):
+        given = torch.randn(batch, rows, 200)
+        parts = given[..., :96], given[..., 100:132], given[..., 140:156]
+        heads = [
+            part.unflatten(2, (-1, width)).transpose(1, 2)
+            for part, width in zip(parts, (16, 16, 8), strict=True)
+        ]
+        seen = torch.rand(batch, 1, rows, rows) > 0.3
+        for mask in (
+            None,
+            seen,
+            seen[:1],
+            seen[..., :1].expand(seen.shape),
+            seen.float(),
+            seen.mT,
+            seen[0, 0],
+        ):
+            wanted = fp32_attention(*heads, mask, False, 0.3).transpose(1, 2).flatten(2)
+            assert torch.equal(held(*parts, mask), wanted)

@@ -14,9 +14,12 @@ from effcompile.backends.torch.pack import attribute
 from effcompile.backends.torch.plain import on_cpu, without_dispatcher
 from effcompile.core.torch_compat_operators import operators_are_watched
 from effcompile.core.types import Forward
+from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
 from effcompile.ops.int8_linear import int8_linear_on_cpu
 from effcompile.ops.int8_mlp import int8_linear_residual_on_cpu, int8_mlp_on_cpu
+
+aten = torch.ops.aten
 
 
 def called(module: fx.GraphModule) -> Forward:
@@ -58,6 +61,8 @@ def _held(module: fx.GraphModule) -> fx.GraphModule:
             first, after, (*last, residual) = node.args[1:4], node.args[4], _padded(node.args[5:9], 4)
             if _are_own((*first, *last, *node.args[9:])):
                 _hold_mlp(module, node, first, str(after), last, residual, node.args[9:])
+        elif node.target is fp32_attention_on_cpu and not node.kwargs:
+            _hold_attention(node)
     module.graph.eliminate_dead_code()
     return module
 
@@ -74,6 +79,48 @@ def _hold_mlp(
     holds = None if first is None else _values(module, first)
     node.target = HeldMlp(holds, after, _values(module, last), _values(module, _padded(norm, 3)))  # type: ignore[arg-type]
     node.args = (node.args[0], residual)
+
+
+def _hold_attention(node: fx.Node) -> None:
+    """An attention of heads that are views of what linears made, and whose result is seen as they make it."""
+    query, key, value, mask, causal, scale = _padded(node.args, 6)
+    sources = [_side_by_side(each) for each in (query, key, value)]
+    same = _only_user(node, aten.reshape.default)
+    result = node if same is None or _sizes(same) != _sizes(node) else same
+    turned = _only_user(result, aten.transpose.int)
+    joined = None if turned is None or turned.args[1:] != (1, 2) else _only_user(turned, aten.reshape.default)
+    found = [each for each in sources if each is not None]
+    if joined is None or len(found) < len(sources):
+        return
+    (q, heads, width), (k, groups, _), (v, _, wide) = found
+    batch, _, rows, _ = _sizes(node)
+    if _sizes(joined) == (batch, rows, str(heads * wide)):
+        joined.target = HeldAttention(heads, groups, width, wide, bool(causal), scale)  # type: ignore[arg-type]
+        joined.args = (q, k, v, mask)
+
+
+def _side_by_side(heads: Argument) -> tuple[fx.Node, int, int] | None:
+    """(B, S, H·D), H and D of heads (B, H, S, D) that are a view of it."""
+    if not isinstance(heads, fx.Node) or heads.target is not aten.transpose.int or heads.args[1:] != (1, 2):
+        return None
+    apart = heads.args[0]
+    if not isinstance(apart, fx.Node) or apart.target is not aten.reshape.default or len(_sizes(apart)) != 4:
+        return None
+    source, (*outer, count, width) = apart.args[0], _sizes(apart)
+    if not isinstance(source, fx.Node) or not (count.isdecimal() and width.isdecimal()):
+        return None
+    joined = (*outer, str(int(count) * int(width)))
+    return (source, int(count), int(width)) if _sizes(source) == joined else None
+
+
+def _sizes(node: fx.Node) -> tuple[str, ...]:
+    """As they are written: numbers, and names of what is free."""
+    return tuple(map(str, node.meta["val"].shape))
+
+
+def _only_user(node: fx.Node, target: object) -> fx.Node | None:
+    user, *others = node.users
+    return user if not others and user.target is target else None
 
 
 def _padded(given: Sequence[Argument], count: int) -> tuple[Argument, ...]:

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from effcompile.backends.torch import TorchEager
 from effcompile.capture import capture
+from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.int8_linear import int8_linear, told
-from effcompile.sites.parts import linears
+from effcompile.sites.parts import attentions, linears
 
 ACTIVATIONS = {
     "gelu": nn.GELU(),
@@ -87,3 +88,35 @@ def test_who_watches_operators_sees_them() -> None:
     assert counted.get_total_flops() == 2 * 14 * 32 * 80 * 2 and torch.equal(alone, watched)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert lowered(mode.from_tensor(torch.randn(3, 5, 32)))[0].shape == (3, 5, 32)
+
+
+class Attention(nn.Module):
+    """`swapped`: heads are counted before rows are, which no linear makes."""
+
+    def __init__(self, *, swapped: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.swapped = nn.Linear(32, 96), nn.Linear(32, 32), swapped
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.swapped:
+            q, k, v = (t.reshape(x.shape[0], 4, -1, 8) for t in self.qkv(x).split(32, -1))
+        else:
+            q, k, v = (t.view(*x.shape[:2], 4, 8).transpose(1, 2) for t in self.qkv(x).split(32, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_attentions_read_what_linears_made(swapped: bool) -> None:
+    model, x = Attention(swapped=swapped).eval(), torch.randn(2, 7, 32)
+    mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
+    program = capture(model, (x, mask))
+    heads = {site.site: form("sdpa_fp32") for site in attentions(program)}
+    lowered = TorchEager().lower(program.tagged(heads, "test"), None, [])  # type: ignore[arg-type]
+    for rows in (7, 7, 5):
+        given = torch.randn(2, rows, 32), torch.ones(2, 1, rows, rows, dtype=torch.bool).tril()
+        with torch.no_grad():
+            torch.testing.assert_close(lowered(*given)[0], model(*given), rtol=1e-5, atol=1e-6)
+    held = [node for node in lowered._called._direct.graph.nodes if isinstance(node.target, HeldAttention)]
+    assert len(held) == (not swapped)
