@@ -13,7 +13,7 @@ from torch import Tensor
 from effcompile.ops import int8_codes, int8_mlp, int8_native
 from effcompile.ops.instruction_sets import at_line
 from effcompile.ops.int8_linear import int8_linear_on_cpu
-from effcompile.ops.int8_mlp import Linear
+from effcompile.ops.int8_mlp import Linear, address
 
 #: Shapes of which something is kept.
 _SHAPES = 64
@@ -94,7 +94,7 @@ class HeldMlp:
         made, scratch = x.new_empty(shape), torch.empty(nbytes, dtype=torch.uint8)
         kernels.call(
             x.data_ptr(), k, rows, k, *_addresses(self._first), between, after, *_addresses(self._last), n,
-            _at(residual), eps is not None, _at(weight), _at(bias), eps or 0.0, made.data_ptr(),
+            address(residual), eps is not None, address(weight), address(bias), eps or 0.0, made.data_ptr(),
             at_line(scratch), at_once, threads,
         )  # fmt: skip
         return made
@@ -131,8 +131,4 @@ def _addresses(linear: Linear | None) -> tuple[int | None, int | None, int | Non
     if linear is None:
         return None, None, None
     weight, scales, bias = linear
-    return weight.data_ptr(), scales.data_ptr(), _at(bias)
-
-
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return weight.data_ptr(), scales.data_ptr(), address(bias)

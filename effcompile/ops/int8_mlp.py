@@ -120,9 +120,9 @@ class MlpKernels:
         made, scratch = x.new_empty((m, n)), torch.empty(self.room(m, k, between), dtype=torch.uint8)
         residual, norm_weight, norm_bias, eps = behind
         self.call(
-            x.data_ptr(), x.stride(0), m, k, *(map(_at, first) if first else (None,) * 3), between,
-            int8_codes.AFTER.index(after), *map(_at, last), n, _at(residual), eps is not None,
-            _at(norm_weight), _at(norm_bias), eps or 0.0, made.data_ptr(),
+            x.data_ptr(), x.stride(0), m, k, *(map(address, first) if first else (None,) * 3), between,
+            int8_codes.AFTER.index(after), *map(address, last), n, address(residual), eps is not None,
+            address(norm_weight), address(norm_bias), eps or 0.0, made.data_ptr(),
             at_line(scratch), self.at_once(m, between), torch.get_num_threads(),
         )  # fmt: skip
         return made
@@ -151,7 +151,8 @@ class MlpKernels:
         return None
 
 
-def _at(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor begins, as a kernel is told; None for none."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -133,14 +133,6 @@ inline void put(int8_t* p, VB v, int64_t count) {
     else std::memcpy(p, &v, count);
 }
 
-// `count` numbers of bf16, or as many as a vector has, then zeros.
-inline V some_of(const uint16_t* p, int64_t count) {
-    VH halves = {};
-    if (count >= W) std::memcpy(&halves, p, sizeof(halves));
-    else if (count > 0) std::memcpy(&halves, p, count * sizeof(uint16_t));
-    return (V)(__builtin_convertvector(halves, VU) << 16);
-}
-
 template <int H, typename T, size_t... I>
 inline T turned(T v, std::index_sequence<I...>) { return __builtin_shufflevector(v, v, (int)(I ^ H)...); }
 

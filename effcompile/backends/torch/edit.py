@@ -19,11 +19,10 @@ from effcompile.backends.torch.chains import fuse_chains, narrow_projections
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.backends.torch.followers import fuse_followers
 from effcompile.backends.torch.packing import packs
+from effcompile.backends.torch.tidy import tidy
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
-from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.formats import FP32, INT8_GROUPS, INT8_STATIC, TWO_OF_FOUR, WeightFormat
-from effcompile.ir.owned import copies_that_own
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import group_codes, two_of_four
 from effcompile.ops.add_norm import add_layer_norm
@@ -73,29 +72,6 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
     lean = fx.GraphModule(edited.module, edited.graph, class_name=type(edited.module).__name__)
     lean.meta = edited.module.meta
     return replace(edited, module=lean)
-
-
-def tidy(module: fx.GraphModule) -> None:
-    """Remove what costs time and does nothing: metadata asserts, and in a graph without in-place operators
-    copies, unless they lie in memory as their reader needs it.
-    """
-    functional = not any(writes(node) for node in module.graph.nodes)
-    kept = copies_that_own(module.graph, lambda node: node.target is aten.clone.default)
-    for node in list(module.graph.nodes):
-        if node.target is aten._assert_tensor_metadata.default:
-            module.graph.erase_node(node)
-        elif not functional or node.target is not aten.clone.default or node in kept:
-            continue
-        elif not node.kwargs or _any_layout(node):
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-
-
-def _any_layout(copy: fx.Node) -> bool:
-    """Whether attentions alone read a copy: they take heads and masks as they lie, rows dense."""
-    source = copy.args[0].meta["val"]  # type: ignore[union-attr]
-    attended = [user.target is aten.scaled_dot_product_attention.default for user in copy.users]
-    return bool(attended) and all(attended) and source.stride()[-1] == 1
 
 
 def _edit_norms(program: Program) -> None:
