@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 
+from effcompile.core.pace import APART, current_pace
+
 #: Times the seconds that measuring may take; the tests' is small.
 PATIENCE = 1.0
 #: A figure has settled when twice as many samples give the same but for this share.
@@ -40,26 +42,49 @@ def median_seconds(
         budget: seconds after which no further sample is started.
         settled: stop before, once twice as many samples give the same figure but for this share.
         before: run before each sample, which then is one call, and not timed.
+
+    At a pace (core/pace.py) samples count that were taken while the machine ran as it can.
     """
     fn()
     repeats, once = _repeats(fn)
     if before is not None:
         repeats, once = 1, 0.0
+    pace = current_pace()
     long = 0 < _LONG_SHARE * budget <= once
     fewest = max(1, min(min_rounds, _OF_LONG) if long else min_rounds)
-    samples = [once] if long else []
+    samples = [once] if long and pace is None else []
+    checked = max(_FEWEST, min_rounds)
+    if pace is not None:
+        pace.wait()
     deadline = perf_counter() + budget * PATIENCE
     while len(samples) < fewest or (not long and perf_counter() < deadline):
+        start = perf_counter()
+        some = _some_samples(fn, repeats, before, 0.0 if pace is None else APART)
+        if pace is not None and not pace.even():
+            deadline += pace.wait(perf_counter() - start)
+            continue
+        samples += some
+        if settled and len(samples) >= checked:
+            if have_settled([samples], settled):
+                break
+            checked = 2 * len(samples)
+    return faster_half_median(samples)
+
+
+def _some_samples(
+    fn: Callable[[], object], repeats: int, before: Callable[[], object] | None, seconds: float
+) -> list[float]:
+    """Those of so many seconds, one at the least."""
+    samples: list[float] = []
+    first = perf_counter()
+    while not samples or perf_counter() - first < seconds:
         if before is not None:
             before()
         start = perf_counter()
         for _ in range(repeats):
             fn()
         samples.append((perf_counter() - start) / repeats)
-        due = len(samples) >= max(_FEWEST, min_rounds) and not len(samples) & (len(samples) - 1)
-        if settled and due and have_settled([samples], settled):
-            break
-    return faster_half_median(samples)
+    return samples
 
 
 def have_settled(figures: Iterable[list[float]], share: float = SETTLED) -> bool:

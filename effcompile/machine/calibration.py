@@ -111,6 +111,7 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
     Attributes:
         memory_bandwidth: bytes/s; `peak_flops`: dtype → FLOP/s; both the best that was seen.
             On a GPU they are its own. device: what else a GPU does; `machine` says which.
+        pace: the least seconds of what a pace is told by (core/pace.py); 0: not known.
         busy: as of BackendPoints, while these rates were measured.
         dirty: whether it holds points that its file does not.
     """
@@ -121,6 +122,7 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
     peak_flops: dict[str, _Rate]
     device: DeviceRates | None = None
     busy: str = ""
+    pace: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     backends: dict[str, BackendPoints] = {}
     dirty: bool = False
 

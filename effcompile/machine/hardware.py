@@ -144,6 +144,19 @@ def matmul_peak(size: int = 768) -> float:
         return 2.0 * size**3 / _best_seconds(lambda: a @ a)
 
 
+def small_product(size: int = 160) -> Callable[[], object]:
+    """What a pace is told by (core/pace.py): 8 MFLOP of fp32 on 300 KiB, as torch does it."""
+    import torch
+
+    a = torch.ones(size, size, device="cpu")
+
+    def product() -> None:
+        with torch.no_grad():
+            a @ a
+
+    return product
+
+
 def _best_seconds(fn: Callable[[], object], budget: float = 0.3) -> float:
     """The fastest call of many: a peak is what the machine can do, not what it does while others use it."""
     samples: list[float] = []

@@ -4,13 +4,16 @@ measured yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
 
+from effcompile.core import timing
+from effcompile.core.pace import Pace, at_pace
 from effcompile.machine.calibration import BackendPoints, Calibration, Measure, measured, versions_of
 from effcompile.machine.cold import reads_weights
-from effcompile.machine.hardware import DeviceRates
+from effcompile.machine.hardware import DeviceRates, small_product
 from effcompile.machine.load import busy
 from effcompile.machine.target import KernelCall, Target
 
@@ -97,6 +100,8 @@ def _on_gpu(host: Target, calibration: Calibration, rates: DeviceRates) -> Targe
     )
 
 
+#: Seconds that a plan's timings may wait, in all, for others who use the machine.
+_WAITED = 6.0
 #: Seconds of timing between two looks at who else uses the machine.
 _LOOK_AGAIN = 3.0
 
@@ -158,6 +163,7 @@ class _Prober:
         self.left = dict.fromkeys(measures, budget_seconds)
         # those that were taken twice
         self.confirmed = set[KernelCall]()
+        self.pace: Pace | None = None
 
     def _busy(self) -> str:
         """Whether others use the machine now, looked at every few seconds."""
@@ -193,8 +199,19 @@ class _Prober:
         return seconds
 
     def _timed(self, points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
-        part, times = part_of(call) if self.calibration.device is None else (call, 1.0)
-        return measured(points, lambda _: _times(measure(part), times, points.overhead), call)
+        if self.calibration.device is not None:  # a clock of its own
+            return measured(points, measure, call)
+        part, times = part_of(call)
+        with at_pace(pace := self._pace()):
+            seconds = measured(points, lambda _: _times(measure(part), times, points.overhead), call)
+        self.calibration.pace = pace.best
+        return seconds
+
+    def _pace(self) -> Pace:
+        if self.pace is None:
+            best, patience = self.calibration.pace or math.inf, _WAITED * timing.PATIENCE
+            self.pace = Pace(small_product(), best, patience)
+        return self.pace
 
     def _agreed(self, points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
         """Seconds of a call, which are kept for good: where they contradict those of the nearest one, the

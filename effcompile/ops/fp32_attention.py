@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import best_isa
 from effcompile.machine.native import library
+from effcompile.ops import tape
 from effcompile.ops.cached_attention import mask_strides
 from effcompile.ops.instruction_sets import (
     ARGUMENT,
@@ -31,6 +32,7 @@ from effcompile.ops.instruction_sets import (
     whose,
     why_torch,
 )
+from effcompile.ops.tape import Result, Scratch, Told, Value
 
 __all__ = ["by_torch", "fallback_reason", "fp32_attention", "isas", "told", "workspace_bytes"]
 
@@ -39,8 +41,6 @@ _TOLD, _FOUR = ctypes.c_int64 * 19, ctypes.c_int64 * 4
 _NONE = _FOUR(0, 0, 0, 1)
 #: dtype of a mask → how the kernel names it.
 _MASKS = {torch.bool: 1, torch.float32: 2}
-#: Shapes of which a held attention keeps what the kernel is told.
-_SHAPES = 64
 #: Queries and keys that torch's kernel takes at once, at most.
 _TORCH_ROWS, _TORCH_KEYS = 256, 512
 
@@ -122,28 +122,14 @@ class AttentionRows:
         """The same of tensors that `told` is of."""
         batch, heads, queries, wide = told[0], told[1], told[3], told[6]
         made = torch.empty_strided((batch, heads, queries, wide), (*told[16:19], 1))
-        at = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        self.write(told, self.room(told), at, mask, is_causal, scale, made)
-        return made
-
-    def write(
-        self,
-        told: ctypes.Array[ctypes.c_int64],
-        nbytes: int,
-        at: tuple[int, int, int],
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float,
-        made: Tensor,
-    ) -> None:
-        """The same into `made`, of what lies at these addresses; `nbytes`: of scratch, as `room` has it."""
-        scratch = torch.empty(nbytes, dtype=torch.uint8)
+        scratch = torch.empty(self.room(told), dtype=torch.uint8)
         self.call(
-            *at, None if mask is None else mask.data_ptr(), made.data_ptr(), told,
-            _NONE if mask is None else _FOUR(*mask_strides(mask), mask.stride(3)),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
+            made.data_ptr(), told, _NONE if mask is None else _FOUR(*mask_strides(mask), mask.stride(3)),
             0 if mask is None else _MASKS[mask.dtype], is_causal, scale, at_line(scratch),
             torch.get_num_threads(),
         )  # fmt: skip
+        return made
 
     def objection(self) -> str | None:
         """None, or that a result differs from torch's: whole tiles and rests, groups, several blocks of keys,
@@ -214,7 +200,11 @@ fp32_attention = torch.ops.effcompile.fp32_attention
 
 
 class HeldAttention:
-    """`fp32_attention` of heads that lie side by side in what linears made, as they make them."""
+    """`fp32_attention` of heads that lie side by side in what linears made, as they make them: a step of a
+    tape (tape.py).
+    """
+
+    __name__ = "fp32_attention"
 
     def __init__(
         self, heads: int, groups: int, width: int, wide: int, is_causal: bool, scale: float | None
@@ -222,49 +212,59 @@ class HeldAttention:
         """`heads` queries of `width` columns, `groups` keys of as many and values of `wide`."""
         self._heads = (heads, width), (groups, width), (groups, wide)
         self._causal, self._scale = is_causal, scale
-        self._kept: dict[object, tuple[ctypes.Array[ctypes.c_int64], int]] = {}
-        self.__name__ = "fp32_attention"
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """(B, S, H·E), for query (B, S, H·D), key (B, K, G·D) and value (B, K, G·E)."""
-        threads, given = torch.get_num_threads(), (query, key, value)
-        shape = (*(each.shape for each in given), *(each.stride() for each in given), threads)
-        kept, kernel = self._kept.get(shape), kernels()
-        known = mask is None or (mask.dim() == 4 and mask.dtype in _MASKS and _is_read(mask))
-        if kept is None or isinstance(kernel, str) or not known or not _are_floats(*given):
-            return self._at_first(shape, query, key, value, mask)
-        told, nbytes = kept
-        if mask is not None and not _is_of(mask.shape, told):
-            return self._at_first(shape, query, key, value, mask)
-        made = query.new_empty((told[0], told[3], told[1] * told[6]))
-        at = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        scale = told[5] ** -0.5 if self._scale is None else self._scale
-        kernel.write(told, nbytes, at, mask, self._causal, scale, made)
-        return made
-
-    def _at_first(
-        self, shape: object, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
         q, k, v = (
-            each.view(*each.shape[:2], *heads).transpose(1, 2)
+            each.unflatten(-1, heads).transpose(1, 2)
             for each, heads in zip((query, key, value), self._heads, strict=True)
         )
         made = fp32_attention_on_cpu(q, k, v, mask, self._causal, self._scale)
-        told, kernel = _told_of(q, k, v), kernels()
-        if told is not None and not isinstance(kernel, str):
-            if len(self._kept) >= _SHAPES:
-                self._kept.clear()
-            self._kept[shape] = told, kernel.room(told)
-        return made.transpose(1, 2).reshape(*query.shape[:2], -1)
+        return made.transpose(1, 2).flatten(2)
+
+    def told(
+        self, threads: int, query: Value, key: Value, value: Value, mask: Value | None = None
+    ) -> Told | None:
+        kernel, given = kernels(), (query, key, value)
+        apart = [_apart(each, *heads) for each, heads in zip(given, self._heads, strict=True)]
+        if isinstance(kernel, str) or any(each.dtype is not torch.float32 for each in given):
+            return None
+        told = _told(*(shape for shape, _ in apart), *(strides for _, strides in apart))
+        strides = _NONE if mask is None or told is None else _read_as(mask, told)
+        if told is None or strides is None:
+            return None
+        number = told[5] ** -0.5 if self._scale is None else self._scale
+        arguments = (
+            *given, mask, Result, ctypes.addressof(told), ctypes.addressof(strides),
+            0 if mask is None else _MASKS[mask.dtype], int(self._causal), Scratch(), threads,
+        )  # fmt: skip
+        return Told(
+            kind=tape.ATTENTION, function=kernel.call, arguments=arguments, number=number,
+            shape=(told[0], told[3], told[1] * told[6]), scratch=kernel.room(told), keeps=(told, strides),
+        )  # fmt: skip
 
 
-def _are_floats(*tensors: Tensor) -> bool:
-    return all(each.dtype is torch.float32 for each in tensors)
+def _apart(value: Value, heads: int, width: int) -> tuple[Shape, Shape]:
+    """Shape and strides of heads (B, H, S, D) in a value (B, S, H·D)."""
+    (batch, rows, _), (of_batch, of_row, of_column) = value.shape, value.strides
+    return (batch, heads, rows, width), (of_batch, width * of_column, of_row, of_column)
 
 
-def _is_of(mask: Shape, told: ctypes.Array[ctypes.c_int64]) -> bool:
-    """Whether a mask has a row for each query and a column for each key."""
-    return mask[0] in (1, told[0]) and mask[1] in (1, told[1]) and mask[2] == told[3] and mask[3] == told[4]
+def _read_as(mask: Value, told: ctypes.Array[ctypes.c_int64]) -> ctypes.Array[ctypes.c_int64] | None:
+    """The strides of a mask (B or 1, H or 1, S or 1, K) that the kernel reads as it lies: keys side by side,
+    or bools that are one for all keys. None of another.
+    """
+    axes = 4 - len(mask.shape)
+    if axes < 0 or mask.dtype not in _MASKS:
+        return None
+    shape, strides = (1,) * axes + tuple(mask.shape), (0,) * axes + tuple(mask.strides)
+    fits = all(size in (1, of) for size, of in zip(shape[:3], (told[0], told[1], told[3]), strict=True))
+    read = strides[3] == 1 or (strides[3] == 0 and mask.dtype is torch.bool)
+    if not fits or shape[3] != told[4] or not read:
+        return None
+    return _FOUR(
+        *(0 if size == 1 else step for size, step in zip(shape[:3], strides, strict=False)), strides[3]
+    )
 
 
 def _takes(mask: Tensor, query: Tensor, key: Tensor) -> bool:

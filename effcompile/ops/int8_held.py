@@ -1,73 +1,55 @@
-"""Linears and MLPs in 8 bits of weights that stay, called again and again: what fits of these is asked at the
-first call of a shape, and what the kernel is told of that shape is kept.
-
-A call takes 7 to 11 µs of Python instead of 14 to 29 (an Intel Xeon), and two to three times as
-long behind a product that pushed all of Python's code out of the caches.
+"""Linears and MLPs in 8 bits of weights that stay, as steps of a tape (tape.py): what fits of the weights is
+asked once for a shape, and so is what the kernel is told of it.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from effcompile.ops import int8_codes, int8_mlp, int8_native
-from effcompile.ops.instruction_sets import at_line
-from effcompile.ops.int8_linear import int8_linear_on_cpu
+from effcompile.ops import int8_codes, int8_mlp, int8_native, tape
+from effcompile.ops.int8_linear import fits, int8_linear_on_cpu
 from effcompile.ops.int8_mlp import Linear, address
-
-#: Shapes of which something is kept.
-_SHAPES = 64
-
-#: The result's shape, rows and columns of x, the bytes of the workspace, and what else a kernel has to know.
-Told = tuple[tuple[int, ...], int, int, int, tuple[int, ...]]
+from effcompile.ops.tape import Argument, Result, Scratch, Told, Value
 
 
 class HeldLinear:
     """`int8_linear` of one weight."""
 
+    __name__ = "int8_linear"
+
     def __init__(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, after: str = "none"
     ) -> None:
         self._linear, self._after = (weight, scales, bias), after
-        self._told: dict[tuple[torch.Size, int], Told] = {}
-        self.__name__ = "int8_linear"
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., N), for x (..., K)."""
-        threads = torch.get_num_threads()
-        told = self._told.get((x.shape, threads))
-        kernels = int8_native.kernels()
-        if told is None or isinstance(kernels, str) or not _is_plain(x):
-            return self._at_first(x, threads)
-        shape, rows, k, nbytes, (n, after, scales_at, sums_at, chunk) = told
-        made, workspace = x.new_empty(shape), torch.empty(nbytes, dtype=torch.uint8)
-        start = workspace.data_ptr()
-        kernels.call(
-            x.data_ptr(), k, rows, k, *_addresses(self._linear), n, after, made.data_ptr(), start,
-            start + scales_at, start + sums_at, chunk, threads,
-        )  # fmt: skip
-        return made
+        return int8_linear_on_cpu(x, *self._linear, self._after)
 
-    def _at_first(self, x: Tensor, threads: int) -> Tensor:
-        made = int8_linear_on_cpu(x, *self._linear, self._after)
-        kernels, (_, _, bias) = int8_native.kernels(), self._linear
-        if (
-            not isinstance(kernels, str)
-            and x.numel() > 0
-            and _is_plain(x)
-            and (bias is None or _is_plain(bias))
-        ):
-            room = kernels.room(x)
-            _, scales_at, sums_at = room.addresses(0)
-            after, n = int8_codes.AFTER.index(self._after), int(made.shape[-1])
-            others = (n, after, scales_at, sums_at, kernels.chunk(room))
-            told = tuple(made.shape), room.rows, int(x.shape[-1]), room.nbytes, others
-            _keep(self._told, (x.shape, threads), told)
-        return made
+    def told(self, threads: int, x: Value) -> Told | None:
+        kernels, n = int8_native.kernels(), int(self._linear[1].shape[0])
+        rows, k = math.prod(x.shape[:-1]), x.shape[-1]
+        if isinstance(kernels, str) or not (rows and x.dense and _fits(k, self._linear)):
+            return None
+        room = kernels.room_of(rows, k)
+        codes, scales, sums = map(Scratch, room.addresses(0))
+        arguments = (
+            x, k, rows, k, *_addresses(self._linear), n, int8_codes.AFTER.index(self._after), Result,
+            codes, scales, sums, kernels.chunk(room), threads,
+        )  # fmt: skip
+        return Told(
+            kind=tape.LINEAR, function=kernels.call, arguments=arguments, shape=(*x.shape[:-1], n),
+            scratch=room.nbytes,
+        )  # fmt: skip
 
 
 class HeldMlp:
     """`int8_mlp`, and without a first linear `int8_linear_residual`, of weights that stay."""
+
+    __name__ = "int8_mlp"
 
     def __init__(
         self,
@@ -77,57 +59,47 @@ class HeldMlp:
         norm: tuple[Tensor | None, Tensor | None, float | None] = (None, None, None),
     ) -> None:
         self._first, self._after, self._last, self._norm = first, after, last, norm
-        self._told: dict[tuple[torch.Size, int], Told] = {}
-        self.__name__ = "int8_linear_residual" if first is None else "int8_mlp"
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(..., N), for x (..., K) and a residual (..., N)."""
-        threads = torch.get_num_threads()
-        told = self._told.get((x.shape, threads))
-        kernels = int8_mlp.kernels()
-        if told is None or isinstance(kernels, str) or not _is_plain(x):
-            return self._at_first(x, residual, threads)
-        shape, rows, k, nbytes, (n, between, after, at_once) = told
-        if residual is not None and not (residual.shape == shape and _is_plain(residual)):
-            return self._at_first(x, residual, threads)
-        weight, bias, eps = self._norm
-        made, scratch = x.new_empty(shape), torch.empty(nbytes, dtype=torch.uint8)
-        kernels.call(
-            x.data_ptr(), k, rows, k, *_addresses(self._first), between, after, *_addresses(self._last), n,
-            address(residual), eps is not None, address(weight), address(bias), eps or 0.0, made.data_ptr(),
-            at_line(scratch), at_once, threads,
+        return int8_mlp.run(x, self._first, self._after, self._last, (residual, *self._norm))
+
+    def told(self, threads: int, x: Value, residual: Value | None = None) -> Told | None:
+        kernels, n = int8_mlp.kernels(), int(self._last[1].shape[0])
+        rows, k, shape = math.prod(x.shape[:-1]), x.shape[-1], (*x.shape[:-1], n)
+        if isinstance(kernels, str) or not (int8_mlp.pays(rows) and x.dense and self._fits(k, n)):
+            return None
+        if residual is not None and not (residual.dense and residual.shape == shape):
+            return None
+        between, (weight, bias, eps) = 0 if self._first is None else int(self._first[1].shape[0]), self._norm
+        arguments = (
+            x, k, rows, k, *_addresses(self._first), between, int8_codes.AFTER.index(self._after),
+            *_addresses(self._last), n, residual, int(eps is not None), address(weight), address(bias),
+            Result, Scratch(), kernels.at_once(rows, between), threads,
         )  # fmt: skip
-        return made
+        return Told(
+            kind=tape.MLP, function=kernels.call, arguments=arguments, shape=shape,
+            scratch=kernels.room(rows, k, between), number=eps or 0.0,
+        )  # fmt: skip
 
-    def _at_first(self, x: Tensor, residual: Tensor | None, threads: int) -> Tensor:
-        behind = (residual, *self._norm)
-        made = int8_mlp.run(x, self._first, self._after, self._last, behind)
-        kernels = int8_mlp.kernels()
-        k, n = int(x.shape[-1]), int(made.shape[-1])
-        rows, between = int(made.numel()) // n, 0 if self._first is None else int(self._first[1].shape[0])
-        if (
-            not isinstance(kernels, str)
-            and int8_mlp.pays(rows)
-            and int8_mlp.fits(x, self._first, self._last, behind)
-            and _is_plain(x)
-        ):
-            others = (n, between, int8_codes.AFTER.index(self._after), kernels.at_once(rows, between))
-            told = tuple(made.shape), rows, k, kernels.room(rows, k, between), others
-            _keep(self._told, (x.shape, threads), told)
-        return made
+    def _fits(self, k: int, n: int) -> bool:
+        """Whether the kernel takes what is held, of k columns."""
+        between = k if self._first is None else int(self._first[1].shape[0])
+        held = _fits(between, self._last) and (self._first is None or _fits(k, self._first))
+        return held and all(
+            each is None or (each.shape == (n,) and _is_plain(each)) for each in self._norm[:2]
+        )
 
 
-def _keep(told: dict[tuple[torch.Size, int], Told], shape: tuple[torch.Size, int], new: Told) -> None:
-    if len(told) >= _SHAPES:
-        told.clear()
-    told[shape] = new
+def _fits(k: int, linear: Linear) -> bool:
+    return fits(k, *linear) and (linear[2] is None or _is_plain(linear[2]))
 
 
 def _is_plain(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.is_contiguous()
 
 
-def _addresses(linear: Linear | None) -> tuple[int | None, int | None, int | None]:
+def _addresses(linear: Linear | None) -> tuple[Argument, Argument, Argument]:
     if linear is None:
         return None, None, None
     weight, scales, bias = linear

@@ -87,15 +87,7 @@ def _warn(reason: str) -> None:
 
 def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> None:
     """Raises UsageError for arguments of a linear in 8 bits that do not fit."""
-    n, k = scales.shape[0] if scales.dim() == 1 else -1, x.shape[-1] if x.dim() else -1
-    fits = (
-        weight.shape == (-(-n // 16), -(-k // 4), 16, 4)
-        and weight.dtype == torch.uint8
-        and weight.is_contiguous()
-    )
-    biased = bias is None or (bias.shape == (n,) and bias.dtype == torch.float32)
-    whole = x.dtype == torch.float32 == scales.dtype and scales.is_contiguous()
-    if not (fits and biased and whole and n > 0 and 0 < k <= _DEEPEST):
+    if not (x.dtype == torch.float32 and x.dim() and fits(int(x.shape[-1]), weight, scales, bias)):
         tensors = {"x": x, "weight": weight, "scales": scales, "bias": bias}
         given = ", ".join(
             f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None
@@ -106,6 +98,15 @@ def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after:
         )
     if after not in AFTER:
         raise UsageError(f"Nothing that follows a linear is named {after!r}; there are {', '.join(AFTER)}.")
+
+
+def fits(k: int, weight: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
+    """Whether these are a linear of k columns in 8 bits."""
+    n = int(scales.shape[0]) if scales.dim() == 1 else -1
+    packed = weight.shape == (-(-n // 16), -(-k // 4), 16, 4) and weight.dtype == torch.uint8
+    biased = bias is None or (bias.shape == (n,) and bias.dtype == torch.float32)
+    whole = scales.dtype == torch.float32 and scales.is_contiguous() and weight.is_contiguous()
+    return packed and biased and whole and n > 0 and 0 < k <= _DEEPEST
 
 
 @torch.library.register_fake("effcompile::int8_linear", lib=_LIBRARY)

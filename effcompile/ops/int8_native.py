@@ -96,8 +96,13 @@ class ByteKernels:
 
     def room(self, x: Tensor) -> CodedRows:
         """Each row is one group, whole reads of it."""
+        k = int(x.shape[-1])
+        return self.room_of(int(x.numel()) // k if k else 0, k)
+
+    def room_of(self, rows: int, k: int) -> CodedRows:
+        """The same of so many rows and columns."""
         depth = _DEPTHS.get(self.isa, 4)
-        return CodedRows.of(x, 1, -(-int(x.shape[-1]) // depth) * depth)
+        return CodedRows(rows, 1, -(-k // depth) * depth)
 
     def chunk(self, room: CodedRows) -> int:
         """Rows that a core multiplies with all of W before it takes the next."""

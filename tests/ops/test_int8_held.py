@@ -13,6 +13,7 @@ from effcompile.ops import int8_codes
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
+from effcompile.ops.tape import Held, Step, Tape
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 
@@ -22,6 +23,11 @@ def linear(n: int, k: int, seed: int, *, biased: bool = True) -> Linear:
     codes = torch.randint(-127, 128, (n, k), generator=drawn, dtype=torch.int8)
     bias = torch.randn(n, generator=drawn) if biased else None
     return int8_codes.pack(codes), torch.rand(n, generator=drawn) / 500, bias
+
+
+def called(held: Held, behind: bool = False) -> Tape:
+    """It alone; `behind`: with a residual."""
+    return Tape([Step(held, (0, 1) if behind else (0,))], 1 + behind, [1 + behind])
 
 
 def inputs(*shape: int) -> list[Tensor]:
@@ -42,9 +48,9 @@ def inputs(*shape: int) -> list[Tensor]:
 @pytest.mark.parametrize(("after", "biased"), [("none", True), ("gelu", False)])
 def test_a_linear(after: str, biased: bool) -> None:
     given = linear(37, 48, 0, biased=biased)
-    held = HeldLinear(*given, after)
+    held = called(HeldLinear(*given, after))
     for x in inputs(2, 70, 48):
-        assert torch.equal(held(x), int8_linear(x, *given, after))
+        assert torch.equal(held(x)[0], int8_linear(x, *given, after))
 
 
 @pytest.fixture
@@ -59,7 +65,8 @@ def threads_as_they_are() -> Iterator[None]:
 def test_an_mlp_and_a_linear_with_what_is_behind(normed: bool) -> None:
     first, last = linear(64, 48, 0), linear(32, 64, 1)
     norm = (torch.randn(32), torch.randn(32), 1e-5) if normed else (None, None, None)
-    mlp, alone = HeldMlp(first, "gelu", last, norm), HeldMlp(None, "none", first, (None, None, None))
+    mlp, alone = HeldMlp(first, "gelu", last, norm), HeldMlp(None, "none", first)
+    with_residual, without, linear_alone = called(mlp, True), called(mlp), called(alone, True)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for x in inputs(2, 70, 48):
@@ -70,13 +77,16 @@ def test_an_mlp_and_a_linear_with_what_is_behind(normed: bool) -> None:
                 residual.transpose(0, 1).contiguous().transpose(0, 1),
                 None,
             ):
-                assert torch.equal(mlp(x, behind), int8_mlp(x, *first, "gelu", *last, behind, *norm))
+                found = without(x) if behind is None else with_residual(x, behind)
+                assert torch.equal(found[0], int8_mlp(x, *first, "gelu", *last, behind, *norm))
             wide = torch.randn(*x.shape[:-1], 64)
-            assert torch.equal(alone(x, wide), int8_linear_residual(x, *first, wide, None, None, None))
+            found = linear_alone(x, wide)
+            assert torch.equal(found[0], int8_linear_residual(x, *first, wide, None, None, None))
 
 
 def test_what_does_not_fit_is_told_at_any_call() -> None:
-    held, mlp = HeldLinear(*linear(37, 48, 0)), HeldMlp(linear(64, 48, 0), "gelu", linear(32, 64, 1))
+    held = called(HeldLinear(*linear(37, 48, 0)))
+    mlp = called(HeldMlp(linear(64, 48, 0), "gelu", linear(32, 64, 1)))
     x = torch.randn(2, 70, 48)
     for call in (held, mlp):
         call(x)

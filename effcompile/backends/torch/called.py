@@ -12,12 +12,17 @@ from torch.fx.node import Argument
 from effcompile.backends.torch.direct import direct
 from effcompile.backends.torch.pack import attribute
 from effcompile.backends.torch.plain import on_cpu, without_dispatcher
+from effcompile.backends.torch.tapes import with_tapes
 from effcompile.core.torch_compat_operators import operators_are_watched
 from effcompile.core.types import Forward
+from effcompile.ir.program import dtype_of
+from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
 from effcompile.ops.int8_linear import int8_linear_on_cpu
 from effcompile.ops.int8_mlp import int8_linear_residual_on_cpu, int8_mlp_on_cpu
+from effcompile.ops.rows_held import HeldNorm
+from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
 
@@ -36,7 +41,8 @@ class Called:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.graph, self._module = module.graph, module
-        self._direct = direct(_held(without_dispatcher(fx.GraphModule(module, copy.deepcopy(module.graph)))))
+        own = without_dispatcher(fx.GraphModule(module, copy.deepcopy(module.graph)))
+        self._direct = direct(with_tapes(_held(own)))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         watched = operators_are_watched() or not all(
@@ -47,7 +53,7 @@ class Called:
 
 
 def _held(module: fx.GraphModule) -> fx.GraphModule:
-    """The module whose linears in 8 bits hold their weights, where these are the module's own."""
+    """The module whose linears in 8 bits and norms hold their weights, where these are the module's own."""
     for node in module.graph.nodes:
         if node.target is int8_linear_on_cpu and len(node.args) <= 5 and not node.kwargs:
             if _are_own(weights := node.args[1:4]):
@@ -63,8 +69,23 @@ def _held(module: fx.GraphModule) -> fx.GraphModule:
                 _hold_mlp(module, node, first, str(after), last, residual, node.args[9:])
         elif node.target is fp32_attention_on_cpu and not node.kwargs:
             _hold_attention(node)
+        elif node.target is add_layer_norm_on_cpu and not node.kwargs and _are_own(norm := node.args[2:]):
+            node.target, node.args = HeldNorm(*_values(module, norm)), node.args[:2]  # type: ignore[arg-type]
+        elif node.target is aten.layer_norm.default and _is_last(node) and _are_own(norm := _norm_of(node)):
+            node.target, node.args = HeldNorm(*_values(module, norm)), node.args[:1]  # type: ignore[arg-type]
+            node.kwargs = {}
     module.graph.eliminate_dead_code()
     return module
+
+
+def _is_last(norm: fx.Node) -> bool:
+    """Whether a LayerNorm in fp32 is over the last axis alone."""
+    return len(argument(norm, "normalized_shape")) == 1 and dtype_of(norm) == torch.float32  # type: ignore[arg-type]
+
+
+def _norm_of(norm: fx.Node) -> tuple[Argument, ...]:
+    weight, bias, eps = (argument(norm, name) for name in ("weight", "bias", "eps"))
+    return weight, bias, eps  # type: ignore[return-value]
 
 
 def _hold_mlp(

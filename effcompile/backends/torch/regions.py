@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
 
+from effcompile.backends.torch.joined import Run, joined, put_call, values_read
 from effcompile.backends.torch.plain import PLAIN, on_cpu, replace_by_plain
 from effcompile.backends.torch.region_steps import SHAPES, STEPS, Builder, Told, constant
 from effcompile.ir.program import dtype_of, shape_of
@@ -154,55 +155,17 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
 # ------------------------------------------------------------------ finding
 
 
-@dataclass(slots=True)
-class _Run:
-    """Nodes of one region in order, and the first node outside that reads one of them, directly or not."""
-
-    nodes: dict[fx.Node, None] = field(default_factory=dict)
-    tainted: set[fx.Node] = field(default_factory=set)
-    first: int = 0
-
-    def takes(self, node: fx.Node, order: dict[fx.Node, int]) -> bool:
-        """Whether the node may join: what it reads from outside is there before anything outside reads the
-        region.
-        """
-        outside = [source for source in _read(node) if source not in self.nodes]
-        if any(source in self.tainted for source in outside):
-            return False
-        return not self.tainted or all(order[source] < self.first for source in outside)
-
-
 def _found(
     module: fx.GraphModule, order: dict[fx.Node, int], among: Collection[fx.Node]
 ) -> Iterator[list[fx.Node]]:
     """The nodes of each region, of those that are `among` what may be in one."""
-    run = _Run()
-    for node in module.graph.nodes:
-        if node in among and _row_wise(module, node, run):
-            if not run.takes(node, order):
-                yield from _worth(run)
-                run = _Run()
-            if _row_wise(module, node, run):  # what it follows is still there
-                run.nodes[node] = None
-                continue
-        if any(source in run.nodes or source in run.tainted for source in node.all_input_nodes):
-            if not run.tainted:
-                run.first = order[node]
-            run.tainted.add(node)
-    yield from _worth(run)
+    joins = lambda node, run: node in among and _row_wise(module, node, run)  # noqa: E731
+    for nodes in joined(module.graph, order, joins):
+        if sum(node.target in STEPS for node in nodes) >= _LEAST:
+            yield nodes
 
 
-def _worth(run: _Run) -> Iterator[list[fx.Node]]:
-    if sum(node.target in STEPS for node in run.nodes) >= _LEAST:
-        yield list(run.nodes)
-
-
-def _read(node: fx.Node) -> list[fx.Node]:
-    """The values that it reads, no constants."""
-    return [source for source in node.all_input_nodes if source.op != "get_attr"]
-
-
-def _row_wise(module: fx.GraphModule, node: fx.Node, run: _Run) -> bool:
+def _row_wise(module: fx.GraphModule, node: fx.Node, run: Run) -> bool:
     """Whether a node takes each token by itself, and a program has it.
 
     Heads told apart, and results of a norm, follow what is inside.
@@ -238,7 +201,7 @@ def _row_wise(module: fx.GraphModule, node: fx.Node, run: _Run) -> bool:
 
 def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether its tensors are rows (B, S, width) in fp32, and its weights constants."""
-    sources = _read(node)
+    sources = values_read(node)
     if any(
         not isinstance(source.meta.get("val"), Tensor) or dtype_of(source) != torch.float32
         for source in sources
@@ -276,7 +239,9 @@ def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, 
     program has them.
     """
     inside = set(nodes)
-    read = list(dict.fromkeys(source for node in nodes for source in _read(node) if source not in inside))
+    read = list(
+        dict.fromkeys(source for node in nodes for source in values_read(node) if source not in inside)
+    )
     appends = [node for node in nodes if node.target is append]
     caches = [node.args[0] for node in appends if isinstance(node.args[0], fx.Node)]
     attended = (each for node in nodes if node.target is cached_attention for each in node.args[1:3])
@@ -312,18 +277,7 @@ def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, 
     counts = (len(rows) - turning, turning, len(masks), len(caches) + len(kept))
     shelf = Shelf(rooms=rooms, read=tuple(builder.attentions))
     region = Region(*builder.built(results), _apart(module, nodes, inputs, results), counts, shelf)
-    before = min(
-        (user for node in results for user in node.users if user not in inside), key=order.__getitem__
-    )
-    with module.graph.inserting_before(before):
-        call = module.graph.call_function(region, tuple(inputs))
-        order[call] = order[before]
-        for at, node in enumerate(results):
-            made = module.graph.call_function(operator.getitem, (call, at))
-            made.meta, order[made] = dict(node.meta), order[before]
-            node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)
-    for node in reversed(nodes):
-        module.graph.erase_node(node)
+    put_call(module.graph, nodes, region, inputs, results, order)
     return True
 
 

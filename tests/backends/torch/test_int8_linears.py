@@ -15,6 +15,7 @@ from effcompile.backends.torch import TorchEager
 from effcompile.capture import capture
 from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.int8_linear import int8_linear, told
+from effcompile.ops.tape import Tape
 from effcompile.sites.parts import attentions, linears
 
 ACTIVATIONS = {
@@ -118,5 +119,6 @@ def test_attentions_read_what_linears_made(swapped: bool) -> None:
         given = torch.randn(2, rows, 32), torch.ones(2, 1, rows, rows, dtype=torch.bool).tril()
         with torch.no_grad():
             torch.testing.assert_close(lowered(*given)[0], model(*given), rtol=1e-5, atol=1e-6)
-    held = [node for node in lowered._called._direct.graph.nodes if isinstance(node.target, HeldAttention)]
+    tapes = [node.target for node in lowered._called._direct.graph.nodes if isinstance(node.target, Tape)]
+    held = [step for tape in tapes for step in tape._steps if isinstance(step.does, HeldAttention)]
     assert len(held) == (not swapped)

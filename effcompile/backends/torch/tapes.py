@@ -1,0 +1,119 @@
+"""Runs of operators that hold their weights as one call each (ops/tape.py)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from effcompile.backends.torch.joined import Run, joined, put_call, values_read
+from effcompile.ir.program import shape_of
+from effcompile.ops.add_norm import add_layer_norm_on_cpu
+from effcompile.ops.fp32_attention import HeldAttention
+from effcompile.ops.int8_held import HeldLinear, HeldMlp
+from effcompile.ops.rows_held import HeldNorm
+from effcompile.ops.tape import Columns, Step, Tape
+
+aten = torch.ops.aten
+
+_HELD = (HeldLinear, HeldMlp, HeldAttention, HeldNorm)
+_SPLITS = (aten.split_with_sizes.default, aten.split.Tensor)
+#: What makes a tensor that shares no memory with another one.
+_FRESH = (
+    aten.add.Tensor, aten.mul.Tensor, aten.embedding.default, aten.layer_norm.default, aten.linear.default,
+    aten.cat.default, torch.ops.mkldnn._linear_pointwise.default, add_layer_norm_on_cpu,
+)  # fmt: skip
+
+
+def with_tapes(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed: each run of operators that hold their weights is one call."""
+    order = {node: at for at, node in enumerate(module.graph.nodes)}
+    for found in list(joined(module.graph, order, _joins)):
+        if not _replace(module.graph, found, order):
+            alone = [node for node in found if isinstance(node.target, _HELD)]
+            joins = lambda node, _, alone=alone: node in alone  # noqa: E731
+            for part in list(joined(module.graph, order, joins)):
+                _replace(module.graph, part, order)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def _joins(node: fx.Node, run: Run) -> bool:
+    """Whether it holds its weights, or is a view of columns of what is inside."""
+    if node.op != "call_function":
+        return False
+    if node.target in _SPLITS:
+        return node.args[0] in run.nodes and _sizes(node) is not None
+    if node.target is operator.getitem:
+        split = node.args[0]
+        return isinstance(split, fx.Node) and split in run.nodes and split.target in _SPLITS
+    return isinstance(node.target, _HELD)
+
+
+def _sizes(split: fx.Node) -> list[int] | None:
+    """Columns of each part; None where it divides another axis, or what is free."""
+    source, sizes, *axis = split.args
+    wide = shape_of(source)  # type: ignore[arg-type]
+    at = axis[0] if axis else split.kwargs.get("dim", 0)
+    if at not in (-1, len(wide) - 1) or not isinstance(wide[-1], int):
+        return None
+    if isinstance(sizes, int):
+        count, rest = divmod(wide[-1], sizes)
+        return [sizes] * count + [rest] * (rest > 0)
+    fixed = isinstance(sizes, (list, tuple)) and all(isinstance(size, int) for size in sizes)
+    return list(sizes) if fixed else None  # type: ignore[arg-type]
+
+
+def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> bool:
+    """One call in the place of these; False where a view is read outside."""
+    nodes = _without_first(nodes)
+    inside = set(nodes)
+    results = [node for node in nodes if any(user not in inside for user in node.users)]
+    if not results or not all(isinstance(node.target, _HELD) for node in results):
+        return not nodes
+    inputs = list(dict.fromkeys(each for node in nodes for each in values_read(node) if each not in inside))
+    numbers = {node: at for at, node in enumerate(inputs)}
+    steps = list[Step]()
+    for node in nodes:
+        if node.target in _SPLITS:
+            continue
+        step = _step(node, numbers)
+        numbers[node] = len(inputs) + len(steps)
+        steps.append(step)
+    free = [at for at, node in enumerate(inputs) if _is_given_up(node, inside)]
+    tape = Tape(steps, len(inputs), [numbers[node] for node in results], free)
+    put_call(graph, nodes, tape, inputs, results, order)
+    return True
+
+
+def _without_first(nodes: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """Without norms at the beginning that alone read what they are given, which would stay until the end."""
+    first = next((at for at, node in enumerate(nodes) if not _ends_inputs(node, nodes)), len(nodes))
+    return nodes[first:]
+
+
+def _ends_inputs(norm: fx.Node, nodes: Collection[fx.Node]) -> bool:
+    read = [each for each in values_read(norm) if each not in nodes]
+    return isinstance(norm.target, HeldNorm) and any(set(each.users) == {norm} for each in read)
+
+
+def _step(node: fx.Node, numbers: dict[fx.Node, int]) -> Step:
+    if node.target is operator.getitem:
+        split, part = node.args
+        sizes = _sizes(split)  # type: ignore[arg-type]
+        assert isinstance(part, int) and sizes is not None, "only such splits join"
+        start = [0, *accumulate(sizes)][part]
+        return Step(Columns(start, sizes[part]), (numbers[split.args[0]],))  # type: ignore[union-attr, index]
+    reads = tuple(numbers[each] if isinstance(each, fx.Node) else None for each in node.args)
+    return Step(node.target, reads)  # type: ignore[arg-type]
+
+
+def _is_given_up(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether nothing outside reads an input, and its memory is its own."""
+    made = node.target is operator.getitem and isinstance(node.args[0].target, Tape)  # type: ignore[union-attr]
+    fresh = made or node.target in _FRESH or isinstance(node.target, _HELD)
+    return fresh and all(user in inside for user in node.users)

@@ -1,0 +1,154 @@
+"""Operators as one call give what they give one by one, and take no more memory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from effcompile.ops import int8_codes, tape
+from effcompile.ops.fp32_attention import HeldAttention
+from effcompile.ops.int8_held import HeldLinear, HeldMlp
+from effcompile.ops.rows_held import HeldNorm
+from effcompile.ops.tape import Columns, Step, Tape
+
+WIDTH, HEADS = 32, 4
+
+
+def linear(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.randint(-127, 128, (n, k), dtype=torch.int8)
+    return int8_codes.pack(codes), torch.rand(n) / 500, torch.randn(n)
+
+
+def norm() -> tuple[Tensor, Tensor, float]:
+    return torch.randn(WIDTH), torch.randn(WIDTH), 1e-5
+
+
+def layers(count: int, *, kept: bool = False) -> tuple[list[Step], list[int]]:
+    """Of an encoder with merged q, k, v, over x and a mask, and its results: `kept`: of each layer."""
+    steps, x, results = list[Step](), 0, list[int]()
+
+    def put(does: object, *reads: int) -> int:
+        steps.append(Step(does, reads))  # type: ignore[arg-type]
+        return 1 + len(steps)
+
+    for _ in range(count):
+        merged = put(HeldLinear(*linear(3 * WIDTH, WIDTH)), x)
+        parts = [put(Columns(at * WIDTH, WIDTH), merged) for at in range(3)]
+        width = WIDTH // HEADS
+        seen = put(HeldAttention(HEADS, HEADS, width, width, False, None), *parts, 1)
+        added = put(HeldMlp(None, "none", linear(WIDTH, WIDTH), norm()), seen, x)
+        mlp = HeldMlp(linear(4 * WIDTH, WIDTH), "gelu", linear(WIDTH, 4 * WIDTH), norm())
+        x = put(mlp, added, added)
+        results.append(x)
+    return steps, results if kept else results[-1:]
+
+
+def by_torch(steps: list[Step], results: list[int], *inputs: Tensor) -> list[Tensor]:
+    """Each as a plain function."""
+    values = list(inputs)
+    for step in steps:
+        read = [values[at] for at in step.reads if at is not None]
+        does = step.does
+        columns = isinstance(does, Columns)
+        values.append(read[0].narrow(-1, does.start, does.count) if columns else does(*read))  # type: ignore
+    return [values[at] for at in results]
+
+
+def drawn(batch: int, rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, rows, WIDTH), torch.rand(batch, 1, rows, rows) > 0.2
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_encoder(kept: bool) -> None:
+    steps, results = layers(2, kept=kept)
+    run = Tape(steps, 2, results, [0])
+    for batch, rows in ((2, 40), (1, 70), (2, 40), (1, 3), (0, 8), (2, 40)):
+        x, mask = drawn(batch, rows)
+        right = by_torch(steps, results, x, mask)
+        for found, wanted in zip(run(x.clone(), mask), right, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_an_input_that_is_not_given_up_stays() -> None:
+    steps, results = layers(1)
+    x, mask = drawn(2, 70)
+    before = x.clone()
+    Tape(steps, 2, results)(x, mask)
+    assert torch.equal(x, before)
+
+
+def test_what_no_kernel_takes_runs_one_by_one() -> None:
+    steps, results = layers(1)
+    run = Tape(steps, 2, results)
+    x, mask = drawn(2, 70)
+    apart = torch.randn(2, 70, 2 * WIDTH)[..., :WIDTH]
+    for given_x, given_mask in ((apart, mask), (x, mask.mT), (x, mask)):
+        right = by_torch(steps, results, given_x, given_mask)[0]
+        assert torch.equal(run(given_x, given_mask)[0], right)
+
+
+def test_threads_that_call_at_once_have_places_of_their_own() -> None:
+    steps, results = layers(2)
+    run, wrong = Tape(steps, 2, results), list[int]()
+
+    def work(seed: int) -> None:
+        x, mask = drawn(1, 64)
+        right = by_torch(steps, results, x, mask)[0]
+        wrong.extend(seed for _ in range(20) if not torch.equal(run(x, mask)[0], right))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "_runner", lambda: None)
+    steps, results = layers(1)
+    x, mask = drawn(1, 64)
+    assert torch.equal(Tape(steps, 2, results)(x, mask)[0], by_torch(steps, results, x, mask)[0])
+
+
+def test_norms() -> None:
+    held = HeldNorm(*norm())
+    alone, both = Tape([Step(held, (0,))], 1, [1]), Tape([Step(held, (0, 1))], 2, [2])
+    for x in (torch.randn(3, 5, WIDTH), torch.randn(3, WIDTH, 5).mT, torch.randn(0, WIDTH)):
+        torch.testing.assert_close(alone(x)[0], held(x))
+        torch.testing.assert_close(both(x, x.flip(0))[0], held(x, x.flip(0)))
+
+
+#: (bytes, first, more steps) of values; scratch has none.
+_LIVES = st.lists(st.tuples(st.integers(1, 40).map(lambda n: 64 * n), st.integers(1, 12), st.integers(0, 5)),
+                  min_size=1, max_size=25)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(_LIVES, st.booleans())
+def test_what_lives_at_once_does_not_overlap(drawn: list[tuple[int, int, int]], owned: bool) -> None:
+    lives = {at: tape._Life(size, first, first + more) for at, (size, first, more) in enumerate(drawn)}
+    fixed = {0: 0} if owned else {}
+    found = tape._placed(
+        sorted(lives.keys() - fixed.keys()), lives, fixed, {0: lives[0].nbytes} if owned else {}, 9
+    )
+    places, nbytes = found
+    for a, one in lives.items():
+        memory, offset = places[a]
+        assert offset + one.nbytes <= (lives[0].nbytes if memory == 0 else nbytes) and not offset % 64
+        for b, other in lives.items():
+            if a < b and one.meets(other) and memory == places[b][0]:
+                assert offset + one.nbytes <= places[b][1] or places[b][1] + other.nbytes <= offset
+
+
+@given(_LIVES)
+def test_no_more_is_taken_than_lives_at_once(drawn: list[tuple[int, int, int]]) -> None:
+    lives = {at: tape._Life(size, first, first + more) for at, (size, first, more) in enumerate(drawn)}
+    found = tape._places(lives, {}, 9)
+    most = max(sum(size for size, first, more in drawn if first <= at <= first + more) for at in range(1, 18))
+    assert found is None or found[1] <= most + 64
