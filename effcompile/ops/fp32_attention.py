@@ -204,7 +204,7 @@ class HeldAttention:
     tape (tape.py).
     """
 
-    __name__ = "fp32_attention"
+    __name__, pair = "fp32_attention", False
 
     def __init__(
         self, heads: int, groups: int, width: int, wide: int, is_causal: bool, scale: float | None

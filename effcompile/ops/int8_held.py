@@ -18,7 +18,7 @@ from effcompile.ops.tape import Argument, Result, Scratch, Told, Value
 class HeldLinear:
     """`int8_linear` of one weight."""
 
-    __name__ = "int8_linear"
+    __name__, pair = "int8_linear", False
 
     def __init__(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, after: str = "none"
@@ -49,7 +49,7 @@ class HeldLinear:
 class HeldMlp:
     """`int8_mlp`, and without a first linear `int8_linear_residual`, of weights that stay."""
 
-    __name__ = "int8_mlp"
+    __name__, pair = "int8_mlp", False
 
     def __init__(
         self,

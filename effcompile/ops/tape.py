@@ -3,8 +3,8 @@ is kept for each shape, and no Python runs between them, which takes two to thre
 product that pushed its code out of the caches.
 
 What lies between two of them has its place in one allocation, or in a result or an input that nothing reads
-any more, found greedily by size (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
-Inference", 2020, section 5.2). Where these places take more than the tensors do one by one, they run so.
+any more (places.py). Where these places take over a quarter more than the tensors do one by one, they run so:
+what a caller gives is there until the end.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from effcompile.core.errors import LoweringError
 from effcompile.core.types import Shape
 from effcompile.machine.native import library
 from effcompile.ops.instruction_sets import ARGUMENT, LINE, POINTER
+from effcompile.ops.places import Life, Places, places_for
 
 _SOURCE = Path(__file__).with_name("tape.cpp")
 #: How a kernel's arguments are typed, as tape.cpp numbers them.
@@ -73,8 +74,12 @@ class Result:
     """The address of what it makes."""
 
 
+class Second:
+    """That of the second thing that it makes; as a step, that thing."""
+
+
 #: What a kernel is told: a number, an address of what stays, nothing, or an address that is there later.
-Argument = int | Value | Scratch | type[Result] | None
+Argument = int | Value | Scratch | type[Result] | type[Second] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +88,15 @@ class Told:
 
     Attributes:
         kind: of those above. function: as ctypes has it. arguments: in the order of tape.cpp.
-        number: its one argument that is no integer. shape: of the result, dense and in fp32.
-        scratch: bytes. keeps: what lies at addresses among the arguments, beside weights.
+        number: its one argument that is no integer. shape: of the result, dense and in fp32. second: of
+            another one. scratch: bytes. keeps: what lies at addresses among the arguments, beside weights.
     """
 
     kind: int
     function: Any
     arguments: tuple[Argument, ...]
     shape: Shape
+    second: Shape | None = None
     scratch: int = 0
     number: float = 0.0
     keeps: tuple[object, ...] = ()
@@ -99,10 +105,14 @@ class Told:
 class Held(Protocol):
     """An operator with its weights: called as a function of tensors, some of which may be None, or told, for
     the threads and the Values that it reads, what its kernel is; None where no kernel takes them.
+
+    `pair`: it makes two things, the first of which is its own, the other a step (Second).
     """
 
+    pair: bool
+
     @property
-    def __call__(self) -> Callable[..., Tensor]: ...
+    def __call__(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]: ...
 
     @property
     def told(self) -> Callable[..., Told | None]: ...
@@ -118,9 +128,11 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operator, or a view of one value, and the numbers of what it reads; None where there is none."""
+    """An operator, a view of one value or the second of two, and the numbers of what it reads; None where
+    there is none.
+    """
 
-    does: Held | Columns
+    does: Held | Columns | type[Second]
     reads: tuple[int | None, ...]
 
 
@@ -159,7 +171,7 @@ def dense_strides(shape: Shape) -> Shape:
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """For some shapes of the inputs: the calls, of each result its shape and the input whose memory it gets,
-    or None, and the bytes of the workspace.
+    or None, the bytes of the workspace, and inputs that have gaps, of which a dense copy is made.
     """
 
     calls: Any
@@ -167,6 +179,7 @@ class _Kept:
     results: tuple[tuple[Shape, int | None], ...]
     nbytes: int
     keeps: tuple[object, ...]
+    copied: frozenset[int] = frozenset()
 
 
 class Tape:
@@ -182,6 +195,7 @@ class Tape:
         self._results, self._given_up = tuple(results), frozenset(given_up)
         self._memories = POINTER * (inputs + len(self._results) + 1)
         self._last = self._last_reads()
+        self._whole = sum(not isinstance(step.does, Columns | type) for step in self._steps) > 1
         self._kept: dict[object, _Kept | None] = {}
         self._parts: dict[Step, Tape] = {}
         self.__name__ = "tape"
@@ -198,6 +212,8 @@ class Tape:
         run = _runner()
         if kept is None or run is None:
             return self._one_by_one(inputs)
+        if kept.copied:
+            inputs = tuple(each.contiguous() if at in kept.copied else each for at, each in enumerate(inputs))
         made = [torch.empty(shape) if at is None else inputs[at].view(shape) for shape, at in kept.results]
         room = torch.empty(kept.nbytes, dtype=torch.uint8)
         addresses = [each.data_ptr() for each in (*inputs, *made)]
@@ -207,27 +223,36 @@ class Tape:
     def _one_by_one(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Each operator as a tape of its own, where there are several."""
         values: list[Tensor | None] = list(inputs)
+        seconds = dict[int | None, Tensor]()
         for number, step in self._numbered():
-            values.append(self._made_by(step, [values[at] for at in step.reads if at is not None]))
+            if step.does is Second:
+                values.append(seconds.pop(step.reads[0]))
+            else:
+                made, *others = self._made_by(step, [values[at] for at in step.reads if at is not None])
+                values.append(made)
+                seconds |= dict.fromkeys([number] * len(others), *others)
             for at in {at for at in step.reads if at is not None and self._last[at] == number}:
                 values[at] = None
         return [value for at in self._results if (value := values[at]) is not None]
 
-    def _made_by(self, step: Step, read: Sequence[Tensor | None]) -> Tensor:
-        given = [each for each in read if each is not None]
-        if isinstance(step.does, Columns):
-            return given[0].narrow(-1, step.does.start, step.does.count)
-        if len(self._steps) > 1:
-            return self._alone(step)(*given)[0]
-        left = iter(given)
-        return step.does(*(None if at is None else next(left) for at in step.reads))
+    def _made_by(self, step: Step, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        does, read = step.does, [each for each in given if each is not None]
+        if isinstance(does, Columns):
+            return [read[0].narrow(-1, does.start, does.count)]
+        assert not isinstance(does, type), "a second thing is made with the first"
+        if self._whole:
+            return self._alone(step, does)(*read)
+        left = iter(read)
+        made = does(*(None if at is None else next(left) for at in step.reads))
+        return [made] if isinstance(made, Tensor) else made
 
-    def _alone(self, step: Step) -> Tape:
+    def _alone(self, step: Step, does: Held) -> Tape:
         if step not in self._parts:
             places = accumulate(at is not None for at in step.reads)
             reads = tuple(None if at is None else n - 1 for at, n in zip(step.reads, places, strict=True))
-            inputs = len(reads) - reads.count(None)
-            self._parts[step] = Tape([Step(step.does, reads)], inputs, [inputs])
+            count = len(reads) - reads.count(None)
+            second = [Step(Second, (count,))] * does.pair
+            self._parts[step] = Tape([Step(does, reads), *second], count, range(count, count + 1 + does.pair))
         return self._parts[step]
 
     def _last_reads(self) -> list[int]:
@@ -247,24 +272,35 @@ class Tape:
     def _told(self, key: object, threads: int, inputs: Sequence[Tensor]) -> _Kept | None:
         if len(self._kept) >= _SHAPES:
             self._kept.clear()
-        self._kept[key] = kept = self._laid_out(threads, inputs)
+        given = [Value(at, 0, tuple(each.shape), each.stride(), each.dtype) for at, each in enumerate(inputs)]
+        gaps = frozenset(at for at in self._given_up if not given[at].dense)
+        kept = None if any(each.is_cuda for each in inputs) else self._laid_out(threads, given)
+        if kept is None and gaps:
+            filled = [
+                replace(each, strides=dense_strides(each.shape)) if at in gaps else each
+                for at, each in enumerate(given)
+            ]
+            kept = self._laid_out(threads, filled)
+            kept = kept and replace(kept, copied=gaps)
+        self._kept[key] = kept
         return kept
 
-    def _laid_out(self, threads: int, inputs: Sequence[Tensor]) -> _Kept | None:
+    def _laid_out(self, threads: int, inputs: Sequence[Value]) -> _Kept | None:
         """What the kernels are told for these; None where one of them does not take what it gets, or where
         places take more than the tensors.
         """
-        if any(each.is_cuda for each in inputs):
-            return None
-        values = [
-            Value(at, 0, tuple(each.shape), each.stride(), each.dtype) for at, each in enumerate(inputs)
-        ]
+        values = list(inputs)
         calls = dict[int, Told]()
         for number, step in self._numbered():
             read = [None if at is None else values[at] for at in step.reads]
             if isinstance(step.does, Columns):
                 assert read[0] is not None, "a view is of something"
                 values.append(read[0].columns(step.does.start, step.does.count))
+                continue
+            if isinstance(step.does, type):
+                second = calls[read[0].memory].second if read[0] is not None else None
+                assert second is not None, "it is of an operator that makes two"
+                values.append(Value(number, 0, second, dense_strides(second)))
                 continue
             told = step.does.told(threads, *read)
             if told is None or 0 in told.shape:
@@ -274,25 +310,37 @@ class Tape:
             values.append(Value(number, 0, told.shape, dense_strides(told.shape)))
         lives = self._lives(values, calls)
         fixed = self._fixed(lives)
-        rooms = _places(lives, fixed, self._inputs + len(self._results))
+        rooms = places_for(lives, fixed, self._inputs + len(self._results))
         if rooms is None:
             return None
         places, nbytes = rooms
-        packed = (_Call * len(calls))(*(_packed(told, number, places) for number, told in calls.items()))
+        seconds = self._seconds()
+        packed = (_Call * len(calls))(
+            *(_packed(told, number, seconds.get(number, 0), places) for number, told in calls.items())
+        )
         results = tuple(
             (values[at].shape, fixed[at] if fixed[at] < self._inputs else None) for at in self._results
         )
         keeps = tuple(kept for told in calls.values() for kept in told.keeps)
         return _Kept(packed, len(calls), results, nbytes + LINE, keeps)
 
-    def _lives(self, values: Sequence[Value], calls: dict[int, Told]) -> dict[int, _Life]:
-        """Of what operators make, of their scratch (by a number below 0), and of inputs that are given up."""
-        lives = {at: _Life(values[at].nbytes, at, self._last[at]) for at in calls}
-        lives |= {-at: _Life(told.scratch, at, at) for at, told in calls.items() if told.scratch}
-        free = [at for at in self._given_up if values[at].dense]
-        return lives | {at: _Life(values[at].nbytes, 0, self._last[at]) for at in free}
+    def _seconds(self) -> dict[int, int]:
+        """Operator that makes two things → the number of the second."""
+        return {
+            step.reads[0]: number
+            for number, step in self._numbered()
+            if step.does is Second and step.reads[0] is not None
+        }
 
-    def _fixed(self, lives: dict[int, _Life]) -> dict[int, int]:
+    def _lives(self, values: Sequence[Value], calls: dict[int, Told]) -> dict[int, Life]:
+        """Of what operators make, of their scratch (by a number below 0), and of inputs that are given up."""
+        lives = {at: Life(values[at].nbytes, at, self._last[at]) for at in calls}
+        lives |= {-at: Life(told.scratch, at, at) for at, told in calls.items() if told.scratch}
+        lives |= {at: Life(values[at].nbytes, first, self._last[at]) for first, at in self._seconds().items()}
+        free = [at for at in self._given_up if values[at].dense]
+        return lives | {at: Life(values[at].nbytes, 0, self._last[at]) for at in free}
+
+    def _fixed(self, lives: dict[int, Life]) -> dict[int, int]:
         """Input or result → its memory: of a result that of an input of its size that is given up before it
         is made, or one of its own.
         """
@@ -309,95 +357,25 @@ class Tape:
         return fixed
 
 
-@dataclass(frozen=True, slots=True)
-class _Life:
-    """Bytes that are held from one step to another, both included."""
-
-    nbytes: int
-    first: int
-    last: int
-
-    @property
-    def room(self) -> int:
-        return -(-self.nbytes // LINE) * LINE
-
-    def meets(self, other: _Life) -> bool:
-        return self.first <= other.last and other.first <= self.last
-
-
-#: Value, or scratch → its memory, and bytes from its beginning.
-_Places = dict[int, tuple[int, int]]
-
-
-def _places(lives: dict[int, _Life], fixed: dict[int, int], workspace: int) -> tuple[_Places, int] | None:
-    """A place for each, and the bytes of the workspace, the memory of that number; None where that takes more
-    than the most that lives at a time. The best of what some orders give: the largest first, what is made
-    before scratch, as they come.
-    """
-    own = {fixed[at]: lives[at].nbytes for at in fixed if at in lives}
-    others = [at for at in lives if at not in fixed]
-    orders = (
-        lambda at: -lives[at].nbytes,
-        lambda at: (at < 0, -lives[at].nbytes),
-        lambda at: lives[at].first,
-    )
-    found = (_placed(sorted(others, key=order), lives, fixed, own, workspace) for order in orders)
-    places, nbytes = min(found, key=lambda each: each[1])
-    return (places, nbytes) if nbytes + sum(own.values()) <= _most_at_once(lives.values()) + LINE else None
-
-
-def _placed(
-    order: Sequence[int], lives: dict[int, _Life], fixed: dict[int, int], own: dict[int, int], workspace: int
-) -> tuple[_Places, int]:
-    """Each in the first memory, the lowest place of it that has room; the workspace, the last, always has."""
-    places: _Places = {at: (memory, 0) for at, memory in fixed.items()}
-    there: dict[int, list[tuple[int, _Life]]] = {memory: [] for memory in (*own, workspace)}
-    for at in fixed.keys() & lives.keys():
-        there[fixed[at]].append((0, lives[at]))
-    nbytes = 0
-    for at in order:
-        life = lives[at]
-        for memory in there:
-            offset = _lowest(life, there[memory])
-            if memory == workspace or offset + life.nbytes <= own[memory]:
-                break
-        places[at] = memory, offset
-        there[memory].append((offset, life))
-        nbytes = max(nbytes, offset + life.room) if memory == workspace else nbytes
-    return places, nbytes
-
-
-def _lowest(life: _Life, there: Iterable[tuple[int, _Life]]) -> int:
-    """The first gap beside those that live at the same time."""
-    at = 0
-    for offset, other in sorted((each for each in there if each[1].meets(life)), key=lambda each: each[0]):
-        if at + life.nbytes <= offset:
-            break
-        at = max(at, offset + other.room)
-    return at
-
-
-def _most_at_once(lives: Iterable[_Life]) -> int:
-    lives = list(lives)
-    return max(
-        sum(other.nbytes for other in lives if other.first <= life.first <= other.last) for life in lives
-    )
-
-
-def _packed(told: Told, number: int, places: _Places) -> _Call:
+def _packed(told: Told, number: int, second: int, places: Places) -> _Call:
     """As tape.cpp reads it."""
     call = _Call(function=ctypes.cast(told.function, POINTER).value, kind=told.kind, number=told.number)
     for at, argument in enumerate(told.arguments):
         if isinstance(argument, int):
             call.arguments[at] = argument
         elif argument is not None:
-            if isinstance(argument, Value):
-                memory, offset = places[argument.memory]
-                offset += argument.offset
-            else:
-                memory, offset = places[-number if isinstance(argument, Scratch) else number]
-                offset += argument.offset if isinstance(argument, Scratch) else 0
+            memory, offset = _address(argument, number, second, places)
             call.at[call.patches], call.memory[call.patches] = at, memory
             call.offset[call.patches] = offset
             call.patches += 1
     return call
+
+
+def _address(
+    argument: Value | Scratch | type[Result] | type[Second], number: int, second: int, places: Places
+) -> tuple[int, int]:
+    """Its memory, and bytes from its beginning."""
+    if isinstance(argument, Value | Scratch):
+        memory, start = places[argument.memory if isinstance(argument, Value) else -number]
+        return memory, start + argument.offset
+    return places[number if argument is Result else second]

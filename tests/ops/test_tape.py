@@ -6,8 +6,6 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from effcompile.ops import int8_codes, tape
@@ -122,33 +120,3 @@ def test_norms() -> None:
     for x in (torch.randn(3, 5, WIDTH), torch.randn(3, WIDTH, 5).mT, torch.randn(0, WIDTH)):
         torch.testing.assert_close(alone(x)[0], held(x))
         torch.testing.assert_close(both(x, x.flip(0))[0], held(x, x.flip(0)))
-
-
-#: (bytes, first, more steps) of values; scratch has none.
-_LIVES = st.lists(st.tuples(st.integers(1, 40).map(lambda n: 64 * n), st.integers(1, 12), st.integers(0, 5)),
-                  min_size=1, max_size=25)  # fmt: skip
-
-
-@settings(deadline=None)
-@given(_LIVES, st.booleans())
-def test_what_lives_at_once_does_not_overlap(drawn: list[tuple[int, int, int]], owned: bool) -> None:
-    lives = {at: tape._Life(size, first, first + more) for at, (size, first, more) in enumerate(drawn)}
-    fixed = {0: 0} if owned else {}
-    found = tape._placed(
-        sorted(lives.keys() - fixed.keys()), lives, fixed, {0: lives[0].nbytes} if owned else {}, 9
-    )
-    places, nbytes = found
-    for a, one in lives.items():
-        memory, offset = places[a]
-        assert offset + one.nbytes <= (lives[0].nbytes if memory == 0 else nbytes) and not offset % 64
-        for b, other in lives.items():
-            if a < b and one.meets(other) and memory == places[b][0]:
-                assert offset + one.nbytes <= places[b][1] or places[b][1] + other.nbytes <= offset
-
-
-@given(_LIVES)
-def test_no_more_is_taken_than_lives_at_once(drawn: list[tuple[int, int, int]]) -> None:
-    lives = {at: tape._Life(size, first, first + more) for at, (size, first, more) in enumerate(drawn)}
-    found = tape._places(lives, {}, 9)
-    most = max(sum(size for size, first, more in drawn if first <= at <= first + more) for at in range(1, 18))
-    assert found is None or found[1] <= most + 64

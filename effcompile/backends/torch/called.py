@@ -16,12 +16,13 @@ from effcompile.backends.torch.tapes import with_tapes
 from effcompile.core.torch_compat_operators import operators_are_watched
 from effcompile.core.types import Forward
 from effcompile.ir.program import dtype_of
+from effcompile.ops import rows_native
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
 from effcompile.ops.int8_linear import int8_linear_on_cpu
 from effcompile.ops.int8_mlp import int8_linear_residual_on_cpu, int8_mlp_on_cpu
-from effcompile.ops.rows_held import HeldNorm
+from effcompile.ops.rows_held import HeldNorm, HeldRmsNorm
 from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
@@ -74,8 +75,17 @@ def _held(module: fx.GraphModule) -> fx.GraphModule:
         elif node.target is aten.layer_norm.default and _is_last(node) and _are_own(norm := _norm_of(node)):
             node.target, node.args = HeldNorm(*_values(module, norm)), node.args[:1]  # type: ignore[arg-type]
             node.kwargs = {}
+        elif node.target in (rows_native.rms_norm, rows_native.rms_norm_alone) and not node.kwargs:
+            _hold_rms_norm(module, node)
     module.graph.eliminate_dead_code()
     return module
+
+
+def _hold_rms_norm(module: fx.GraphModule, node: fx.Node) -> None:
+    *given, weight, eps = node.args
+    if None not in given and _are_own((weight, eps)):  # else its second result is x itself
+        node.target = HeldRmsNorm(*_values(module, (weight, eps)), pair=len(given) > 1)  # type: ignore[arg-type]
+        node.args = tuple(given)
 
 
 def _is_last(norm: fx.Node) -> bool:
@@ -109,15 +119,27 @@ def _hold_attention(node: fx.Node) -> None:
     same = _only_user(node, aten.reshape.default)
     result = node if same is None or _sizes(same) != _sizes(node) else same
     turned = _only_user(result, aten.transpose.int)
-    joined = None if turned is None or turned.args[1:] != (1, 2) else _only_user(turned, aten.reshape.default)
+    copied = None if turned is None else _only_user(turned, aten.clone.default) or turned
+    joined = None if copied is None or turned.args[1:] != (1, 2) else _only_user(copied, aten.reshape.default)  # type: ignore[union-attr]
     found = [each for each in sources if each is not None]
     if joined is None or len(found) < len(sources):
         return
     (q, heads, width), (k, groups, _), (v, _, wide) = found
     batch, _, rows, _ = _sizes(node)
     if _sizes(joined) == (batch, rows, str(heads * wide)):
-        joined.target = HeldAttention(heads, groups, width, wide, bool(causal), scale)  # type: ignore[arg-type]
-        joined.args = (q, k, v, mask)
+        q, factor = _unscaled(q)
+        whole = factor * (width**-0.5 if scale is None else scale)  # type: ignore[operator]
+        joined.target = HeldAttention(heads, groups, width, wide, bool(causal), whole)  # type: ignore[arg-type]
+        joined.args, joined.kwargs = (q, k, v, mask), {}
+
+
+def _unscaled(query: fx.Node) -> tuple[fx.Node, float]:
+    """A value before a model multiplies it with a number, and that number."""
+    source, *factor = query.args
+    scaled = (
+        query.target is aten.mul.Tensor and isinstance(source, fx.Node) and dtype_of(source) == torch.float32
+    )
+    return (source, factor[0]) if scaled and isinstance(factor[0], float) else (query, 1.0)  # type: ignore[return-value]
 
 
 def _side_by_side(heads: Argument) -> tuple[fx.Node, int, int] | None:

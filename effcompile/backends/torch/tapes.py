@@ -14,12 +14,12 @@ from effcompile.ir.program import shape_of
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
-from effcompile.ops.rows_held import HeldNorm
-from effcompile.ops.tape import Columns, Step, Tape
+from effcompile.ops.rows_held import HeldNorm, HeldRmsNorm
+from effcompile.ops.tape import Columns, Second, Step, Tape
 
 aten = torch.ops.aten
 
-_HELD = (HeldLinear, HeldMlp, HeldAttention, HeldNorm)
+_HELD = (HeldLinear, HeldMlp, HeldAttention, HeldNorm, HeldRmsNorm)
 _SPLITS = (aten.split_with_sizes.default, aten.split.Tensor)
 #: What makes a tensor that shares no memory with another one.
 _FRESH = (
@@ -49,8 +49,8 @@ def _joins(node: fx.Node, run: Run) -> bool:
     if node.target in _SPLITS:
         return node.args[0] in run.nodes and _sizes(node) is not None
     if node.target is operator.getitem:
-        split = node.args[0]
-        return isinstance(split, fx.Node) and split in run.nodes and split.target in _SPLITS
+        several = node.args[0]
+        return isinstance(several, fx.Node) and several in run.nodes
     return isinstance(node.target, _HELD)
 
 
@@ -73,13 +73,16 @@ def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], order: dict[fx.Node, int
     nodes = _without_first(nodes)
     inside = set(nodes)
     results = [node for node in nodes if any(user not in inside for user in node.users)]
-    if not results or not all(isinstance(node.target, _HELD) for node in results):
+    if not results or any(_split_of(node) for node in results):
         return not nodes
     inputs = list(dict.fromkeys(each for node in nodes for each in values_read(node) if each not in inside))
     numbers = {node: at for at, node in enumerate(inputs)}
     steps = list[Step]()
     for node in nodes:
         if node.target in _SPLITS:
+            continue
+        if node.target is operator.getitem and _split_of(node) is None and node.args[1] == 0:
+            numbers[node] = numbers[node.args[0]]  # type: ignore[index]
             continue
         step = _step(node, numbers)
         numbers[node] = len(inputs) + len(steps)
@@ -101,13 +104,20 @@ def _ends_inputs(norm: fx.Node, nodes: Collection[fx.Node]) -> bool:
     return isinstance(norm.target, HeldNorm) and any(set(each.users) == {norm} for each in read)
 
 
+def _split_of(node: fx.Node) -> fx.Node | None:
+    """What a node is a part of, or the split itself; None of anything else."""
+    made_by = node.args[0] if node.target is operator.getitem else node
+    return made_by if isinstance(made_by, fx.Node) and made_by.target in _SPLITS else None
+
+
 def _step(node: fx.Node, numbers: dict[fx.Node, int]) -> Step:
-    if node.target is operator.getitem:
-        split, part = node.args
-        sizes = _sizes(split)  # type: ignore[arg-type]
+    if node.target is operator.getitem and (split := _split_of(node)) is not None:
+        part, sizes = node.args[1], _sizes(split)
         assert isinstance(part, int) and sizes is not None, "only such splits join"
         start = [0, *accumulate(sizes)][part]
-        return Step(Columns(start, sizes[part]), (numbers[split.args[0]],))  # type: ignore[union-attr, index]
+        return Step(Columns(start, sizes[part]), (numbers[split.args[0]],))  # type: ignore[index]
+    if node.target is operator.getitem:
+        return Step(Second, (numbers[node.args[0]],))  # type: ignore[index]
     reads = tuple(numbers[each] if isinstance(each, fx.Node) else None for each in node.args)
     return Step(node.target, reads)  # type: ignore[arg-type]
 
