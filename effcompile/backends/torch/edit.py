@@ -17,9 +17,9 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.backends.torch.chains import fuse_chains, narrow_projections
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
-from effcompile.backends.torch.followers import fuse_followers
+from effcompile.backends.torch.followers import FOLLOWS, fuse_followers
 from effcompile.backends.torch.packing import packs
-from effcompile.backends.torch.tidy import tidy
+from effcompile.backends.torch.tidy import tidy, without_flattening
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.ir.formats import FP32, INT8_GROUPS, INT8_STATIC, TWO_OF_FOUR, WeightFormat
@@ -60,6 +60,7 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
     editor = _Editor(edited, activation_ranges(edited, static, calibration))
     for site in sites:
         editor.linear(site, program.format_at(site.site))
+    without_flattening(edited.graph, FOLLOWS)
     fuse_followers(edited)
     _edit_embeddings(edited, editor)
     edit_attentions(edited)

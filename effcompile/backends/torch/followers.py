@@ -16,7 +16,7 @@ FOLLOWED = "effcompile_followed"
 
 
 #: Linears that take in what follows them.
-_FOLLOWS = (int8_linear.default, group_linear.default, int8_sparse_linear.default)
+FOLLOWS = (int8_linear.default, group_linear.default, int8_sparse_linear.default)
 
 
 def fuse_followers(program: Program) -> None:
@@ -28,7 +28,7 @@ def fuse_followers(program: Program) -> None:
         if (
             not after
             or not isinstance(source, fx.Node)
-            or source.target not in _FOLLOWS
+            or source.target not in FOLLOWS
             or len(source.users) > 1
         ):
             continue

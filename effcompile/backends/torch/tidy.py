@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -9,6 +11,7 @@ from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.owned import copies_that_own
 
 aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.reshape.default)
 
 
 def tidy(module: fx.GraphModule) -> None:
@@ -25,6 +28,30 @@ def tidy(module: fx.GraphModule) -> None:
         elif not node.kwargs or _any_layout(node):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+
+
+def without_flattening(graph: fx.Graph, targets: Collection[object]) -> None:
+    """Rows (B·S, K) that one of these linears reads, and then (B, S, N) again, as (B, S, K): what a
+    transposed weight's product takes (GPT-2) keeps it apart from the residual sum and the attention.
+    """
+    for node in list(graph.nodes):
+        flat = node.args[0] if node.target in targets and node.args else None
+        if not isinstance(flat, fx.Node) or flat.target not in _VIEWS:
+            continue
+        rows, readers = flat.args[0], list(node.users)
+        wanted = (*_sizes(rows)[:-1], _sizes(node)[-1])  # type: ignore[arg-type]
+        same = _sizes(rows)[-1] == _sizes(flat)[-1] and len(_sizes(flat)) == 2  # type: ignore[arg-type]
+        if same and readers and all(each.target in _VIEWS and _sizes(each) == wanted for each in readers):
+            node.args = (rows, *node.args[1:])
+            node.meta = {**node.meta, "val": readers[0].meta["val"]}
+            for reader in readers:
+                reader.replace_all_uses_with(node)
+                graph.erase_node(reader)
+
+
+def _sizes(node: fx.Node) -> tuple[str, ...]:
+    """As they are written: numbers, and names of what is free."""
+    return tuple(map(str, node.meta["val"].shape))
 
 
 def _any_layout(copy: fx.Node) -> bool:
