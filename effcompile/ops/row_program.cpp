@@ -40,7 +40,7 @@ typedef void Groups(const float*, int64_t, int64_t, int64_t, int64_t, const void
 typedef void Bytes(const float*, int64_t, int64_t, int64_t, const void*, const void*, const void*, int64_t, int64_t, float*, int8_t*, float*,
                    int32_t*, int64_t, int64_t);
 typedef void Norm(const float*, const float*, const void*, double, int64_t, int64_t, float*, float*, int64_t);
-typedef void Gate(const float*, const float*, int64_t, float*, int64_t);
+typedef void Gate(const float*, int64_t, const float*, int64_t, int64_t, int64_t, float*, int64_t);
 typedef void Turn(const float*, const float*, const float*, int64_t, int64_t, int64_t, int64_t, const int64_t*, const int64_t*, int64_t,
                   float*, int64_t);
 typedef void Wide(const float*, int64_t, int64_t, int64_t, const void*, const void*, int64_t, float*, int64_t);
@@ -161,7 +161,7 @@ extern "C" void row_program(const Step* steps, int64_t count, float* const* slot
         } else if (s->kind == NORM) {
             reinterpret_cast<Norm*>(s->call)(a, b, s->weight, s->eps, m, s->n, out, more, threads);
         } else if (s->kind == GATE) {
-            reinterpret_cast<Gate*>(s->call)(a, b, m * s->n, out, threads);
+            reinterpret_cast<Gate*>(s->call)(a, s->n, b, s->n, m, s->n, out, threads);
         } else if (s->kind == TURN) {
             const int64_t wide = s->n * 2 * s->k, strides[3] = {rows * wide, 2 * s->k, wide};
             reinterpret_cast<Turn*>(s->call)(a, b, more, batch, s->n, rows, s->k, strides, strides, of_cos, out, threads);

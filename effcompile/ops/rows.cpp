@@ -34,12 +34,18 @@ extern "C" void layer_norm(const float* x, const float* residual, const float* w
         layer_norm_row(x + row * d, residual ? residual + row * d : nullptr, weight, bias, (float)eps, d, y + row * d);
 }
 
-// y = silu(gate) * up, all (count).
-extern "C" void swiglu(const float* gate, const float* up, int64_t count, float* y, int64_t threads) {
-#pragma omp parallel for num_threads((int)threads) if (threads > 1 && count > 4096)
-    for (int64_t i = 0; i < count; i += W) {
-        const V g = some_of(gate + i, count - i);
-        put(y + i, g * sigmoid(g) * some_of(up + i, count - i), count - i);
+// y = silu(gate) * up, all (rows, d); rows of gate and up this far apart, those of y dense.
+extern "C" void swiglu(const float* gate, int64_t of_gate, const float* up, int64_t of_up, int64_t rows, int64_t d, float* y, int64_t threads) {
+    // in pieces of a row, of which there are enough for few rows too
+    const int64_t piece = 1024, pieces = (d + piece - 1) / piece;
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && rows * d > 4096)
+    for (int64_t at = 0; at < rows * pieces; at++) {
+        const int64_t row = at / pieces, first = at % pieces * piece, last = std::min(d, first + piece);
+        const float *g = gate + row * of_gate, *u = up + row * of_up;
+        for (int64_t i = first; i < last; i += W) {
+            const V v = some_of(g + i, last - i);
+            put(y + row * d + i, v * sigmoid(v) * some_of(u + i, last - i), last - i);
+        }
     }
 }
 

@@ -1,7 +1,8 @@
-"""Norms over rows as steps of a tape (tape.py)."""
+"""Norms, gates and rotations over rows as steps of a tape (tape.py)."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -11,6 +12,8 @@ from effcompile.ops import rows_native, tape
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.int8_mlp import address
 from effcompile.ops.tape import Result, Second, Told, Value
+
+_STRIDES = ctypes.c_int64 * 3
 
 
 class HeldNorm:
@@ -73,3 +76,55 @@ class HeldRmsNorm:
             kind=tape.RMS_NORM, function=kernels.norm, arguments=arguments, shape=x.shape,
             second=x.shape if self.pair else None, number=self._eps,
         )  # fmt: skip
+
+
+class HeldGate:
+    """`swiglu`."""
+
+    __name__, pair = "swiglu", False
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """(..., N), as gate and up are."""
+        return rows_native.swiglu(gate, up)
+
+    def told(self, threads: int, gate: Value, up: Value) -> Told | None:
+        kernels, given = rows_native.kernels(), (gate, up)
+        apart = [rows_native.rows_apart(each.shape, each.strides) for each in given]
+        whole = gate.shape == up.shape and all(each.dtype is torch.float32 for each in given)
+        if isinstance(kernels, str) or None in apart or not whole:
+            return None
+        rows, n = math.prod(gate.shape[:-1]), gate.shape[-1]
+        arguments = (gate, apart[0], up, apart[1], rows, n, Result, threads)
+        return Told(kind=tape.GATE, function=kernels.gate, arguments=arguments, shape=gate.shape)
+
+
+class HeldTurn:
+    """`rotary` of heads that lie side by side."""
+
+    __name__, pair = "rotary", False
+
+    def __init__(self, heads: int, width: int) -> None:
+        self._heads, self._width = heads, width
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, S, H·D), for x (B, S, H·D), cos and sin (B or 1, S, D)."""
+        heads = x.unflatten(-1, (self._heads, self._width)).transpose(1, 2)
+        return rows_native.rotary(heads, cos, sin).transpose(1, 2).flatten(2)
+
+    def told(self, threads: int, x: Value, cos: Value, sin: Value) -> Told | None:
+        kernels, width = rows_native.kernels(), self._width
+        if len(x.shape) != 3 or x.strides[2] != 1 or x.dtype is not torch.float32 or width % 2:
+            return None
+        batch, rows, columns = x.shape
+        fits = cos.shape == sin.shape and cos.shape in ((1, rows, width), (batch, rows, width))
+        if isinstance(kernels, str) or not (fits and cos.dense and sin.dense):
+            return None
+        of_x = _STRIDES(x.strides[0], width, x.strides[1])
+        of_y = _STRIDES(rows * columns, width, columns)
+        arguments = (
+            x, cos, sin, batch, self._heads, rows, width // 2, ctypes.addressof(of_x), ctypes.addressof(of_y),
+            0 if cos.shape[0] == 1 else rows * width, Result, threads,
+        )  # fmt: skip
+        return Told(
+            kind=tape.TURN, function=kernels.turn, arguments=arguments, shape=x.shape, keeps=(of_x, of_y)
+        )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from effcompile.core.types import Shape
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import rows
@@ -65,7 +66,7 @@ class RowKernels:
         )
         self.follow = found.follow
         self.follow.argtypes = (POINTER, ARGUMENT, ARGUMENT, POINTER, ARGUMENT)
-        self.gate.argtypes = (POINTER, POINTER, ARGUMENT, POINTER, ARGUMENT)
+        self.gate.argtypes = (*(POINTER, ARGUMENT) * 2, *(ARGUMENT,) * 2, POINTER, ARGUMENT)
         self.turn.argtypes = (
             *(POINTER,) * 3,
             *(ARGUMENT,) * 4,
@@ -97,7 +98,7 @@ class RowKernels:
             ),
             (self.add_layer_norm(x, y, weight, None, 1e-5), F.layer_norm(x + y, (22,), weight, None, 1e-5)),
             (self.add_layer_norm(x, y, weight, weight, 1.0), F.layer_norm(x + y, (22,), weight, weight, 1.0)),
-            (self.swiglu(x * 9, y), rows.swiglu_by_torch(x * 9, y)),
+            (self.swiglu(x * 9, y, 22, 22), rows.swiglu_by_torch(x * 9, y)),
             (
                 self.rotary(x.transpose(1, 2), cos.contiguous(), sin.contiguous()),
                 rows.rotary_by_torch(x.transpose(1, 2), cos, sin, False),
@@ -144,10 +145,13 @@ class RowKernels:
         self.follow(x.data_ptr(), x.numel(), FOLLOWERS[name], y.data_ptr(), torch.get_num_threads())
         return y
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Of dense tensors."""
-        y = torch.empty_like(gate)
-        self.gate(gate.data_ptr(), up.data_ptr(), gate.numel(), y.data_ptr(), torch.get_num_threads())
+    def swiglu(self, gate: Tensor, up: Tensor, of_gate: int, of_up: int) -> Tensor:
+        """Of tensors whose rows are this far apart."""
+        y, d = torch.empty(gate.shape), gate.shape[-1]
+        self.gate(
+            gate.data_ptr(), of_gate, up.data_ptr(), of_up, y.numel() // d, d, y.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
         return y
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -181,10 +185,26 @@ def rms_norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See `rows.swiglu`."""
-    found = _for(gate, up)
-    if found is None or not (gate.is_contiguous() and up.is_contiguous()) or gate.shape != up.shape:
+    found, apart = _for(gate, up), (rows_apart(gate.shape, gate.stride()), rows_apart(up.shape, up.stride()))
+    if found is None or None in apart or gate.shape != up.shape or not gate.numel():
         return rows.swiglu_by_torch(gate, up)
-    return found.swiglu(gate, up)
+    return found.swiglu(gate, up, *apart)  # type: ignore[arg-type]
+
+
+def rows_apart(shape: Shape, strides: Shape) -> int | None:
+    """Elements from one row (..., N) to the next, where rows are dense and equally far apart; else None."""
+    if not shape or (strides[-1] != 1 and shape[-1] > 1):
+        return None
+    step, length = 0, 1
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size == 1:
+            continue
+        if length == 1:
+            step = stride
+        elif stride != step * length:
+            return None
+        length *= size
+    return step
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool = False) -> Tensor:

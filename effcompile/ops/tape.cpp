@@ -30,7 +30,7 @@ typedef void Mlp(In, int64_t, int64_t, int64_t, const void*, In, In, int64_t, in
 typedef void Attention(In, In, In, const void*, float*, const int64_t*, const int64_t*, int64_t, int64_t, float, float*, int64_t);
 typedef void LayerNorm(In, In, In, In, double, int64_t, int64_t, float*, int64_t);
 typedef void RmsNorm(In, In, In, double, int64_t, int64_t, float*, float*, int64_t);
-typedef void Gate(In, In, int64_t, float*, int64_t);
+typedef void Gate(In, int64_t, In, int64_t, int64_t, int64_t, float*, int64_t);
 typedef void Turn(In, In, In, int64_t, int64_t, int64_t, int64_t, const int64_t*, const int64_t*, int64_t, float*, int64_t);
 
 void run(const Call& call, const int64_t* a) {
@@ -52,7 +52,7 @@ void run(const Call& call, const int64_t* a) {
         case RMS_NORM:
             return as<RmsNorm>(call)(to<F>(a[0]), to<F>(a[1]), to<F>(a[2]), x, a[3], a[4], to<F>(a[5]), to<F>(a[6]), a[7]);
         case GATE:
-            return as<Gate>(call)(to<F>(a[0]), to<F>(a[1]), a[2], to<F>(a[3]), a[4]);
+            return as<Gate>(call)(to<F>(a[0]), a[1], to<F>(a[2]), a[3], a[4], a[5], to<F>(a[6]), a[7]);
         case TURN:
             return as<Turn>(call)(to<F>(a[0]), to<F>(a[1]), to<F>(a[2]), a[3], a[4], a[5], a[6], to<int64_t>(a[7]), to<int64_t>(a[8]), a[9],
                                   to<F>(a[10]), a[11]);

@@ -105,7 +105,8 @@ def test_the_rest_compiles(compiler: None, monkeypatch: pytest.MonkeyPatch) -> N
     assert native.compiled(native.SOURCES / "states8.cpp", {}, "neon").exists()
     for name in ("loss_rows", "recurrence", "fp32_attention"):
         assert native.compiled(native.SOURCES / f"{name}.cpp", {"WIDTH": 4}, "neon").exists()
-    assert native.compiled(native.SOURCES / "row_program.cpp", {}, "generic").exists()
+    for name in ("row_program", "tape"):
+        assert native.compiled(native.SOURCES / f"{name}.cpp", {}, "generic").exists()
     others = {"block_sparse", "block_sparse_ort", "states8", "row_program"}
     others |= {"loss_rows", "recurrence", "fp32_attention"}
     assert {path.stem for path in native.SOURCES.glob("*.cpp")} == CHOSEN | others | OF_X86

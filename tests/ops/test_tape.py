@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from effcompile.ops import int8_codes, tape
+from effcompile.ops import int8_codes, rows_native, tape
 from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
-from effcompile.ops.rows_held import HeldNorm
-from effcompile.ops.tape import Columns, Step, Tape
+from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
+from effcompile.ops.tape import Columns, Second, Step, Tape
 
 WIDTH, HEADS = 32, 4
 
@@ -48,12 +49,17 @@ def layers(count: int, *, kept: bool = False) -> tuple[list[Step], list[int]]:
 
 def by_torch(steps: list[Step], results: list[int], *inputs: Tensor) -> list[Tensor]:
     """Each as a plain function."""
-    values = list(inputs)
+    values, seconds = list(inputs), list[Tensor]()
     for step in steps:
+        if step.does is Second:
+            values.append(seconds.pop())
+            continue
         read = [values[at] for at in step.reads if at is not None]
         does = step.does
         columns = isinstance(does, Columns)
-        values.append(read[0].narrow(-1, does.start, does.count) if columns else does(*read))  # type: ignore
+        made: Any = read[0].narrow(-1, does.start, does.count) if columns else does(*read)  # type: ignore
+        values.append(made if isinstance(made, Tensor) else made[0])
+        seconds += [] if isinstance(made, Tensor) else made[1:]
     return [values[at] for at in results]
 
 
@@ -120,3 +126,43 @@ def test_norms() -> None:
     for x in (torch.randn(3, 5, WIDTH), torch.randn(3, WIDTH, 5).mT, torch.randn(0, WIDTH)):
         torch.testing.assert_close(alone(x)[0], held(x))
         torch.testing.assert_close(both(x, x.flip(0))[0], held(x, x.flip(0)))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_decoder_layer(batch: int) -> None:
+    """RMSNorms with their sums, rotations, a causal attention and a gate, over x, cos and sin."""
+    width = WIDTH // HEADS
+    steps = [
+        Step(HeldRmsNorm(torch.randn(WIDTH), 1e-6, pair=False), (0,)),
+        Step(HeldLinear(*linear(3 * WIDTH, WIDTH)), (3,)),
+        *(Step(Columns(at * WIDTH, WIDTH), (4,)) for at in range(3)),
+        Step(HeldTurn(HEADS, width), (5, 1, 2)),
+        Step(HeldTurn(HEADS, width), (6, 1, 2)),
+        Step(HeldAttention(HEADS, HEADS, width, width, True, None), (8, 9, 7)),
+        Step(HeldLinear(*linear(WIDTH, WIDTH)), (10,)),
+        Step(HeldRmsNorm(torch.randn(WIDTH), 1e-6, pair=True), (0, 11)),
+        Step(Second, (12,)),
+        Step(HeldLinear(*linear(6 * WIDTH, WIDTH)), (12,)),
+        Step(Columns(0, 3 * WIDTH), (14,)),
+        Step(Columns(3 * WIDTH, 3 * WIDTH), (14,)),
+        Step(HeldGate(), (15, 16)),
+        Step(HeldLinear(*linear(WIDTH, 3 * WIDTH)), (17,)),
+    ]
+    run = Tape(steps, 3, [18, 13], [0])
+    for rows in (70, 5, 70):
+        x, cos, sin = torch.randn(batch, rows, WIDTH), *torch.randn(2, 1, rows, width)
+        right = by_torch(steps, [18, 13], x, cos, sin)
+        for found, wanted in zip(run(x, cos, sin), right, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_gates_whose_rows_lie_apart() -> None:
+    both = torch.randn(3, 5, 70)
+    for gate, up in (
+        (both[..., :30], both[..., 40:]),
+        (both[:, :1, :30], both[:, :1, 40:]),
+        (both[..., :35].mT, both[..., 35:].mT),
+        (both[:0, :, :4], both[:0, :, :4]),
+        (both[..., ::2], both[..., 1::2]),
+    ):
+        torch.testing.assert_close(rows_native.swiglu(gate, up), torch.nn.functional.silu(gate) * up)

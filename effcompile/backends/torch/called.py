@@ -22,7 +22,7 @@ from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
 from effcompile.ops.int8_linear import int8_linear_on_cpu
 from effcompile.ops.int8_mlp import int8_linear_residual_on_cpu, int8_mlp_on_cpu
-from effcompile.ops.rows_held import HeldNorm, HeldRmsNorm
+from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
 from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
@@ -77,6 +77,8 @@ def _held(module: fx.GraphModule) -> fx.GraphModule:
             node.kwargs = {}
         elif node.target in (rows_native.rms_norm, rows_native.rms_norm_alone) and not node.kwargs:
             _hold_rms_norm(module, node)
+        elif node.target is rows_native.swiglu and not node.kwargs:
+            node.target = HeldGate()
     module.graph.eliminate_dead_code()
     return module
 
@@ -115,7 +117,7 @@ def _hold_mlp(
 def _hold_attention(node: fx.Node) -> None:
     """An attention of heads that are views of what linears made, and whose result is seen as they make it."""
     query, key, value, mask, causal, scale = _padded(node.args, 6)
-    sources = [_side_by_side(each) for each in (query, key, value)]
+    sources = [_side_by_side(_unturned(each)) for each in (query, key, value)]
     same = _only_user(node, aten.reshape.default)
     result = node if same is None or _sizes(same) != _sizes(node) else same
     turned = _only_user(result, aten.transpose.int)
@@ -127,10 +129,27 @@ def _hold_attention(node: fx.Node) -> None:
     (q, heads, width), (k, groups, _), (v, _, wide) = found
     batch, _, rows, _ = _sizes(node)
     if _sizes(joined) == (batch, rows, str(heads * wide)):
-        q, factor = _unscaled(q)
+        q, factor = _unscaled(q) if query is _unturned(query) else (q, 1.0)
+        q, k = _turned(query, q, heads, width), _turned(key, k, groups, width)
         whole = factor * (width**-0.5 if scale is None else scale)  # type: ignore[operator]
         joined.target = HeldAttention(heads, groups, width, wide, bool(causal), whole)  # type: ignore[arg-type]
         joined.args, joined.kwargs = (q, k, v, mask), {}
+
+
+def _unturned(heads: Argument) -> Argument:
+    """Heads before a rotation that one attention alone reads."""
+    turns = isinstance(heads, fx.Node) and heads.target is rows_native.rotary and len(heads.users) == 1
+    return heads.args[0] if turns and not any(heads.args[3:]) and not heads.kwargs else heads  # type: ignore[union-attr]
+
+
+def _turned(rotation: Argument, source: fx.Node, heads: int, width: int) -> fx.Node:
+    """A rotation of heads as they lie in a value; the value where there is none."""
+    if _unturned(rotation) is rotation:
+        return source
+    assert isinstance(rotation, fx.Node)
+    rotation.target, rotation.args = HeldTurn(heads, width), (source, *rotation.args[1:3])
+    rotation.meta = {**rotation.meta, "val": source.meta["val"]}
+    return rotation
 
 
 def _unscaled(query: fx.Node) -> tuple[fx.Node, float]:

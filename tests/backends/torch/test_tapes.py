@@ -1,0 +1,72 @@
+"""Graphs of real models in 8 bits: their layers are one call, which computes what the operators do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from form_names import forms
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2Model, ViTConfig, ViTModel, WhisperConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from effcompile.backends.torch import TorchEager
+from effcompile.backends.torch.called import Called
+from effcompile.capture import capture
+from effcompile.ops.fp32_attention import HeldAttention
+from effcompile.ops.tape import Tape
+from effcompile.sites.parts import attentions, linears
+
+LAYERS = 2
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    """Weights are transposed, activations written out, rows flattened."""
+    config = GPT2Config(n_layer=LAYERS, n_embd=64, n_head=4, n_positions=80, vocab_size=100)
+    return GPT2Model(config), {"input_ids": torch.randint(0, 100, (2, 70)), "use_cache": False}
+
+
+def vit() -> tuple[nn.Module, dict[str, Any]]:
+    config = ViTConfig(
+        num_hidden_layers=LAYERS, image_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=4
+    )
+    return ViTModel(config), {"pixel_values": torch.randn(2, 3, 96, 96)}
+
+
+def whisper() -> tuple[nn.Module, dict[str, Any]]:
+    """Queries are scaled before their heads are told apart, and the first input has gaps."""
+    config = WhisperConfig(
+        encoder_layers=LAYERS, d_model=64, encoder_attention_heads=4, encoder_ffn_dim=128,
+        max_source_positions=60, num_mel_bins=16,
+    )  # fmt: skip
+    return WhisperEncoder(config), {"input_features": torch.randn(2, 16, 120)}
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("make", [gpt2, vit, whisper])
+def test_its_layers_are_one_call(make: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    model = model.eval()
+    program = capture(model, (), inputs)
+    tags = {site.site: "int8_token" for site in linears(program)}
+    tags |= {site.site: "sdpa_fp32" for site in attentions(program)}
+    lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [program.flat_inputs()])  # type: ignore[arg-type]
+    assert isinstance(lowered._called, Called)
+    tapes = [node.target for node in lowered._called._direct.graph.nodes if isinstance(node.target, Tape)]
+    inside = [sum(isinstance(step.does, HeldAttention) for step in tape._steps) for tape in tapes]
+    assert max(inside) == LAYERS, inside
+    given = program.flat_inputs()
+    before = [each.clone() for each in given]
+    for scale in (1, 2, 1):
+        asked = [each * scale if each.is_floating_point() else each for each in given]
+        with torch.no_grad():
+            wanted, found = lowered.run(*asked)[0], lowered(*asked)[0]
+            original = model(**{**inputs, **dict(zip(inputs, asked, strict=False))})[0]
+        assert error(found, original) < 0.05 and abs(error(found, original) - error(wanted, original)) < 0.01
+    assert all(map(torch.equal, before, given)), "no input was written to"
+    assert all(kept is not None for tape in tapes if len(tape._steps) > 9 for kept in tape._kept.values())
