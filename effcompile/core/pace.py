@@ -32,7 +32,7 @@ class Pace:
 
     def __init__(self, work: Callable[[], object], best: float = math.inf, patience: float = 8.0) -> None:
         self._work, self.best, self.left = work, best, patience
-        self._here = math.inf
+        self._here, self._seen = math.inf, -math.inf
         self.even()
 
     def even(self) -> bool:
@@ -41,12 +41,15 @@ class Pace:
             return True
         seconds = min(self._once() for _ in range(_TIMES))
         self._here, self.best = min(self._here, seconds), min(self.best, seconds)
-        return seconds <= _EVEN * self.best
+        even = seconds <= _EVEN * self.best
+        self._seen = perf_counter() if even else -math.inf
+        return even
 
     def wait(self, lost: float = 0.0) -> float:
         """Until it runs as it can, or patience is at its end; returns the seconds lost, with these before."""
         start = perf_counter()
-        while lost < self.left and not self.even():
+        seen = start - self._seen < APART and not lost
+        while not seen and lost < self.left and not self.even():
             sleep(_PAUSE)
             now = perf_counter()
             start, lost = now, lost + now - start

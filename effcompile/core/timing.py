@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 
@@ -59,7 +60,8 @@ def median_seconds(
     deadline = perf_counter() + budget * PATIENCE
     while len(samples) < fewest or (not long and perf_counter() < deadline):
         start = perf_counter()
-        some = _some_samples(fn, repeats, before, 0.0 if pace is None else APART)
+        most = max(1, checked - len(samples)) if settled else math.inf
+        some = _some_samples(fn, repeats, before, 0.0 if pace is None else APART, most)
         if pace is not None and not pace.even():
             deadline += pace.wait(perf_counter() - start)
             continue
@@ -72,12 +74,12 @@ def median_seconds(
 
 
 def _some_samples(
-    fn: Callable[[], object], repeats: int, before: Callable[[], object] | None, seconds: float
+    fn: Callable[[], object], repeats: int, before: Callable[[], object] | None, seconds: float, most: float
 ) -> list[float]:
-    """Those of so many seconds, one at the least."""
+    """Those of so many seconds, one at the least and so many at the most."""
     samples: list[float] = []
     first = perf_counter()
-    while not samples or perf_counter() - first < seconds:
+    while not samples or (len(samples) < most and perf_counter() - first < seconds):
         if before is not None:
             before()
         start = perf_counter()

@@ -4,16 +4,14 @@ measured yet.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
 
-from effcompile.core import timing
 from effcompile.core.pace import Pace, at_pace
 from effcompile.machine.calibration import BackendPoints, Calibration, Measure, measured, versions_of
 from effcompile.machine.cold import reads_weights
-from effcompile.machine.hardware import DeviceRates, small_product
+from effcompile.machine.hardware import DeviceRates
 from effcompile.machine.load import busy
 from effcompile.machine.target import KernelCall, Target
 
@@ -24,16 +22,18 @@ def this_machine(
     *,
     budget_seconds: float = 20.0,
     priced_as: PricedAs = lambda backend, call: backend,
+    pace: Pace | None = None,
 ) -> Target:
     """A Target with the calibration's laws, and a probe for shapes that were not measured.
 
     The probe times a (backend, kernel, shape) once and appends it to `calibration` (absence too), which
     becomes `dirty`: save it with `save_if_dirty` at the end. When a backend's `budget_seconds` are used up
     it falls back to the Law, but a shape that is far from all that were measured is always measured, as there
-    is nothing to fall back to. What is `priced_as` another backend's is timed and kept as that one's.
+    is nothing to fall back to. What is `priced_as` another backend's is timed and kept as that one's. At a
+    `pace`: see core/pace.py.
     """
     prober, machine, rates = (
-        _Prober(calibration, measures, budget_seconds, priced_as),
+        _Prober(calibration, measures, budget_seconds, priced_as, pace),
         calibration.machine,
         calibration.device,
     )
@@ -100,8 +100,6 @@ def _on_gpu(host: Target, calibration: Calibration, rates: DeviceRates) -> Targe
     )
 
 
-#: Seconds that a plan's timings may wait, in all, for others who use the machine.
-_WAITED = 6.0
 #: Seconds of timing between two looks at who else uses the machine.
 _LOOK_AGAIN = 3.0
 
@@ -156,6 +154,7 @@ class _Prober:
         measures: Mapping[str, Measure],
         budget_seconds: float,
         priced_as: PricedAs,
+        pace: Pace | None,
     ) -> None:
         self.calibration, self.measures = calibration, measures
         self.priced_as, self.looked = priced_as, -_LOOK_AGAIN
@@ -163,7 +162,7 @@ class _Prober:
         self.left = dict.fromkeys(measures, budget_seconds)
         # those that were taken twice
         self.confirmed = set[KernelCall]()
-        self.pace: Pace | None = None
+        self.pace = pace
 
     def _busy(self) -> str:
         """Whether others use the machine now, looked at every few seconds."""
@@ -199,19 +198,9 @@ class _Prober:
         return seconds
 
     def _timed(self, points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
-        if self.calibration.device is not None:  # a clock of its own
-            return measured(points, measure, call)
-        part, times = part_of(call)
-        with at_pace(pace := self._pace()):
-            seconds = measured(points, lambda _: _times(measure(part), times, points.overhead), call)
-        self.calibration.pace = pace.best
-        return seconds
-
-    def _pace(self) -> Pace:
-        if self.pace is None:
-            best, patience = self.calibration.pace or math.inf, _WAITED * timing.PATIENCE
-            self.pace = Pace(small_product(), best, patience)
-        return self.pace
+        part, times = part_of(call) if self.calibration.device is None else (call, 1.0)
+        with at_pace(self.pace):
+            return measured(points, lambda _: _times(measure(part), times, points.overhead), call)
 
     def _agreed(self, points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
         """Seconds of a call, which are kept for good: where they contradict those of the nearest one, the

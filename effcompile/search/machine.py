@@ -4,6 +4,7 @@ needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +16,16 @@ from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend
 from effcompile.backends.torch.measure import measure as torch_measure
 from effcompile.backends.torch.measure import priced_as
+from effcompile.core import timing
 from effcompile.core.errors import UsageError
+from effcompile.core.pace import Pace
 from effcompile.core.reasons import Reason
 from effcompile.machine import busy_points, memory
 from effcompile.machine import calibration as store
 from effcompile.machine.accelerator import device_rates, this_accelerator
 from effcompile.machine.calibration import Calibration
 from effcompile.machine.cold import forget
-from effcompile.machine.hardware import Accelerator
+from effcompile.machine.hardware import Accelerator, small_product
 from effcompile.machine.here import this_machine
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import KernelCall, Target
@@ -43,15 +46,20 @@ _PLACES = ("cpu", "cuda", "meta")
 #: Seconds that one plan may spend on timing a backend's kernels that it has no measurement of; further ones
 #: are interpolated.
 PROBE_SECONDS = 25.0
+#: Seconds that its timings may wait in all for others who use the machine.
+_WAITED = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A target, and for this machine the store where new timings go."""
+    """A target, and for this machine the store where new timings go, and the pace that they are held
+    against.
+    """
 
     target: Target
     calibration: Calibration | None = None
     notes: tuple[Reason, ...] = ()
+    pace: Pace | None = None
 
     @property
     def here(self) -> bool:
@@ -77,12 +85,16 @@ class Machine:
         for backend in backends:
             self.distrust(backend.name)
         measures = _measures(backends, self.calibration.machine.device)
-        fresh = this_machine(self.calibration, measures, budget_seconds=PROBE_SECONDS, priced_as=priced_as)
+        fresh = this_machine(
+            self.calibration, measures, budget_seconds=PROBE_SECONDS, priced_as=priced_as, pace=self.pace
+        )
         return replace(self, target=fresh)
 
     def keep_timings(self) -> tuple[Reason, ...]:
         """Save what was measured since; returns a note where it could not be."""
         forget()
+        if self.calibration is not None and self.pace is not None:
+            self.calibration.pace = self.pace.best
         note = store.save_if_dirty(self.calibration) if self.calibration is not None else None
         return (note,) if note else ()
 
@@ -133,7 +145,10 @@ def _here(backends: Iterable[Backend], device: Accelerator | None) -> Machine:
         )
     notes = tuple(said for said in (note, busy_points.without_busy(calibration)) if said)
     measures = _measures(backends, device)
-    here = this_machine(calibration, measures, budget_seconds=PROBE_SECONDS, priced_as=priced_as)
+    pace = None  # a GPU has a clock of its own
+    if device is None:
+        pace = Pace(small_product(), calibration.pace or math.inf, _WAITED * timing.PATIENCE)
+    here = this_machine(calibration, measures, budget_seconds=PROBE_SECONDS, priced_as=priced_as, pace=pace)
     if device is not None:  # others may use it, too
         here = replace(
             here,
@@ -141,7 +156,7 @@ def _here(backends: Iterable[Backend], device: Accelerator | None) -> Machine:
                 here.memory_bytes, (memory.free_bytes("cuda") or 0) + torch.cuda.memory_allocated()
             ),
         )
-    return Machine(target=here, calibration=calibration, notes=notes)
+    return Machine(target=here, calibration=calibration, notes=notes, pace=pace)
 
 
 def calibrate(*, quick: bool = False, progress: Progress = QUIET) -> Path:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from effcompile.core.goal import Goal
+from effcompile.core.pace import Pace, at_pace
 from effcompile.core.reasons import Reason
 from effcompile.core.types import Value
 from effcompile.estimate import operators
@@ -41,7 +42,7 @@ class OperatorCosts:
         known: operator → what was measured. store: of this machine, where it is kept.
         modelled: operators that had to be modelled.
         doubted: operators whose seconds are measured again when they are asked for.
-        progress: is told what is being measured.
+        progress: is told what is being measured. pace: that timings are held against.
         traced: graphs of steps, which do not change, → their storages.
     """
 
@@ -52,6 +53,7 @@ class OperatorCosts:
     modelled: set[str] = field(default_factory=set)
     doubted: set[str] = field(default_factory=set)
     progress: Progress = QUIET
+    pace: Pace | None = None
     traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,11 +81,9 @@ class OperatorCosts:
         asked = {operators.key(node): node for node in nodes if node.op == "call_function"}
         before = {key: self.known.pop(key) for key in self.doubted & asked.keys() & self.known.keys()}
         todo = [key for key in asked if key not in self.known]
-        operators.measure(
-            asked.values(),
-            self.known,
-            progress=lambda done, of: self.progress.update("measure operators", done, of),
-        )
+        tell = lambda done, of: self.progress.update("measure operators", done, of)  # noqa: E731
+        with at_pace(self.pace):
+            operators.measure(asked.values(), self.known, progress=tell)
         self.known.update({key: self.known.get(key, was).with_bytes_of(was) for key, was in before.items()})
         self.doubted -= before.keys()
         timed = [key for key in todo if key in self.known]

@@ -235,6 +235,7 @@ def make_work(task: Task) -> Work:
             known=known,
             store=machine.calibration,
             progress=asked.progress,
+            pace=machine.pace,
         ),
     )
 
