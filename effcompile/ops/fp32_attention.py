@@ -32,7 +32,7 @@ from effcompile.ops.instruction_sets import (
     whose,
     why_torch,
 )
-from effcompile.ops.tape import Result, Scratch, Told, Value
+from effcompile.ops.tape import KernelTold, Made, TapeValue, Scratch
 
 __all__ = ["by_torch", "fallback_reason", "fp32_attention", "isas", "told", "workspace_bytes"]
 
@@ -223,8 +223,8 @@ class HeldAttention:
         return made.transpose(1, 2).flatten(2)
 
     def told(
-        self, threads: int, query: Value, key: Value, value: Value, mask: Value | None = None
-    ) -> Told | None:
+        self, threads: int, query: TapeValue, key: TapeValue, value: TapeValue, mask: TapeValue | None = None
+    ) -> KernelTold | None:
         kernel, given = kernels(), (query, key, value)
         apart = [_apart(each, *heads) for each, heads in zip(given, self._heads, strict=True)]
         if isinstance(kernel, str) or any(each.dtype is not torch.float32 for each in given):
@@ -235,22 +235,22 @@ class HeldAttention:
             return None
         number = told[5] ** -0.5 if self._scale is None else self._scale
         arguments = (
-            *given, mask, Result, ctypes.addressof(told), ctypes.addressof(strides),
+            *given, mask, Made, ctypes.addressof(told), ctypes.addressof(strides),
             0 if mask is None else _MASKS[mask.dtype], int(self._causal), Scratch(), threads,
         )  # fmt: skip
-        return Told(
+        return KernelTold(
             kind=tape.ATTENTION, function=kernel.call, arguments=arguments, number=number,
             shape=(told[0], told[3], told[1] * told[6]), scratch=kernel.room(told), keeps=(told, strides),
         )  # fmt: skip
 
 
-def _apart(value: Value, heads: int, width: int) -> tuple[Shape, Shape]:
+def _apart(value: TapeValue, heads: int, width: int) -> tuple[Shape, Shape]:
     """Shape and strides of heads (B, H, S, D) in a value (B, S, H·D)."""
     (batch, rows, _), (of_batch, of_row, of_column) = value.shape, value.strides
     return (batch, heads, rows, width), (of_batch, width * of_column, of_row, of_column)
 
 
-def _read_as(mask: Value, told: ctypes.Array[ctypes.c_int64]) -> ctypes.Array[ctypes.c_int64] | None:
+def _read_as(mask: TapeValue, told: ctypes.Array[ctypes.c_int64]) -> ctypes.Array[ctypes.c_int64] | None:
     """The strides of a mask (B or 1, H or 1, S or 1, K) that the kernel reads as it lies: keys side by side,
     or bools that are one for all keys. None of another.
     """

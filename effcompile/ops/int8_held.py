@@ -12,7 +12,7 @@ from torch import Tensor
 from effcompile.ops import int8_codes, int8_mlp, int8_native, tape
 from effcompile.ops.int8_linear import fits, int8_linear_on_cpu
 from effcompile.ops.int8_mlp import Linear, address
-from effcompile.ops.tape import Argument, Result, Scratch, Told, Value
+from effcompile.ops.tape import Argument, KernelTold, Made, TapeValue, Scratch
 
 
 class HeldLinear:
@@ -29,7 +29,7 @@ class HeldLinear:
         """(..., N), for x (..., K)."""
         return int8_linear_on_cpu(x, *self._linear, self._after)
 
-    def told(self, threads: int, x: Value) -> Told | None:
+    def told(self, threads: int, x: TapeValue) -> KernelTold | None:
         kernels, n = int8_native.kernels(), int(self._linear[1].shape[0])
         rows, k = math.prod(x.shape[:-1]), x.shape[-1]
         if isinstance(kernels, str) or not (rows and x.dense and _fits(k, self._linear)):
@@ -37,10 +37,10 @@ class HeldLinear:
         room = kernels.room_of(rows, k)
         codes, scales, sums = map(Scratch, room.addresses(0))
         arguments = (
-            x, k, rows, k, *_addresses(self._linear), n, int8_codes.AFTER.index(self._after), Result,
+            x, k, rows, k, *_addresses(self._linear), n, int8_codes.AFTER.index(self._after), Made,
             codes, scales, sums, kernels.chunk(room), threads,
         )  # fmt: skip
-        return Told(
+        return KernelTold(
             kind=tape.LINEAR, function=kernels.call, arguments=arguments, shape=(*x.shape[:-1], n),
             scratch=room.nbytes,
         )  # fmt: skip
@@ -64,7 +64,7 @@ class HeldMlp:
         """(..., N), for x (..., K) and a residual (..., N)."""
         return int8_mlp.run(x, self._first, self._after, self._last, (residual, *self._norm))
 
-    def told(self, threads: int, x: Value, residual: Value | None = None) -> Told | None:
+    def told(self, threads: int, x: TapeValue, residual: TapeValue | None = None) -> KernelTold | None:
         kernels, n = int8_mlp.kernels(), int(self._last[1].shape[0])
         rows, k, shape = math.prod(x.shape[:-1]), x.shape[-1], (*x.shape[:-1], n)
         if isinstance(kernels, str) or not (int8_mlp.pays(rows) and x.dense and self._fits(k, n)):
@@ -75,9 +75,9 @@ class HeldMlp:
         arguments = (
             x, k, rows, k, *_addresses(self._first), between, int8_codes.AFTER.index(self._after),
             *_addresses(self._last), n, residual, int(eps is not None), address(weight), address(bias),
-            Result, Scratch(), kernels.at_once(rows, between), threads,
+            Made, Scratch(), kernels.at_once(rows, between), threads,
         )  # fmt: skip
-        return Told(
+        return KernelTold(
             kind=tape.MLP, function=kernels.call, arguments=arguments, shape=shape,
             scratch=kernels.room(rows, k, between), number=eps or 0.0,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from effcompile.ops import rows_native, tape
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.int8_mlp import address
-from effcompile.ops.tape import Result, Second, Told, Value
+from effcompile.ops.tape import KernelTold, Made, TapeValue, Second
 
 _STRIDES = ctypes.c_int64 * 3
 
@@ -30,16 +30,16 @@ class HeldNorm:
             return torch.layer_norm(x, x.shape[-1:], self._weight, self._bias, self._eps)
         return add_layer_norm_on_cpu(x, residual, self._weight, self._bias, self._eps)
 
-    def told(self, threads: int, x: Value, residual: Value | None = None) -> Told | None:
+    def told(self, threads: int, x: TapeValue, residual: TapeValue | None = None) -> KernelTold | None:
         kernels, n = rows_native.kernels(), x.shape[-1]
         alike = x.dense and (residual is None or (residual.dense and residual.shape == x.shape))
         if isinstance(kernels, str) or not alike or not self._fits(n):
             return None
         rows = math.prod(x.shape[:-1])
         arguments = (
-            x, residual, address(self._weight), address(self._bias), rows, n, Result, threads,
+            x, residual, address(self._weight), address(self._bias), rows, n, Made, threads,
         )  # fmt: skip
-        return Told(
+        return KernelTold(
             kind=tape.LAYER_NORM, function=kernels.layer_norm, arguments=arguments, shape=x.shape,
             number=self._eps,
         )  # fmt: skip
@@ -65,14 +65,14 @@ class HeldRmsNorm:
             return rows_native.rms_norm(x, residual, self._weight, self._eps)
         return rows_native.rms_norm_alone(x, self._weight, self._eps)
 
-    def told(self, threads: int, x: Value, residual: Value | None = None) -> Told | None:
+    def told(self, threads: int, x: TapeValue, residual: TapeValue | None = None) -> KernelTold | None:
         kernels, n = rows_native.kernels(), x.shape[-1]
         alike = x.dense and (residual is None or (residual.dense and residual.shape == x.shape))
         if isinstance(kernels, str) or not alike or not _is_row(self._weight, n):
             return None
         rows, second = math.prod(x.shape[:-1]), Second if self.pair else None
-        arguments = (x, residual, self._weight.data_ptr(), rows, n, Result, second, threads)
-        return Told(
+        arguments = (x, residual, self._weight.data_ptr(), rows, n, Made, second, threads)
+        return KernelTold(
             kind=tape.RMS_NORM, function=kernels.norm, arguments=arguments, shape=x.shape,
             second=x.shape if self.pair else None, number=self._eps,
         )  # fmt: skip
@@ -87,15 +87,15 @@ class HeldGate:
         """(..., N), as gate and up are."""
         return rows_native.swiglu(gate, up)
 
-    def told(self, threads: int, gate: Value, up: Value) -> Told | None:
+    def told(self, threads: int, gate: TapeValue, up: TapeValue) -> KernelTold | None:
         kernels, given = rows_native.kernels(), (gate, up)
         apart = [rows_native.rows_apart(each.shape, each.strides) for each in given]
         whole = gate.shape == up.shape and all(each.dtype is torch.float32 for each in given)
         if isinstance(kernels, str) or None in apart or not whole:
             return None
         rows, n = math.prod(gate.shape[:-1]), gate.shape[-1]
-        arguments = (gate, apart[0], up, apart[1], rows, n, Result, threads)
-        return Told(kind=tape.GATE, function=kernels.gate, arguments=arguments, shape=gate.shape)
+        arguments = (gate, apart[0], up, apart[1], rows, n, Made, threads)
+        return KernelTold(kind=tape.GATE, function=kernels.gate, arguments=arguments, shape=gate.shape)
 
 
 class HeldTurn:
@@ -111,7 +111,7 @@ class HeldTurn:
         heads = x.unflatten(-1, (self._heads, self._width)).transpose(1, 2)
         return rows_native.rotary(heads, cos, sin).transpose(1, 2).flatten(2)
 
-    def told(self, threads: int, x: Value, cos: Value, sin: Value) -> Told | None:
+    def told(self, threads: int, x: TapeValue, cos: TapeValue, sin: TapeValue) -> KernelTold | None:
         kernels, width = rows_native.kernels(), self._width
         if len(x.shape) != 3 or x.strides[2] != 1 or x.dtype is not torch.float32 or width % 2:
             return None
@@ -123,8 +123,8 @@ class HeldTurn:
         of_y = _STRIDES(rows * columns, width, columns)
         arguments = (
             x, cos, sin, batch, self._heads, rows, width // 2, ctypes.addressof(of_x), ctypes.addressof(of_y),
-            0 if cos.shape[0] == 1 else rows * width, Result, threads,
+            0 if cos.shape[0] == 1 else rows * width, Made, threads,
         )  # fmt: skip
-        return Told(
+        return KernelTold(
             kind=tape.TURN, function=kernels.turn, arguments=arguments, shape=x.shape, keeps=(of_x, of_y)
         )

@@ -37,7 +37,7 @@ _SHAPES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TapeValue:
     """A tensor that need not be there yet: bytes from the beginning of a memory, and what lies there."""
 
     memory: int
@@ -57,10 +57,10 @@ class Value:
         """Of a dense one."""
         return 4 * math.prod(self.shape)
 
-    def columns(self, start: int, count: int) -> Value:
+    def columns(self, start: int, count: int) -> TapeValue:
         """Some of them, as a view."""
         shape, offset = (*self.shape[:-1], count), self.offset + 4 * start * self.strides[-1]
-        return Value(self.memory, offset, shape, self.strides, self.dtype)
+        return TapeValue(self.memory, offset, shape, self.strides, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Scratch:
     offset: int = 0
 
 
-class Result:
+class Made:
     """The address of what it makes."""
 
 
@@ -79,11 +79,11 @@ class Second:
 
 
 #: What a kernel is told: a number, an address of what stays, nothing, or an address that is there later.
-Argument = int | Value | Scratch | type[Result] | type[Second] | None
+Argument = int | TapeValue | Scratch | type[Made] | type[Second] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class KernelTold:
     """A call of a kernel.
 
     Attributes:
@@ -102,9 +102,9 @@ class Told:
     keeps: tuple[object, ...] = ()
 
 
-class Held(Protocol):
+class HeldOperator(Protocol):
     """An operator with its weights: called as a function of tensors, some of which may be None, or told, for
-    the threads and the Values that it reads, what its kernel is; None where no kernel takes them.
+    the threads and the values that it reads, what its kernel is; None where no kernel takes them.
 
     `pair`: it makes two things, the first of which is its own, the other a step (Second).
     """
@@ -115,7 +115,7 @@ class Held(Protocol):
     def __call__(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]: ...
 
     @property
-    def told(self) -> Callable[..., Told | None]: ...
+    def told(self) -> Callable[..., KernelTold | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +127,12 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TapeStep:
     """An operator, a view of one value or the second of two, and the numbers of what it reads; None where
     there is none.
     """
 
-    does: Held | Columns | type[Second]
+    does: HeldOperator | Columns | type[Second]
     reads: tuple[int | None, ...]
 
 
@@ -186,7 +186,7 @@ class Tape:
     """Steps over values: the inputs, then what each step makes."""
 
     def __init__(
-        self, steps: Sequence[Step], inputs: int, results: Sequence[int], given_up: Sequence[int] = ()
+        self, steps: Sequence[TapeStep], inputs: int, results: Sequence[int], given_up: Sequence[int] = ()
     ) -> None:
         """`inputs`: how many; `results`: numbers of the values that a call returns, of operators; `given_up`:
         inputs that nobody reads afterwards, and whose memory nobody else has.
@@ -197,7 +197,7 @@ class Tape:
         self._last = self._last_reads()
         self._whole = sum(not isinstance(step.does, Columns | type) for step in self._steps) > 1
         self._kept: dict[object, _Kept | None] = {}
-        self._parts: dict[Step, Tape] = {}
+        self._parts: dict[TapeStep, Tape] = {}
         self.__name__ = "tape"
 
     def __deepcopy__(self, memo: object) -> Tape:
@@ -235,7 +235,7 @@ class Tape:
                 values[at] = None
         return [value for at in self._results if (value := values[at]) is not None]
 
-    def _made_by(self, step: Step, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def _made_by(self, step: TapeStep, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
         does, read = step.does, [each for each in given if each is not None]
         if isinstance(does, Columns):
             return [read[0].narrow(-1, does.start, does.count)]
@@ -246,13 +246,15 @@ class Tape:
         made = does(*(None if at is None else next(left) for at in step.reads))
         return [made] if isinstance(made, Tensor) else made
 
-    def _alone(self, step: Step, does: Held) -> Tape:
+    def _alone(self, step: TapeStep, does: HeldOperator) -> Tape:
         if step not in self._parts:
             places = accumulate(at is not None for at in step.reads)
             reads = tuple(None if at is None else n - 1 for at, n in zip(step.reads, places, strict=True))
             count = len(reads) - reads.count(None)
-            second = [Step(Second, (count,))] * does.pair
-            self._parts[step] = Tape([Step(does, reads), *second], count, range(count, count + 1 + does.pair))
+            second = [TapeStep(Second, (count,))] * does.pair
+            self._parts[step] = Tape(
+                [TapeStep(does, reads), *second], count, range(count, count + 1 + does.pair)
+            )
         return self._parts[step]
 
     def _last_reads(self) -> list[int]:
@@ -266,13 +268,15 @@ class Tape:
             last[at] = len(numbers)
         return last
 
-    def _numbered(self) -> list[tuple[int, Step]]:
+    def _numbered(self) -> list[tuple[int, TapeStep]]:
         return list(enumerate(self._steps, self._inputs))
 
     def _told(self, key: object, threads: int, inputs: Sequence[Tensor]) -> _Kept | None:
         if len(self._kept) >= _SHAPES:
             self._kept.clear()
-        given = [Value(at, 0, tuple(each.shape), each.stride(), each.dtype) for at, each in enumerate(inputs)]
+        given = [
+            TapeValue(at, 0, tuple(each.shape), each.stride(), each.dtype) for at, each in enumerate(inputs)
+        ]
         gaps = frozenset(at for at in self._given_up if not given[at].dense)
         kept = None if any(each.is_cuda for each in inputs) else self._laid_out(threads, given)
         if kept is None and gaps:
@@ -285,12 +289,12 @@ class Tape:
         self._kept[key] = kept
         return kept
 
-    def _laid_out(self, threads: int, inputs: Sequence[Value]) -> _Kept | None:
+    def _laid_out(self, threads: int, inputs: Sequence[TapeValue]) -> _Kept | None:
         """What the kernels are told for these; None where one of them does not take what it gets, or where
         places take more than the tensors.
         """
         values = list(inputs)
-        calls = dict[int, Told]()
+        calls = dict[int, KernelTold]()
         for number, step in self._numbered():
             read = [None if at is None else values[at] for at in step.reads]
             if isinstance(step.does, Columns):
@@ -300,14 +304,14 @@ class Tape:
             if isinstance(step.does, type):
                 second = calls[read[0].memory].second if read[0] is not None else None
                 assert second is not None, "it is of an operator that makes two"
-                values.append(Value(number, 0, second, dense_strides(second)))
+                values.append(TapeValue(number, 0, second, dense_strides(second)))
                 continue
             told = step.does.told(threads, *read)
             if told is None or 0 in told.shape:
                 return None
             calls[number] = told
             # a memory of its own, by the number of the value: its place is found below
-            values.append(Value(number, 0, told.shape, dense_strides(told.shape)))
+            values.append(TapeValue(number, 0, told.shape, dense_strides(told.shape)))
         lives = self._lives(values, calls)
         fixed = self._fixed(lives)
         rooms = places_for(lives, fixed, self._inputs + len(self._results))
@@ -332,7 +336,7 @@ class Tape:
             if step.does is Second and step.reads[0] is not None
         }
 
-    def _lives(self, values: Sequence[Value], calls: dict[int, Told]) -> dict[int, Life]:
+    def _lives(self, values: Sequence[TapeValue], calls: dict[int, KernelTold]) -> dict[int, Life]:
         """Of what operators make, of their scratch (by a number below 0), and of inputs that are given up."""
         lives = {at: Life(values[at].nbytes, at, self._last[at]) for at in calls}
         lives |= {-at: Life(told.scratch, at, at) for at, told in calls.items() if told.scratch}
@@ -357,7 +361,7 @@ class Tape:
         return fixed
 
 
-def _packed(told: Told, number: int, second: int, places: Places) -> _Call:
+def _packed(told: KernelTold, number: int, second: int, places: Places) -> _Call:
     """As tape.cpp reads it."""
     call = _Call(function=ctypes.cast(told.function, POINTER).value, kind=told.kind, number=told.number)
     for at, argument in enumerate(told.arguments):
@@ -372,10 +376,10 @@ def _packed(told: Told, number: int, second: int, places: Places) -> _Call:
 
 
 def _address(
-    argument: Value | Scratch | type[Result] | type[Second], number: int, second: int, places: Places
+    argument: TapeValue | Scratch | type[Made] | type[Second], number: int, second: int, places: Places
 ) -> tuple[int, int]:
     """Its memory, and bytes from its beginning."""
-    if isinstance(argument, Value | Scratch):
-        memory, start = places[argument.memory if isinstance(argument, Value) else -number]
+    if isinstance(argument, TapeValue | Scratch):
+        memory, start = places[argument.memory if isinstance(argument, TapeValue) else -number]
         return memory, start + argument.offset
-    return places[number if argument is Result else second]
+    return places[number if argument is Made else second]

@@ -25,7 +25,7 @@ from effcompile.ops.fp32_attention import (
     isas,
     told,
 )
-from effcompile.ops.tape import Step, Tape
+from effcompile.ops.tape import Tape, TapeStep
 from effcompile.ops.workspace import workspace_bytes
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=2e-6)
@@ -258,7 +258,7 @@ class TestWhichKernel:
 
 def test_heads_that_lie_side_by_side_are_read_so() -> None:
     held = HeldAttention(6, 2, 16, 8, False, 0.3)
-    alone, hidden = Tape([Step(held, (0, 1, 2))], 3, [3]), Tape([Step(held, (0, 1, 2, 3))], 4, [4])
+    alone, hidden = Tape([TapeStep(held, (0, 1, 2))], 3, [3]), Tape([TapeStep(held, (0, 1, 2, 3))], 4, [4])
     for batch, rows in ((2, 9), (2, 9), (1, 30), (2, 9)):
         given = torch.randn(batch, rows, 200)
         parts = given[..., :96], given[..., 100:132], given[..., 140:156]

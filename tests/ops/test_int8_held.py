@@ -13,7 +13,7 @@ from effcompile.ops import int8_codes
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
-from effcompile.ops.tape import Held, Step, Tape
+from effcompile.ops.tape import HeldOperator, Tape, TapeStep
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 
@@ -25,9 +25,9 @@ def linear(n: int, k: int, seed: int, *, biased: bool = True) -> Linear:
     return int8_codes.pack(codes), torch.rand(n, generator=drawn) / 500, bias
 
 
-def called(held: Held, behind: bool = False) -> Tape:
+def called(held: HeldOperator, behind: bool = False) -> Tape:
     """It alone; `behind`: with a residual."""
-    return Tape([Step(held, (0, 1) if behind else (0,))], 1 + behind, [1 + behind])
+    return Tape([TapeStep(held, (0, 1) if behind else (0,))], 1 + behind, [1 + behind])
 
 
 def inputs(*shape: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from effcompile.ops import int8_codes, rows_native, tape
 from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
 from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
-from effcompile.ops.tape import Columns, Second, Step, Tape
+from effcompile.ops.tape import Columns, Second, Tape, TapeStep
 
 WIDTH, HEADS = 32, 4
 
@@ -27,12 +27,12 @@ def norm() -> tuple[Tensor, Tensor, float]:
     return torch.randn(WIDTH), torch.randn(WIDTH), 1e-5
 
 
-def layers(count: int, *, kept: bool = False) -> tuple[list[Step], list[int]]:
+def layers(count: int, *, kept: bool = False) -> tuple[list[TapeStep], list[int]]:
     """Of an encoder with merged q, k, v, over x and a mask, and its results: `kept`: of each layer."""
-    steps, x, results = list[Step](), 0, list[int]()
+    steps, x, results = list[TapeStep](), 0, list[int]()
 
     def put(does: object, *reads: int) -> int:
-        steps.append(Step(does, reads))  # type: ignore[arg-type]
+        steps.append(TapeStep(does, reads))  # type: ignore[arg-type]
         return 1 + len(steps)
 
     for _ in range(count):
@@ -47,7 +47,7 @@ def layers(count: int, *, kept: bool = False) -> tuple[list[Step], list[int]]:
     return steps, results if kept else results[-1:]
 
 
-def by_torch(steps: list[Step], results: list[int], *inputs: Tensor) -> list[Tensor]:
+def by_torch(steps: list[TapeStep], results: list[int], *inputs: Tensor) -> list[Tensor]:
     """Each as a plain function."""
     values, seconds = list(inputs), list[Tensor]()
     for step in steps:
@@ -122,7 +122,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_norms() -> None:
     held = HeldNorm(*norm())
-    alone, both = Tape([Step(held, (0,))], 1, [1]), Tape([Step(held, (0, 1))], 2, [2])
+    alone, both = Tape([TapeStep(held, (0,))], 1, [1]), Tape([TapeStep(held, (0, 1))], 2, [2])
     for x in (torch.randn(3, 5, WIDTH), torch.randn(3, WIDTH, 5).mT, torch.randn(0, WIDTH)):
         torch.testing.assert_close(alone(x)[0], held(x))
         torch.testing.assert_close(both(x, x.flip(0))[0], held(x, x.flip(0)))
@@ -133,20 +133,20 @@ def test_a_decoder_layer(batch: int) -> None:
     """RMSNorms with their sums, rotations, a causal attention and a gate, over x, cos and sin."""
     width = WIDTH // HEADS
     steps = [
-        Step(HeldRmsNorm(torch.randn(WIDTH), 1e-6, pair=False), (0,)),
-        Step(HeldLinear(*linear(3 * WIDTH, WIDTH)), (3,)),
-        *(Step(Columns(at * WIDTH, WIDTH), (4,)) for at in range(3)),
-        Step(HeldTurn(HEADS, width), (5, 1, 2)),
-        Step(HeldTurn(HEADS, width), (6, 1, 2)),
-        Step(HeldAttention(HEADS, HEADS, width, width, True, None), (8, 9, 7)),
-        Step(HeldLinear(*linear(WIDTH, WIDTH)), (10,)),
-        Step(HeldRmsNorm(torch.randn(WIDTH), 1e-6, pair=True), (0, 11)),
-        Step(Second, (12,)),
-        Step(HeldLinear(*linear(6 * WIDTH, WIDTH)), (12,)),
-        Step(Columns(0, 3 * WIDTH), (14,)),
-        Step(Columns(3 * WIDTH, 3 * WIDTH), (14,)),
-        Step(HeldGate(), (15, 16)),
-        Step(HeldLinear(*linear(WIDTH, 3 * WIDTH)), (17,)),
+        TapeStep(HeldRmsNorm(torch.randn(WIDTH), 1e-6, pair=False), (0,)),
+        TapeStep(HeldLinear(*linear(3 * WIDTH, WIDTH)), (3,)),
+        *(TapeStep(Columns(at * WIDTH, WIDTH), (4,)) for at in range(3)),
+        TapeStep(HeldTurn(HEADS, width), (5, 1, 2)),
+        TapeStep(HeldTurn(HEADS, width), (6, 1, 2)),
+        TapeStep(HeldAttention(HEADS, HEADS, width, width, True, None), (8, 9, 7)),
+        TapeStep(HeldLinear(*linear(WIDTH, WIDTH)), (10,)),
+        TapeStep(HeldRmsNorm(torch.randn(WIDTH), 1e-6, pair=True), (0, 11)),
+        TapeStep(Second, (12,)),
+        TapeStep(HeldLinear(*linear(6 * WIDTH, WIDTH)), (12,)),
+        TapeStep(Columns(0, 3 * WIDTH), (14,)),
+        TapeStep(Columns(3 * WIDTH, 3 * WIDTH), (14,)),
+        TapeStep(HeldGate(), (15, 16)),
+        TapeStep(HeldLinear(*linear(WIDTH, 3 * WIDTH)), (17,)),
     ]
     run = Tape(steps, 3, [18, 13], [0])
     for rows in (70, 5, 70):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-__all__ = ["Run", "joined", "put_call", "values_read"]
+__all__ = ["NodeRun", "joined", "put_call", "values_read"]
 
 
 def values_read(node: fx.Node) -> list[fx.Node]:
@@ -17,7 +17,7 @@ def values_read(node: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(slots=True)
-class Run:
+class NodeRun:
     """Nodes in order, and the first node outside that reads one of them, directly or not."""
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
@@ -35,15 +35,15 @@ class Run:
 
 
 def joined(
-    graph: fx.Graph, order: dict[fx.Node, int], joins: Callable[[fx.Node, Run], bool]
+    graph: fx.Graph, order: dict[fx.Node, int], joins: Callable[[fx.Node, NodeRun], bool]
 ) -> Iterator[list[fx.Node]]:
     """The nodes of each run, as long as they get; `joins`: whether a node may be in this one."""
-    run = Run()
+    run = NodeRun()
     for node in graph.nodes:
         if joins(node, run):
             if not run.takes(node, order):
                 yield list(run.nodes)
-                run = Run()
+                run = NodeRun()
             if joins(node, run):  # what it follows is still there
                 run.nodes[node] = None
                 continue

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
-from effcompile.backends.torch.joined import Run, joined, put_call, values_read
+from effcompile.backends.torch.joined import NodeRun, joined, put_call, values_read
 from effcompile.backends.torch.plain import PLAIN, on_cpu, replace_by_plain
 from effcompile.backends.torch.region_steps import SHAPES, STEPS, Builder, Told, constant
 from effcompile.ir.program import dtype_of, shape_of
@@ -165,7 +165,7 @@ def _found(
             yield nodes
 
 
-def _row_wise(module: fx.GraphModule, node: fx.Node, run: Run) -> bool:
+def _row_wise(module: fx.GraphModule, node: fx.Node, run: NodeRun) -> bool:
     """Whether a node takes each token by itself, and a program has it.
 
     Heads told apart, and results of a norm, follow what is inside.

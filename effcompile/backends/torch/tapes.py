@@ -9,13 +9,13 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from effcompile.backends.torch.joined import Run, joined, put_call, values_read
+from effcompile.backends.torch.joined import NodeRun, joined, put_call, values_read
 from effcompile.ir.program import shape_of
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
 from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
-from effcompile.ops.tape import Columns, Second, Step, Tape
+from effcompile.ops.tape import Columns, Second, Tape, TapeStep
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def with_tapes(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _joins(node: fx.Node, run: Run) -> bool:
+def _joins(node: fx.Node, run: NodeRun) -> bool:
     """Whether it holds its weights, or is a view of columns of what is inside."""
     if node.op != "call_function":
         return False
@@ -77,7 +77,7 @@ def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], order: dict[fx.Node, int
         return not nodes
     inputs = list(dict.fromkeys(each for node in nodes for each in values_read(node) if each not in inside))
     numbers = {node: at for at, node in enumerate(inputs)}
-    steps = list[Step]()
+    steps = list[TapeStep]()
     for node in nodes:
         if node.target in _SPLITS:
             continue
@@ -110,16 +110,16 @@ def _split_of(node: fx.Node) -> fx.Node | None:
     return made_by if isinstance(made_by, fx.Node) and made_by.target in _SPLITS else None
 
 
-def _step(node: fx.Node, numbers: dict[fx.Node, int]) -> Step:
+def _step(node: fx.Node, numbers: dict[fx.Node, int]) -> TapeStep:
     if node.target is operator.getitem and (split := _split_of(node)) is not None:
         part, sizes = node.args[1], _sizes(split)
         assert isinstance(part, int) and sizes is not None, "only such splits join"
         start = [0, *accumulate(sizes)][part]
-        return Step(Columns(start, sizes[part]), (numbers[split.args[0]],))  # type: ignore[index]
+        return TapeStep(Columns(start, sizes[part]), (numbers[split.args[0]],))  # type: ignore[index]
     if node.target is operator.getitem:
-        return Step(Second, (numbers[node.args[0]],))  # type: ignore[index]
+        return TapeStep(Second, (numbers[node.args[0]],))  # type: ignore[index]
     reads = tuple(numbers[each] if isinstance(each, fx.Node) else None for each in node.args)
-    return Step(node.target, reads)  # type: ignore[arg-type]
+    return TapeStep(node.target, reads)  # type: ignore[arg-type]
 
 
 def _is_given_up(node: fx.Node, inside: Collection[fx.Node]) -> bool:
