@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from effcompile.ir.formats import WeightFormat
-from effcompile.ops import group_codes
+from effcompile.ops import group_codes, int13_codes
 
 #: Range of a tensor: (least, greatest).
 Range = tuple[float, float]
@@ -30,9 +30,9 @@ def peak_of(w: torch.Tensor) -> float:
     return max(-low, high)
 
 
-def per_channel(w_nk: torch.Tensor) -> torch.Tensor:
-    """s8 with one scale per row."""
-    scale = _largest(w_nk, 1).div_(127)
+def per_channel(w_nk: torch.Tensor, most: int = 127) -> torch.Tensor:
+    """s8, or codes of another largest magnitude, with one scale per row."""
+    scale = _largest(w_nk, 1).div_(most)
     scale[scale == 0] = 1
     return torch.div(w_nk, scale).round_().mul_(scale)
 
@@ -99,7 +99,7 @@ def weight(w_nk: torch.Tensor, held: WeightFormat, peak: float | None = None) ->
     if held.scale == "tensor":
         return per_tensor(w_nk, peak)
     if held.scale == "channel":
-        return per_channel(w_nk)
+        return per_channel(w_nk, _most(held))
     return bf16(w_nk) if held.bits == 16 else w_nk
 
 
@@ -107,11 +107,15 @@ def activation(x: torch.Tensor, held: WeightFormat, within: Range | None) -> tor
     """What a linear in this format multiplies. `within`: the range that a static one is fixed to."""
     if held.activation == "bf16":
         return bf16(x)
-    if held.activation == "int8 rows":
-        return per_channel(x.reshape(-1, x.shape[-1])).view(x.shape)
+    if held.activation in ("int8 rows", "int13 rows"):
+        return per_channel(x.reshape(-1, x.shape[-1]), _most(held)).view(x.shape)
     if held.activation in ("int8 blocks", "int8 groups"):
         return block_int8(x, held.group)
     return x if held.activation == "as given" else uint8(x, within)
+
+
+def _most(held: WeightFormat) -> int:
+    return int13_codes.MOST if held.activation == "int13 rows" else 127
 
 
 def table_rows(rows: torch.Tensor, held: WeightFormat, within: Range) -> torch.Tensor:

@@ -38,14 +38,15 @@ def _linear(held: WeightFormat) -> KernelSpec:
     fp32.
     """
     whole = held.activation in ("dynamic int8", "static int8", "int8 rows", "int8 groups")
-    dtype = "int8" if whole else "bf16" if held.bits == 16 else "fp32"
+    words = "int13" if held.activation == "int13 rows" else "bf16" if held.bits == 16 else "fp32"
+    dtype = "int8" if whole else words
     activation_bytes = 2.0 if dtype == "bf16" else 4.0
 
     def size(d: Dims) -> float:
         m, k, n = d[:3]
         return held.grouped_by(d[-1]).stored_bytes(n, k) + (m * k + m * n) * activation_bytes
 
-    elsewhere = {"int8 rows": "", "int8 groups": "triton"}.get(held.activation)
+    elsewhere = {"int8 rows": "", "int13 rows": "", "int8 groups": "triton"}.get(held.activation)
     dims = "M K N G" if held.group else "M K N"
     return KernelSpec(dims, dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size, format=held, elsewhere=elsewhere)
 

@@ -32,7 +32,7 @@ from effcompile.ops.instruction_sets import (
     whose,
     why_torch,
 )
-from effcompile.ops.tape import KernelTold, Made, TapeValue, Scratch
+from effcompile.ops.tape import KernelTold, Made, Scratch, TapeValue
 
 __all__ = ["by_torch", "fallback_reason", "fp32_attention", "isas", "told", "workspace_bytes"]
 

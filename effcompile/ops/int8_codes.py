@@ -36,12 +36,14 @@ def unpack(packed: Tensor, n: int, k: int) -> Tensor:
     return tiles.reshape(16 * packed.shape[0], -1)[:n, :k]
 
 
-def row_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes as floats, scales (M, 1)); a row with an infinity or NaN has codes of 0 and the scale NaN."""
+def row_codes(x: Tensor, largest: int = 127) -> tuple[Tensor, Tensor]:
+    """(codes as floats, of magnitudes up to the largest, scales (M, 1)); a row with an infinity or NaN has
+    codes of 0 and the scale NaN.
+    """
     most = x.abs().amax(1, keepdim=True)
     finite, some = most.isfinite(), most > _LEAST
-    inverse = torch.where(finite & some, torch.full_like(most, 127.0) / most, 0.0)
-    scale = torch.where(finite, torch.where(some, most / torch.full_like(most, 127.0), 0.0), torch.nan)
+    inverse = torch.where(finite & some, torch.full_like(most, largest) / most, 0.0)
+    scale = torch.where(finite, torch.where(some, most / torch.full_like(most, largest), 0.0), torch.nan)
     return torch.where(finite, x * inverse, 0.0).round(), scale
 
 

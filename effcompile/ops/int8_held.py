@@ -1,5 +1,5 @@
-"""Linears and MLPs in 8 bits of weights that stay, as steps of a tape (tape.py): what fits of the weights is
-asked once for a shape, and so is what the kernel is told of it.
+"""Linears and MLPs in 8 bits, and linears in 13, of weights that stay, as steps of a tape (tape.py): what
+fits of the weights is asked once for a shape, and so is what the kernel is told of it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import math
 import torch
 from torch import Tensor
 
-from effcompile.ops import int8_codes, int8_mlp, int8_native, tape
+from effcompile.ops import int8_codes, int8_mlp, int8_native, int13_linear, tape
 from effcompile.ops.int8_linear import fits, int8_linear_on_cpu
 from effcompile.ops.int8_mlp import Linear, address
-from effcompile.ops.tape import Argument, KernelTold, Made, TapeValue, Scratch
+from effcompile.ops.tape import Argument, KernelTold, Made, Scratch, TapeValue
 
 
 class HeldLinear:
@@ -30,20 +30,50 @@ class HeldLinear:
         return int8_linear_on_cpu(x, *self._linear, self._after)
 
     def told(self, threads: int, x: TapeValue) -> KernelTold | None:
-        kernels, n = int8_native.kernels(), int(self._linear[1].shape[0])
-        rows, k = math.prod(x.shape[:-1]), x.shape[-1]
-        if isinstance(kernels, str) or not (rows and x.dense and _fits(k, self._linear)):
+        kernels = int8_native.kernels()
+        fitting = not isinstance(kernels, str) and _fits(x.shape[-1], self._linear)
+        return _told(kernels, threads, x, self._linear, self._after) if fitting else None  # type: ignore[arg-type]
+
+
+def _told(
+    kernels: int8_native.ByteKernels | int13_linear.WordKernels, threads: int, x: TapeValue, linear: Linear,
+    after: str,
+) -> KernelTold | None:  # fmt: skip
+    rows, k, n = math.prod(x.shape[:-1]), x.shape[-1], int(linear[1].shape[0])
+    if not rows or not x.dense:
+        return None
+    room = kernels.room_of(rows, k)
+    codes, scales, sums = map(Scratch, room.addresses(0))
+    arguments = (
+        x, k, rows, k, *_addresses(linear), n, int8_codes.AFTER.index(after), Made, codes, scales, sums,
+        kernels.chunk(room), threads,
+    )  # fmt: skip
+    shape = (*x.shape[:-1], n)
+    return KernelTold(
+        kind=tape.LINEAR, function=kernels.call, arguments=arguments, shape=shape, scratch=room.nbytes
+    )
+
+
+class HeldWords:
+    """`int13_linear` of one weight."""
+
+    __name__, pair = "int13_linear", False
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, after: str = "none"
+    ) -> None:
+        self._linear, self._after = (weight, scales, bias), after
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., N), for x (..., K)."""
+        return int13_linear.int13_linear_on_cpu(x, *self._linear, self._after)
+
+    def told(self, threads: int, x: TapeValue) -> KernelTold | None:
+        kernels, k, bias = int13_linear.kernels(), x.shape[-1], self._linear[2]
+        fitting = int13_linear.fits(k, *self._linear) and (bias is None or _is_plain(bias))
+        if isinstance(kernels, str) or not fitting:
             return None
-        room = kernels.room_of(rows, k)
-        codes, scales, sums = map(Scratch, room.addresses(0))
-        arguments = (
-            x, k, rows, k, *_addresses(self._linear), n, int8_codes.AFTER.index(self._after), Made,
-            codes, scales, sums, kernels.chunk(room), threads,
-        )  # fmt: skip
-        return KernelTold(
-            kind=tape.LINEAR, function=kernels.call, arguments=arguments, shape=(*x.shape[:-1], n),
-            scratch=room.nbytes,
-        )  # fmt: skip
+        return _told(kernels, threads, x, self._linear, self._after)
 
 
 class HeldMlp:

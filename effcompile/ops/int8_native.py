@@ -46,7 +46,8 @@ _DEPTHS = {"amx_int8": 64, "neon_i8mm": 8}
 #: before it takes the next rows.
 _CHUNK = 4
 
-_ARGUMENTS = (
+#: Of `int8_linear`, and of what is called alike.
+ARGUMENTS = (
     POINTER,
     *(ARGUMENT,) * 3,
     *(POINTER,) * 3,
@@ -73,6 +74,12 @@ def workspace_bytes(x: Tensor) -> int:
     return found.room(x).nbytes
 
 
+def rows_at_once(room: CodedRows) -> int:
+    """Rows that a core multiplies with all panels of W before it takes the next: as many for each turn."""
+    chunks = max(1, -(-room.rows * room.row_bytes * _CHUNK // l2_bytes()))
+    return max(1, -(-room.rows // chunks))
+
+
 def macros(isa: str) -> dict[str, int]:
     """What `int8_linear.cpp` is compiled with for an instruction set."""
     width, rows, vecs = TILES[isa]
@@ -92,7 +99,7 @@ class ByteKernels:
         found = with_tiles(found) if TILED.get(isa) else found
         self.call, self.narrow = found.int8_linear, found.int8_linear_narrow
         for call in (self.call, self.narrow):
-            call.argtypes, call.restype = _ARGUMENTS, None
+            call.argtypes, call.restype = ARGUMENTS, None
 
     def room(self, x: Tensor) -> CodedRows:
         """Each row is one group, whole reads of it."""
@@ -106,8 +113,7 @@ class ByteKernels:
 
     def chunk(self, room: CodedRows) -> int:
         """Rows that a core multiplies with all of W before it takes the next."""
-        chunks = max(1, -(-room.rows * room.row_bytes * _CHUNK // l2_bytes()))
-        return max(1, -(-room.rows // chunks))
+        return rows_at_once(room)
 
     def linear(
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str, narrow: bool = False

@@ -18,6 +18,7 @@ constexpr float LEAST = 1e-30f;  // numbers without a larger one are 0: the inve
 
 typedef int32_t VI __attribute__((vector_size(W * 4)));
 typedef int8_t VB __attribute__((vector_size(W)));
+typedef int16_t VS __attribute__((vector_size(W * 2)));
 typedef int32_t VILoose __attribute__((vector_size(W * 4), aligned(1), may_alias));
 
 inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -27,8 +28,14 @@ inline void store_ints(void* p, VI v) { *reinterpret_cast<VILoose*>(p) = v; }
 inline V as_floats(VI v) { return __builtin_convertvector(v, V); }
 inline V where(VI mask, V a, V b) { return mask ? a : b; }
 
-// Each lane: sum += four products of unsigned with signed bytes. Exact: no step saturates.
-#if defined(__aarch64__)
+// Each lane: sum += four products of unsigned with signed bytes. Exact: no step saturates. Of codes in words (WORDS): two products of them.
+#if defined(WORDS) && WIDTH == 16
+inline VI dot(VI sum, VI weights, VI codes) { return (VI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)weights, (__m512i)codes); }
+#define SIGNED
+#elif defined(WORDS)
+inline VI dot(VI sum, VI weights, VI codes) { return (VI)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)codes); }
+#define SIGNED
+#elif defined(__aarch64__)
 // Codes of W as signed bytes: ARM multiplies signed bytes by signed ones.
 inline VI lowered(VI weights) { return (VI)((VU)weights ^ 0x80808080u); }
 #ifdef __ARM_FEATURE_DOTPROD
@@ -160,14 +167,27 @@ inline int32_t largest_bits(const float* x, int64_t count) {
     return largest_lane(bits);
 }
 
-// What numbers are multiplied with to be codes, where the largest has these bits: 0 where it is infinite, NaN, or as good as 0. Their scale is
-// NaN in the first two cases, so that results are.
+// What numbers are multiplied with to be codes of at most MOST, where the largest has these bits: 0 where it is infinite, NaN, or as good as 0.
+// Their scale is NaN in the first two cases, so that results are.
+template <int MOST = 127>
 inline float scale_of(int32_t largest_bits, float* scale) {
     float largest;
     std::memcpy(&largest, &largest_bits, 4);
     const bool finite = largest_bits < 0x7f800000, some = finite && largest > LEAST;
-    *scale = !finite ? NAN : some ? largest / 127.0f : 0.0f;
-    return some ? 127.0f / largest : 0.0f;
+    *scale = !finite ? NAN : some ? largest / (float)MOST : 0.0f;
+    return some ? (float)MOST / largest : 0.0f;
+}
+
+// Codes in words of `count` numbers that share a scale, then zeros up to `padded`.
+template <int MOST>
+inline void quantize_words(const float* x, int64_t count, int64_t padded, int16_t* codes, float* scale) {
+    const float inverse = scale_of<MOST>(largest_bits(x, count), scale);
+    for (int64_t i = 0; i < padded; i += W) {
+        VI whole = rounded((V)(count - i < W ? words_of(x + i, std::max<int64_t>(count - i, 0)) : load_ints(x + i)) * inverse);
+        whole = inverse != 0.0f ? whole : VI{};
+        const VS words = __builtin_convertvector(whole, VS);
+        std::memcpy(codes + i, &words, std::min<int64_t>(W, padded - i) * 2);
+    }
 }
 
 // Codes of `count` numbers that share a scale, then zeros up to `padded`; returns 128 times the sum of the codes. Where one is infinite or

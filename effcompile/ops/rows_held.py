@@ -11,7 +11,7 @@ from torch import Tensor
 from effcompile.ops import rows_native, tape
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.int8_mlp import address
-from effcompile.ops.tape import KernelTold, Made, TapeValue, Second
+from effcompile.ops.tape import KernelTold, Made, Second, TapeValue
 
 _STRIDES = ctypes.c_int64 * 3
 

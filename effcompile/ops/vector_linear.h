@@ -23,6 +23,15 @@ inline void held_in_registers(P&... addresses) {
 #endif
 }
 
+#ifdef WORDS
+typedef V Sum;  // of whole numbers, each taken before it can overflow: STEPS times two products of codes
+constexpr int64_t BLOCK = STEPS;
+inline V as_floats(V sum) { return sum; }
+#else
+typedef VI Sum;
+constexpr int64_t BLOCK = 0;
+#endif
+
 // Bytes of a row of codes.
 inline int64_t row_bytes(int64_t quads) { return PAIRED ? (quads + 1) / 2 * 8 : 4 * quads; }
 
@@ -35,7 +44,7 @@ struct Numbers {
 
     // Those of rows from `row` and vectors of outputs from `from` on, to `put(row, numbers)`, vecs at a time: zeros beyond the last.
     template <typename Put>
-    inline void each(int after, int64_t row, int rows, int64_t from, int vecs, const VI* sums, const Put& put) const {
+    inline void each(int after, int64_t row, int rows, int64_t from, int vecs, const Sum* sums, const Put& put) const {
         V scale[VECS], added[VECS] = {}, z[VECS];
         for (int v = 0; v < vecs; v++) {
             const int64_t at = from + v * W, left = n - at;
@@ -45,7 +54,7 @@ struct Numbers {
         for (const int64_t end = row + rows; row < end; row++) {
 #pragma GCC unroll 1
             for (int v = 0; v < vecs; v++) {
-                VI sum = *sums++;
+                Sum sum = *sums++;
 #ifndef SIGNED
                 sum -= offsets[row];
 #endif
@@ -65,7 +74,7 @@ struct Outputs {
     T* y;
     int64_t ldy;
 
-    __attribute__((noinline)) void write(int64_t row, int rows, int64_t from, int vecs, const VI* sums) const {
+    __attribute__((noinline)) void write(int64_t row, int rows, int64_t from, int vecs, const Sum* sums) const {
         numbers.each(after, row, rows, from, vecs, sums, [&](int64_t to, V* z) __attribute__((always_inline)) {
 #pragma GCC unroll 1
             for (int v = 0; v < vecs; v++) put(y + to * ldy + from + v * W, z[v], numbers.n - from - v * W);
@@ -92,6 +101,8 @@ struct VectorLinear {
     template <int R, int NV>
     void tile(int64_t i, int64_t from, const uint8_t* soon, const uint8_t* end) const {
         VI acc[held_rows(R)][NV] = {};
+        Sum sums[R * NV];
+        if constexpr (BLOCK) std::fill_n(sums, R * NV, Sum{});
         const int8_t* a = codes + i * stride;
         const int64_t apart = quads * LANES * 4;
         const uint8_t* w = weight + from / LANES * apart + (PANEL % LANES ? from % LANES * 4 : 0);
@@ -100,7 +111,9 @@ struct VectorLinear {
         } else {
             constexpr int HALF = (R + 1) / 2;  // two addresses, of which the others are few multiples of the stride away
             const int8_t* half = a + HALF * stride;
+            int64_t taken = BLOCK;  // at which step sums are
             for (int64_t q = 0; q < quads; q++, w += LANES * 4, a += 4, half += 4) {
+                if (BLOCK && q == taken) take<R, NV>(acc, sums), taken += BLOCK;
                 held_in_registers(w, a, half);
                 if (soon < end) __builtin_prefetch(soon, 0, 2), soon += LINE_BYTES;
                 else if (!end) ahead_of<NV>(w, apart);
@@ -115,12 +128,20 @@ struct VectorLinear {
                 }
             }
         }
-        VI sums[R * NV];
+        take<R, NV>(acc, sums);
+        out.write(i, R, from, NV, sums);
+    }
+
+    // What registers hold, as sums, or added to them, after which they hold nothing.
+    template <int R, int NV>
+    static inline void take(VI (&acc)[held_rows(R)][NV], Sum* sums) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < NV; v++) sums[r * NV + v] = acc[r][v];
-        out.write(i, R, from, NV, sums);
+            for (int v = 0; v < NV; v++) {
+                if constexpr (BLOCK) sums[r * NV + v] += as_floats(acc[r][v]), acc[r][v] = VI{};
+                else sums[r * NV + v] = (Sum)acc[r][v];
+            }
     }
 
     // The sums of a tile, two rows at once. Codes of x are zeros behind the last quad.

@@ -27,7 +27,7 @@ SEPARATE, MERGED = "separate", "merged"
 #: Backends whose split of the merged result is a view; on the others it is a copy and is priced as one.
 VIEW_SPLITS = frozenset({"torch-eager", "torch-inductor"})
 #: What products make of x themselves, one panel of outputs after the other.
-_CODES_ROWS = ("int8 rows", "int8 groups")
+_CODES_ROWS = ("int8 rows", "int13 rows", "int8 groups")
 #: Operators whose result is their operand's memory.
 _SEEN_OTHERWISE = frozenset(
     {

@@ -19,13 +19,18 @@ from effcompile.ir.program import dtype_of
 from effcompile.ops import rows_native
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
-from effcompile.ops.int8_held import HeldLinear, HeldMlp
+from effcompile.ops.int8_held import HeldLinear, HeldMlp, HeldWords
 from effcompile.ops.int8_linear import int8_linear_on_cpu
 from effcompile.ops.int8_mlp import int8_linear_residual_on_cpu, int8_mlp_on_cpu
+from effcompile.ops.int13_linear import int13_linear_on_cpu
 from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
 from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
+_LINEARS: dict[object, type[HeldLinear | HeldWords]] = {
+    int8_linear_on_cpu: HeldLinear,
+    int13_linear_on_cpu: HeldWords,
+}
 
 
 def called(module: fx.GraphModule) -> Forward:
@@ -56,9 +61,9 @@ class Called:
 def _held(module: fx.GraphModule) -> fx.GraphModule:
     """The module whose linears in 8 bits and norms hold their weights, where these are the module's own."""
     for node in module.graph.nodes:
-        if node.target is int8_linear_on_cpu and len(node.args) <= 5 and not node.kwargs:
+        if node.target in _LINEARS and len(node.args) <= 5 and not node.kwargs:
             if _are_own(weights := node.args[1:4]):
-                node.target = HeldLinear(*_values(module, weights), *node.args[4:])  # type: ignore[arg-type]
+                node.target = _LINEARS[node.target](*_values(module, weights), *node.args[4:])  # type: ignore[arg-type]
                 node.args = node.args[:1]
         elif node.target is int8_linear_residual_on_cpu and not node.kwargs:
             last, (residual, *norm) = node.args[1:4], node.args[4:]

@@ -22,15 +22,16 @@ from effcompile.backends.torch.packing import packs
 from effcompile.backends.torch.tidy import tidy, without_flattening
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
-from effcompile.ir.formats import FP32, INT8_GROUPS, INT8_STATIC, TWO_OF_FOUR, WeightFormat
+from effcompile.ir.formats import FP32, INT8_GROUPS, INT8_STATIC, INT13_TOKEN, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
-from effcompile.ops import group_codes, two_of_four
+from effcompile.ops import group_codes, int13_codes, two_of_four
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_sparse import int8_sparse_linear
+from effcompile.ops.int13_linear import int13_linear
 from effcompile.ops.sparse_codes import SparseCodes
 from effcompile.sites.parts import LinearSite, add_norms, argument, embeddings, linears
 from effcompile.sparse.pattern import BlockPattern
@@ -182,7 +183,8 @@ def _refusal(site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> str 
     if weight.device.type == "cpu":
         reason = None if held.block else numerics.why_not(held, *site.dims) or numerics.not_here(held)
         return None if reason is None else str(reason)
-    if (held.bits < 16 or held.block) and held.activation != INT8_GROUPS.activation:
+    ours = held.activation == INT13_TOKEN.activation
+    if (held.bits < 16 or held.block or ours) and held.activation != INT8_GROUPS.activation:
         return cores or f"the weight is on {weight.device}, and this form is implemented for CPU"
     return None
 
@@ -264,6 +266,13 @@ def _int8_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: W
     return _ours(
         editor, site, int8_linear.default, editor.constant(pack(codes)), editor.constant(scales.flatten())
     )
+
+
+def _int13_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
+    """The same in words."""
+    codes, scales = int13_codes.quantize(weight)
+    held_as = editor.constant(int13_codes.pack(codes)), editor.constant(scales)
+    return _ours(editor, site, int13_linear.default, *held_as)
 
 
 def _groups(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
@@ -360,6 +369,7 @@ _EMITTERS: dict[str, Callable[[_Editor, LinearSite, torch.Tensor, WeightFormat],
     "int8_dynamic": _int8,
     "int8_channel": _int8,
     "int8_token": _int8_token,
+    "int13_token": _int13_token,
     "int8_static": _int8,
     "w8_channel": _w8_channel,
     "w4": _w4,

@@ -9,6 +9,7 @@ from effcompile.ir.program import Program, module_path
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_sparse import int8_sparse_linear
+from effcompile.ops.int13_linear import int13_linear
 from effcompile.sites.parts import argument
 
 #: What named the function that a linear took in, in its meta.
@@ -16,7 +17,7 @@ FOLLOWED = "effcompile_followed"
 
 
 #: Linears that take in what follows them.
-FOLLOWS = (int8_linear.default, group_linear.default, int8_sparse_linear.default)
+FOLLOWS = (int8_linear.default, int13_linear.default, group_linear.default, int8_sparse_linear.default)
 
 
 def fuse_followers(program: Program) -> None:

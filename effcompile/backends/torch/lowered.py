@@ -48,6 +48,8 @@ from effcompile.ops.int8_linear import told as int8_told
 from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
 from effcompile.ops.int8_sparse import int8_sparse_linear
 from effcompile.ops.int8_sparse import told as sparse_told
+from effcompile.ops.int13_linear import int13_linear
+from effcompile.ops.int13_linear import told as int13_told
 
 ARTIFACT = "model.pt2"
 _HEADER = "effcompile.json"
@@ -266,6 +268,7 @@ def _kernels(program: Program) -> dict[str, str]:
     used = {node.target for node in program.graph.nodes}
     ours = {
         "int8 linears": ((int8_linear, int8_mlp, int8_linear_residual), int8_told),
+        "int13 linears": ((int13_linear,), int13_told),
         "sparse int8 linears": ((int8_sparse_linear,), sparse_told),
         "linears in groups": ((group_linear,), groups_told),
         "attentions of bf16": ((bf16_attention,), attentions_told),

@@ -21,17 +21,19 @@ from effcompile.ir.formats import (
     INT8_DYNAMIC,
     INT8_STATIC,
     INT8_TOKEN,
+    INT13_TOKEN,
     W8_CHANNEL,
     WeightFormat,
 )
 from effcompile.machine import huge_pages
 from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import Dims
-from effcompile.ops import few_rows, group_codes, int8_sparse, row_program
+from effcompile.ops import few_rows, group_codes, int8_sparse, int13_codes, row_program
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
+from effcompile.ops.int13_linear import int13_linear
 from effcompile.ops.row_program import BYTES, GROUPS, WIDE, RowProgram, RowStep
 from effcompile.ops.sparse_codes import SparseCodes
 from effcompile.sparse.pattern import BlockPattern
@@ -113,6 +115,8 @@ def _linear(held: WeightFormat, drawn: _Drawn, engine: str) -> Body | None:
         raise LoweringError(str(reason))
     if held == INT8_TOKEN:
         return _int8_token(x, weight, bias)
+    if held == INT13_TOKEN:
+        return _int13_token(x, weight, bias)
     if held.activation == "int8 groups":
         return _groups(held, x, weight, bias)
     if held.bits > 8:
@@ -201,6 +205,12 @@ def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Bo
     packed, flat = pack(codes), scales.flatten()
     product = int8_linear_on_cpu if len(x) <= FEW_ROWS else int8_linear.default
     return None if x.is_cuda else _OnWeights(functools.partial(product, x), (packed, flat, bias))
+
+
+def _int13_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
+    codes, scales = int13_codes.quantize(weight)
+    product = functools.partial(int13_linear.default, x)
+    return None if x.is_cuda else _OnWeights(product, (int13_codes.pack(codes), scales, bias))
 
 
 def _groups(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:

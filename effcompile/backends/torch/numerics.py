@@ -20,6 +20,7 @@ from effcompile.ir.formats import (
     INT8_DYNAMIC,
     INT8_STATIC,
     INT8_TOKEN,
+    INT13_TOKEN,
     LINEAR_FORMATS,
     TABLE_INT8,
     TABLE_INT8_GROUPS,
@@ -28,7 +29,7 @@ from effcompile.ir.formats import (
     WeightFormat,
 )
 from effcompile.machine.target import KernelCall
-from effcompile.ops import group_codes, group_linear, int8_linear
+from effcompile.ops import group_codes, group_linear, int8_linear, int13_linear
 
 aten = torch.ops.aten
 #: Of a table's codes, its scales and ids: rows in fp32.
@@ -137,6 +138,8 @@ def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
         return None
     if held == INT8_TOKEN:
         return int8_linear.refusal(k)
+    if held == INT13_TOKEN:
+        return int13_linear.refusal(m)
     if held.activation == "int8 groups":
         return group_linear.refusal(held.group)
     if held.group and held.group not in _W4_GROUPS:

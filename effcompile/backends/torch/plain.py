@@ -21,6 +21,7 @@ from effcompile.ops.int8_mlp import (
     int8_mlp_on_cpu,
 )
 from effcompile.ops.int8_sparse import int8_sparse_linear, int8_sparse_linear_on_cpu
+from effcompile.ops.int13_linear import int13_linear, int13_linear_on_cpu
 
 ours = torch.ops.effcompile
 
@@ -50,6 +51,7 @@ PLAIN: dict[object, Callable[..., object]] = {
     ours.rotary.default: rows_native.rotary,
     group_linear.default: group_linear_on_cpu,
     int8_linear.default: int8_linear_on_cpu,
+    int13_linear.default: int13_linear_on_cpu,
     int8_mlp.default: int8_mlp_on_cpu,
     int8_linear_residual.default: int8_linear_residual_on_cpu,
     int8_sparse_linear.default: int8_sparse_linear_on_cpu,

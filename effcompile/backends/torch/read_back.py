@@ -27,6 +27,7 @@ from effcompile.ir.formats import (
     INT8_GROUPS,
     INT8_STATIC,
     INT8_TOKEN,
+    INT13_TOKEN,
     NOT_FOUND,
     TABLE_INT8_GROUPS,
     TABLE_INT8_ROWS,
@@ -47,6 +48,7 @@ from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
 from effcompile.ops.int8_sparse import int8_sparse_linear
+from effcompile.ops.int13_linear import int13_linear
 from effcompile.ops.sparse_codes import SparseCodes
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
 from effcompile.sites.parts import add_norms, argument, linears, stored_format
@@ -205,6 +207,14 @@ def _int8_token(module: fx.GraphModule, node: fx.Node, at: int = 1) -> Signature
     )
 
 
+def _int13_token(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """K as it is stored, to whole pairs of codes."""
+    codes, scales = _constant(module, node.args[1]), _constant(module, node.args[2])
+    if codes is None or scales is None:
+        return None
+    return INT13_TOKEN, 2 * int(codes.shape[1]), int(scales.shape[0])
+
+
 def _groups(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     """K as it is stored, to whole groups."""
     weight, n = _constant(module, node.args[1]), node.args[2]
@@ -303,6 +313,7 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     torch.ops.effcompile.two_of_four_linear: _two_of_four,
     torch.ops.effcompile.quantized_linear: _coded,
     int8_linear: _int8_token,
+    int13_linear: _int13_token,
     int8_linear_residual: _int8_token,
     int8_mlp: functools.partial(_int8_token, at=5),
     int8_sparse_linear: _sparse_bytes,
@@ -316,13 +327,15 @@ _ROWS = tuple(
 )
 
 
+#: Operators that may have taken in what follows them.
+_FOLLOWED = (int8_linear, int13_linear, int8_mlp, int8_sparse_linear, group_linear)
+
+
 def _gelus(module: fx.GraphModule) -> dict[str, Form]:
     taken: Counter[str] = Counter()
     found = {}
     for node in module.graph.nodes:
-        fused = packet(node) in (int8_linear, int8_mlp, int8_sparse_linear, group_linear) and str(
-            argument(node, "after")
-        ).startswith("gelu")
+        fused = packet(node) in _FOLLOWED and str(argument(node, "after")).startswith("gelu")
         if fused or node.target is aten.gelu.default:
             name = f"{node.meta[FOLLOWED] if fused else module_path(node) or node.name}:gelu"
             taken[name] += 1
