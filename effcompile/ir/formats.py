@@ -217,8 +217,8 @@ class Form:
     @property
     def rounds(self) -> bool:
         """Whether all it does to values is to round them to 16 bits: no scale, no range, nothing left out."""
-        kept = self.weights is None or not self.weights.block
-        bits = 32 if self.weights is None else self.weights.bits
+        held = FP32 if self.weights is None else self.weights
+        kept, bits = not held.block, 32 if held.scale != "none" else held.bits
         return not self.pruned and kept and (bits == 16 or self.word.endswith(("bf16", "fp16")))
 
     @property

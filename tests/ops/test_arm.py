@@ -44,7 +44,7 @@ needs_emulator = pytest.mark.skipif(
 )
 INTEGERS = ("neon", "neon_dotprod", "neon_i8mm")
 #: Which are of AMX alone.
-OF_X86 = {"attention_backward_tiles", "attention_tiles", "group_tiles", "int8_mlp"}
+OF_X86 = {"int13_linear", "attention_backward_tiles", "attention_tiles", "group_tiles", "int8_mlp"}
 #: Compiled for each set of integers.
 CHOSEN = {"int8_linear", "group_linear", "group_codes", "int8_sparse", "rows", "few_rows", "cached_attention"}
 MODULES = (
