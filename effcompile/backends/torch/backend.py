@@ -113,7 +113,7 @@ class TorchInductor:
         self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]
     ) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
-        return on_gpu(lower_inductor(edit(program, calibration)), plan)
+        return on_gpu(lower_inductor(edit(program, calibration, compiled=True)), plan)
 
     def open(self, directory: Path, plan: Plan) -> Run:
         return opened(directory, plan)

@@ -42,12 +42,15 @@ aten = torch.ops.aten
 _NO_POST_OP = ("none", [None], "")
 
 
-def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Program:
+def edit(
+    program: Program, calibration: Sequence[Sequence[torch.Tensor]], *, compiled: bool = False
+) -> Program:
     """The program with its tags carried out on linears, embeddings and attentions.
 
     Args:
         program: captured, edited by passes, with tags.
         calibration: flat inputs; read only where a linear is `int8_static`.
+        compiled: Inductor generates code for it.
 
     Raises:
         LoweringError: an option that this torch cannot run at that site, or no calibration inputs for
@@ -58,7 +61,7 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
     tidy(edited.module)
     sites = linears(edited)
     static = {s.x for s in sites if program.format_at(s.site) == INT8_STATIC}
-    editor = _Editor(edited, activation_ranges(edited, static, calibration))
+    editor = _Editor(edited, activation_ranges(edited, static, calibration), compiled=compiled)
     for site in sites:
         editor.linear(site, program.format_at(site.site))
     without_flattening(edited.graph, FOLLOWS)
@@ -89,8 +92,9 @@ def _edit_norms(program: Program) -> None:
 class _Editor:
     """Replaces linears one by one; an input that several of them read is quantised once."""
 
-    def __init__(self, program: Program, ranges: Mapping[fx.Node, Range]) -> None:
+    def __init__(self, program: Program, ranges: Mapping[fx.Node, Range], *, compiled: bool) -> None:
         self.program, self.graph, self.ranges = program, program.graph, dict(ranges)
+        self.compiled = compiled
         # what a linear was → what it is now, which further linears read
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._quantized: dict[tuple[fx.Node, str], tuple[object, ...]] = {}
@@ -160,8 +164,13 @@ class _Editor:
         if (x, kind) not in self._quantized:
             if kind == INT8_STATIC.activation:
                 scale, zero = self.ranges[x]
-                q = self.inline(lambda value: numerics.quantize_static(value, scale, zero), x)
-                self._quantized[x, kind] = (*q, scale, zero)
+                # numbers would stand in the code, which is compiled once for each layer then, and not for all
+                apart = self.compiled and dtype_of(x) == torch.float32
+                held = [
+                    self.constant(torch.full(shape_of(x)[-1:], value)) if apart else value
+                    for value in (1.0 / scale, float(zero))
+                ]
+                self._quantized[x, kind] = (*self.inline(numerics.quantize_with, x, *held), scale, zero)
             else:
                 self._quantized[x, kind] = self.inline(numerics.quantize_dynamic, x)
         return self._quantized[x, kind]

@@ -55,7 +55,12 @@ def quantize_dynamic(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def quantize_static(x: torch.Tensor, scale: float, zero: int) -> torch.Tensor:
     """u8 of x's shape; values outside the calibrated range saturate."""
-    q = aten.add.Tensor(aten.round.default(aten.mul.Tensor(x, 1.0 / scale)), float(zero))
+    return quantize_with(x, 1.0 / scale, float(zero))
+
+
+def quantize_with(x: torch.Tensor, inverse: float | torch.Tensor, zero: float | torch.Tensor) -> torch.Tensor:
+    """The same of the inverse of a scale, either as a number or as a tensor with one for each column."""
+    q = aten.add.Tensor(aten.round.default(aten.mul.Tensor(x, inverse)), zero)
     return aten.to.dtype(aten.clamp.default(q, 0.0, 255.0), torch.uint8)
 
 

@@ -15,6 +15,7 @@ from torch_formats import lacking, where_there
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.torch import TorchEager, load, numerics
+from effcompile.backends.torch.edit import edit
 from effcompile.capture import capture
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.goal import Goal
@@ -178,6 +179,21 @@ def test_static_int8_without_calibration_is_an_error(program: Program) -> None:
     tagged = program.tagged({linears(program)[0].site: form("int8_static")}, "test")
     with pytest.raises(LoweringError, match="calibration"):
         TorchEager().lower(tagged, None, [])
+
+
+@pytest.mark.skipif(lacking("int8_static") is not None, reason=str(lacking("int8_static")))
+def test_static_ranges_stand_in_no_code_that_is_compiled_and_give_the_same_bytes(program: Program) -> None:
+    tags = {site.site: form("int8_static") for site in linears(program)[:2]}
+    calibration = [[ids_of(2, 16, seed)] for seed in range(3)]
+    plain, compiled = (
+        edit(program.tagged(tags, "test"), calibration, compiled=each) for each in (False, True)
+    )
+    rounded = [node for node in compiled.graph.nodes if node.target is torch.ops.aten.round.default]
+    scaled = [node.all_input_nodes[0] for node in rounded]
+    assert scaled
+    assert all(isinstance(each, torch.fx.Node) for node in scaled for each in node.args)
+    a, b = (each.module(*each.args)[0] for each in (plain, compiled))
+    assert torch.equal(a, b)
 
 
 def test_unknown_option_names_the_site(program: Program) -> None:
