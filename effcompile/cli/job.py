@@ -233,15 +233,17 @@ class Job:
         """
         # what is imported stays: looking for circles in it took a tenth of the step
         with steps.step("load the model"), uncollected():
-            from effcompile.arguments import declare, goal_of_plan, to_training_mode
-            from effcompile.compiler import Request
-            from effcompile.loader.reading import load
-            from effcompile.ops import ahead
-            from effcompile.passes import load_passes, load_training_passes
+            from effcompile.ops import ahead  # before the others, which take seconds of their own
 
             mode = self.mode if plan is None else plan.goal.mode
             if mode in (None, "inference") and self.targets[0] == "auto":
                 ahead.begin(exact=not self.changes.get("max_error"))
+
+            from effcompile.arguments import declare, goal_of_plan, to_training_mode
+            from effcompile.compiler import Request
+            from effcompile.loader.reading import load
+            from effcompile.passes import load_passes, load_training_passes
+
             loaded = load(self.model, replace(self.reading, training=mode == "training"))
             console.keep_what_is_loaded()
         changes = dict(self.changes)
