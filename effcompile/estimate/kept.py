@@ -156,7 +156,7 @@ def _key(
         f"{kind}:{[repr(form) for form in forms]};" for kind, forms in sorted(options.items())
     )
     leaves = (leaf for given in inputs for leaf in leaves_of(program, given))
-    return _hash(program, leaves, asked, ("sensitivity", "recorder", "perturb", "fake_quant"))
+    return _hash(program, leaves, asked, ("sensitivity", "pooled", "recorder", "perturb", "fake_quant"))
 
 
 def _hash(program: Program, inputs: Iterable[object], asked: str, code: Sequence[str]) -> str | None:

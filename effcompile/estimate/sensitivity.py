@@ -6,7 +6,8 @@ An option replaces a site's result f(x) by f(x) + δ(x). To first order the outp
     E (vᵀ J δ)² = ‖J δ‖²    (Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix")
 where vᵀJ is one backward pass from v, the same for every site and option. So one forward pass and a few
 backward passes per input price all of them; each then costs only its own δ (computed with the backend's
-rounding) and dot products. Samples of a batch that do not influence each other are draws of their own.
+rounding) and dot products. Samples of a batch that do not influence each other are draws of their own,
+and where draws are few, those of like sites are taken together (pooled.py).
 Squares of different sites add because their errors are nearly uncorrelated (HAWQ-V2, Dong et al. 2020, §3).
 """
 
@@ -37,6 +38,7 @@ from effcompile.estimate.perturb import (
     is_static,
     static_range,
 )
+from effcompile.estimate.pooled import Drawn, Found, errors_of
 from effcompile.estimate.recorder import Recorder, floating, lacks_derivative, leaves_of
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
@@ -304,21 +306,17 @@ def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[st
                 parts = list(pool.map(partial(_price_some, task, clock=clock), some))
         finally:
             torch.set_num_threads(threads)  # MKL has one number for all
-    errors: dict[tuple[str, str], float] = defaultdict(float)
-    for found, _ in parts:  # a site may have several places
-        for key, error in found.items():
-            errors[key] += error
-    return dict(errors), sum(late for _, late in parts)
+    errors = errors_of([each for found, _ in parts for each in found])
+    return {key: max(e, _UNSEEN) for key, e in errors.items()}, sum(late for _, late in parts)
 
 
 def _on_cpu(record: ErrorRecord) -> bool:
     return all(output.device.type == "cpu" for output in record.outputs)
 
 
-def _price_some(
-    task: _Task, sites: Sequence[Site], clock: _Clock
-) -> tuple[dict[tuple[str, str], float], int]:
-    errors: dict[tuple[str, str], float] = {}
+def _price_some(task: _Task, sites: Sequence[Site], clock: _Clock) -> tuple[list[Found], int]:
+    """What was found at each place of every site, and how many were late."""
+    found: list[Found] = []
     # what is rounded of a value for its readers is known to one thread
     records = [replace(record, rounded={}) for record in task.records]
     late = 0
@@ -332,10 +330,10 @@ def _price_some(
         # those that hold the weight alike beside each other: it is rounded once for all of them
         for option in sorted(site.options, key=_holding):
             deltas = _deltas(task, site, option, used)
-            error = _from_gradients(task, site, deltas) if reached else _by_running(task, site, deltas)
-            errors[site.name, option.name] = errors.get((site.name, option.name), 0.0) + max(error, _UNSEEN)
+            drawn = _from_gradients(task, site, deltas) if reached else [_by_running(task, site, deltas)]
+            found.append(((site.name, option.name), drawn))
         site.cache.clear()
-    return errors, late
+    return found, late
 
 
 def _holding(option: Form) -> str:
@@ -352,22 +350,27 @@ def _deltas(
         yield record, delta_of(site, option, record, limits)
 
 
-def _from_gradients(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, torch.Tensor]]) -> float:
-    """The largest over the output groups of Σ_inputs mean_draws Σ_samples (vᵀJδ)²."""
-    totals, seen = [0.0] * len(task.scales), 0
+def _from_gradients(
+    task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, torch.Tensor]]
+) -> list[Drawn]:
+    """Of each output group Σ_inputs mean_draws Σ_samples (vᵀJδ)², of the whole and row by row."""
+    squares, rows, draws, seen = ([0.0] * len(task.scales) for _ in range(4))
     for record, delta in deltas:
-        seen += 1
         samples = record.batch if site.node in record.separate else 1
-        flat = delta.reshape(samples, -1)
         for group, gradients in enumerate(record.gradients):
             drawn = gradients.get(site.node, [])
-            squares = [float((g.reshape(samples, -1) * flat).sum(dim=1).square().sum()) for g in drawn]
-            totals[group] += sum(squares) / max(len(squares), 1)
+            for g in drawn:
+                of_rows = (g * delta).reshape(samples, -1, delta.shape[-1]).sum(dim=2)
+                squares[group] += float(of_rows.sum(dim=1).square().sum()) / len(drawn)
+                rows[group] += float(of_rows.square().sum()) / len(drawn)
+            draws[group] += samples * len(drawn)
+            seen[group] += 1
     # scales are relative to the norm over all inputs
-    return max(totals, default=0.0) * len(task.records) / max(seen, 1)
+    whole = [len(task.records) / max(each, 1) for each in seen]
+    return [Drawn(s * w, r * w, d) for s, r, d, w in zip(squares, rows, draws, whole, strict=True)]
 
 
-def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, torch.Tensor]]) -> float:
+def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, torch.Tensor]]) -> Drawn:
     """The error by running the model with δ added, for sites behind which nothing can be differentiated."""
     moved: dict[int, float] = defaultdict(float)
     norms: dict[int, float] = defaultdict(float)
@@ -381,7 +384,8 @@ def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, tor
         for o, (y, z) in enumerate(zip(record.outputs, outputs, strict=True)):
             moved[o] += float((z - y.detach()).square().sum())
             norms[o] += float(y.detach().square().sum())
-    return max((moved[o] / norms[o] for o in norms if norms[o] > 0), default=0.0)
+    error = max((moved[o] / norms[o] for o in norms if norms[o] > 0), default=0.0)
+    return Drawn(error, error, math.inf)
 
 
 def _fold_merged(program: Program, errors: dict[tuple[str, str], float]) -> None:

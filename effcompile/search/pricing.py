@@ -25,13 +25,15 @@ from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
-from effcompile.machine.target import KernelCall, Target
+from effcompile.machine.target import KernelCall, Target, linear_call
 from effcompile.passes import Pass
 from effcompile.search.machine import Machine, is_here
 from effcompile.search.progress import Progress
 from effcompile.search.regimes import Regimes
 from effcompile.search.search import Search, explain_infeasible, stored_notes
 
+#: Columns and rows of a weight of which every format's groups and tiles are whole.
+_EVEN = (4096, 4096)
 #: Seconds for measuring how much each low-precision option changes the output.
 SENSITIVITY_SECONDS = 15.0
 
@@ -97,10 +99,14 @@ def search_for(
     )  # fmt: skip
 
 
-def is_had(form: Form, backends: Sequence[Backend]) -> bool:
-    """Whether one of the backends has the kernel of an attention."""
-    call = KernelCall(kernel=f"attention/{form.word}", dims=(1, 1, 1, 1, 1))
-    return any(backend.lacks(call) is None for backend in backends)
+def is_had(form: Form, backends: Sequence[Backend], kind: str = "attention") -> bool:
+    """Whether one of the backends has a kernel for it, of an attention, a linear or an embedding."""
+    calls = [KernelCall(kernel=f"attention/{form.word}", dims=(1, 1, 1, 1, 1))]
+    if (held := form.weights) is not None:  # few rows and many; K and N are what any kernel takes
+        calls = [linear_call(held, (rows, *_EVEN)) for rows in (1, 512)]
+    if held is not None and kind == "embedding":
+        calls = [KernelCall(kernel=f"embedding/{held.family}", dims=_EVEN)]
+    return any(backend.lacks(call) is None for backend in backends for call in calls)
 
 
 def formats(options: Mapping[str, tuple[Form, ...]]) -> tuple[WeightFormat, ...]:

@@ -23,6 +23,8 @@ from effcompile.search.pricing import is_had, measured_options, replaced_weights
 
 #: Half of it for gradients: by one pass a plan's error was predicted within 7 %.
 _SECONDS = 10.0
+#: Kinds of sites whose forms a backend may have no kernel for.
+_OF_BACKENDS = ("linear", "embedding", "attention")
 
 
 def option_errors(
@@ -34,13 +36,15 @@ def option_errors(
 ) -> Sensitivity:
     """Error of every low-precision option at the logits of these texts.
 
-    `passes`: that decide about any of the graphs. `backends`: an attention that none of them has is not
-    measured.
+    `passes`: that decide about any of the graphs. `backends`: what none of them has is not measured.
     """
     if goal.exact:
         return Sensitivity(errors={}, method="the goal allows no error")
     options, texts = measured_options(passes), sensed(texts)
-    options["attention"] = tuple(form for form in options.get("attention", ()) if is_had(form, backends))
+    options = {
+        kind: tuple(form for form in forms if kind not in _OF_BACKENDS or is_had(form, backends, kind))
+        for kind, forms in options.items()
+    }
     seeing = [text for text in texts if begins_with_image(step, text)]
     if seeing:
         program = joined_with_eye(step, seeing[0])
