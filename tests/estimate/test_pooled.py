@@ -39,7 +39,8 @@ def _taken(errors: dict[str, float], budget: float) -> list[str]:
 
 @pytest.mark.parametrize("draws", [1, 4])
 def test_what_is_chosen_of_few_draws_has_the_error_that_it_is_said_to_have(draws: int) -> None:
-    alone, together = [], []
+    alone: list[float] = []
+    together: list[float] = []
     for seed in range(20):
         true, found = _layers(random.Random(seed), draws)
         ours = {site: e for (site, _), e in errors_of([((s, "w4"), [d]) for s, d in found]).items()}

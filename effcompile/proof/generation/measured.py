@@ -32,6 +32,7 @@ from effcompile.ir.figures import Totals
 from effcompile.ir.formats import FP32
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.proof.generation.ends import at_the_ends
 from effcompile.runtime.generation.executable import LoweredEncoder
 from effcompile.runtime.generation.eye import Eye
 from effcompile.runtime.generation.stepper import Stepper
@@ -44,6 +45,8 @@ ORIGINAL = "original"
 _ROUNDS = 5
 #: Seconds of a prompt from which on the first call of each counts, too: two are enough.
 _LONG = 1.0
+#: And from which on one call of each will do, where there is nothing to choose between.
+_ALONE = 4.0
 #: Times as long as the fastest: a call of so much more is not asked again which one it is.
 _SLOW = 2.0
 #: What is read beside the tokens, and its bytes: more than caches hold.
@@ -97,7 +100,7 @@ def compared(
             for name, run in runs.items()
         }
         called = {name: [_seconds(prefill)] for name, prefill in prefills.items()}
-        for name in _undecided({name: seconds for name, (seconds,) in called.items()}):
+        for name in _undecided({name: seconds for name, (seconds,) in called.items()}, len(steps)):
             called[name].append(_seconds(prefills[name]))
         if max(map(max, called.values())) < _LONG:
             called = interleaved(prefills, 2, repeats=1)
@@ -136,8 +139,12 @@ def compared(
     )
 
 
-def _undecided(seconds: Mapping[str, float]) -> list[str]:
-    """Those whose prompts are read once more: all but long ones that take twice as long as another."""
+def _undecided(seconds: Mapping[str, float], steps: int) -> list[str]:
+    """Those whose prompts are read once more: all but long ones that take twice as long as another, and none
+    where all are so long that what else the machine does is in each alike, and there is one step.
+    """
+    if steps == 1 and min(seconds.values()) > _ALONE:
+        return []
     return [name for name, each in seconds.items() if each < max(_LONG, _SLOW * min(seconds.values()))]
 
 
@@ -218,7 +225,7 @@ def peak_bytes(
     source: Mapping[str, torch.Tensor],
     sight: Sight | None = None,
 ) -> int:
-    """Most bytes of weights, cache and workspace: of a prompt of the whole context, with its images encoded
+    """Most bytes of weights, cache and workspace: of a prompt of the whole context (ends.py), with its images encoded
     and held, and of its last token alone, or of a first one where the cache cannot be cut.
 
     torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at
@@ -238,7 +245,8 @@ def peak_bytes(
             made = Eye(model.base_model, stepper.step)(pictures)
             ids, seen = sight.beside(ids, made, stepper.step.boundary.axes)
             extra |= seen
-        stepper(**{key: ids, name: cache}, **extra, **keep)
+        reader = stepper if sight or source else at_the_ends(stepper, model, context)
+        reader(**{key: ids, name: cache}, **extra, **keep)
         extra = {} if sight else extra
         if all(leaf.growth in (Growth.FULL, Growth.SOURCE) for leaf in stepper.step.layout):
             cache.crop(-1)

@@ -17,6 +17,7 @@ from effcompile.backends.torch import TorchLowered
 from effcompile.core.findings import TokenRates
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import KernelCall
+from effcompile.proof.generation import ends
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.search.search import GAP
 
@@ -208,3 +209,15 @@ def test_a_gpu_that_is_not_here_is_planned_for(backend: str | None, llama: nn.Mo
         assert forms & {"int4_groups", "int8_groups"} and held
     else:
         assert not forms & {"int4_groups", "int8_groups"} and not held
+
+
+def test_a_peak_is_that_of_the_whole_prompt_whose_ends_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is the timeline; 1,100 tokens are three chunks, the second of 512."""
+    passed: list[int] = []
+    lengthened = ends.lengthened
+    monkeypatch.setattr(ends, "lengthened", lambda *a: passed.append(a[1]) or lengthened(*a))
+    model = tiny("llama", max_position_embeddings=2048)
+    how = {"mode": "generation", "context": 1100, "prompt": 16, "new": 4, "backend": "torch-eager"}
+    made = effcompile.optimize(model, {"input_ids": ids(2, 24)}, passes=["rows"], **how)
+    assert set(passed) == {512}
+    assert made.plan.measured.peak_bytes == made.plan.predicted.peak_bytes
