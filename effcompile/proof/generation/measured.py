@@ -225,8 +225,8 @@ def peak_bytes(
     source: Mapping[str, torch.Tensor],
     sight: Sight | None = None,
 ) -> int:
-    """Most bytes of weights, cache and workspace: of a prompt of the whole context (ends.py), with its images encoded
-    and held, and of its last token alone, or of a first one where the cache cannot be cut.
+    """Most bytes of weights, cache and workspace: of a prompt of the whole context (see ends.py), with its
+    images encoded and held, and of its last token alone, or of a first one where the cache cannot be cut.
 
     torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at
     the end of the context.

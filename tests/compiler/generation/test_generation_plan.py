@@ -217,7 +217,6 @@ def test_a_peak_is_that_of_the_whole_prompt_whose_ends_are_computed(monkeypatch:
     lengthened = ends.lengthened
     monkeypatch.setattr(ends, "lengthened", lambda *a: passed.append(a[1]) or lengthened(*a))
     model = tiny("llama", max_position_embeddings=2048)
-    how = {"mode": "generation", "context": 1100, "prompt": 16, "new": 4, "backend": "torch-eager"}
-    made = effcompile.optimize(model, {"input_ids": ids(2, 24)}, passes=["rows"], **how)
+    made = effcompile.optimize(model, {"input_ids": ids(2, 24)}, passes=["rows"], **{**HOW, "context": 1100})
     assert set(passed) == {512}
     assert made.plan.measured.peak_bytes == made.plan.predicted.peak_bytes
