@@ -54,7 +54,7 @@ class Search:
     taught.
 
     explained: adds to an error what is known beyond it. beside: choices of no pass, on the backend whose
-    graphs write in place.
+    graphs write in place; own: on a backend alone, by its name.
     """
 
     program: Program
@@ -68,6 +68,7 @@ class Search:
     notes: tuple[Reason, ...] = ()
     explained: Callable[[InfeasibleError], InfeasibleError] = lambda error: error
     beside: tuple[Choice, ...] = ()
+    own: Mapping[str, tuple[Choice, ...]] = field(default_factory=dict)
     _proposals: dict[str, Proposal] = field(default_factory=dict)
 
     def plan_for(self, backend: Backend, constraints: Constraints = FREE) -> Plan:
@@ -145,7 +146,7 @@ class Search:
             ]
             made = [choices for choices, _ in found]
             beside = self.beside if name in NARROW.get(self.machine.target.device, ()) else ()
-            choices = (*merged(self.regimes.each, made), *beside)
+            choices = (*merged(self.regimes.each, made), *beside, *self.own.get(name, ()))
             first, *others = (declined for _, declined in found)
             said = {(d.site, d.option) for d in first}
             self._proposals[name] = Proposal(
@@ -170,7 +171,9 @@ class Search:
             seconds += regime.calls * (predicted.seconds + regime.beside)
             alone = (call for node, calls in predicted.calls.items() if node not in covered for call in calls)
             roof += regime.calls * sum(map(target.roof, alone))
-        own = total([choice.option(choice.baseline).cost for choice in choices])
+        base = lambda some: total([choice.option(choice.baseline).cost for choice in some])  # noqa: E731
+        own = base(choices)
+        seconds = max(seconds - base(self.own.get(backend, ())).seconds, 0.0)  # these nodes are counted above
         weights = max(self.regimes.weight_bytes - own.weight_bytes, 0)
         kept = max(self.regimes.kept(backend) - own.bytes_kept, 0)
         return Cost(seconds=seconds, roof_seconds=roof, weight_bytes=weights, bytes_kept=kept)

@@ -16,6 +16,7 @@ from effcompile.backends.base import Run
 from effcompile.backends.mapped import copied
 from effcompile.backends.onnxruntime import kernels, session
 from effcompile.backends.onnxruntime.custom_ops import library_for
+from effcompile.backends.onnxruntime.in_place import InPlace
 from effcompile.backends.onnxruntime.unsigned import INT8_WEIGHTS, SIGNED, products_saturate
 from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError, UsageError
@@ -29,6 +30,7 @@ from effcompile.machine.memory import give_back
 from effcompile.machine.target import KernelCall
 from effcompile.ops.grouped import multiplies_runs
 from effcompile.ops.recurrence import RECURRENCES
+from effcompile.sites.attention.cached import IN_PLACE, SITE
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -84,7 +86,8 @@ class OnnxRuntime:
 
         folder = own_folder("effcompile-ort-")
         try:
-            built = build(program, calibration, folder)
+            asked = plan.forms().get(SITE) == IN_PLACE
+            built = build(program, calibration, folder, in_place=asked)
         except BaseException:
             remove(folder)
             raise
@@ -122,6 +125,8 @@ class OnnxModel:
         self._finalizer = weakref.finalize(self, remove, built.path.parent)
         self._session: onnxruntime.InferenceSession | None = built.opened
         self._chosen = session.default_settings()
+        #: Calls whose caches stay in their buffers, where the model has such.
+        self.in_place = InPlace(names, built.opened)
         present = {value.name for value in built.opened.get_inputs()}
         # an input that changes nothing is dropped by export
         self._present = [name in present for name in names]
@@ -164,6 +169,8 @@ class OnnxModel:
         return self._session
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        if self.in_place:
+            return self.in_place(self._opened(), inputs)
         return [
             torch.from_numpy(np.asarray(array)) for array in session.run(self._opened(), self._feeds(inputs))
         ]
@@ -187,19 +194,31 @@ class OnnxModel:
         return session.numpy_feeds([name for name, _ in kept], [tensor for _, tensor in kept])
 
 
+class OpenedStep:
+    """A saved graph of a generation at work again: tensors in the order of `names` → outputs.
+
+    Raises: as `load`.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, object], names: Sequence[str]) -> None:
+        self._session, self._names = _opened(path, settings), list(names)
+        self.in_place = InPlace(names, self._session)
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        if self.in_place:
+            return self.in_place(self._session, inputs)
+        feeds, wanted = session.numpy_feeds(self._names, inputs), self._session.get_inputs()
+        found = session.run(self._session, {value.name: feeds[value.name] for value in wanted})
+        return [torch.from_numpy(array) for array in found]
+
+
 def load(path: Path, settings: Mapping[str, object]) -> Callable[[Mapping[str, Array]], list[Array]]:
     """A saved artifact as a callable on named numpy arrays; for `effcompile run`.
 
     Raises:
         UsageError: there is none. LoweringError: ORT refuses the file.
     """
-    if not path.exists():
-        raise UsageError(
-            f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`."
-        )
-    if settings.get(INT8_WEIGHTS) == "signed" and products_saturate():
-        raise made_elsewhere(path)
-    opened = session.open_session(path, session.settings_of(settings))
+    opened = _opened(path, settings)
     wanted = {value.name for value in opened.get_inputs()}
 
     def call(feeds: Mapping[str, Array]) -> list[Array]:
@@ -209,3 +228,13 @@ def load(path: Path, settings: Mapping[str, object]) -> Callable[[Mapping[str, A
         return session.run(opened, {name: value for name, value in feeds.items() if name in wanted})
 
     return call
+
+
+def _opened(path: Path, settings: Mapping[str, object]) -> onnxruntime.InferenceSession:
+    if not path.exists():
+        raise UsageError(
+            f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`."
+        )
+    if settings.get(INT8_WEIGHTS) == "signed" and products_saturate():
+        raise made_elsewhere(path)
+    return session.open_session(path, session.settings_of(settings))

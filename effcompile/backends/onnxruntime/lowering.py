@@ -17,6 +17,8 @@ import torch
 from effcompile.backends.mapped import copied, mapped, put_aside
 from effcompile.backends.onnxruntime.export import OPSETS, OnnxExport, export
 from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul, weights_as_read
+from effcompile.backends.onnxruntime.grouped import group_attentions
+from effcompile.backends.onnxruntime.in_place import InPlace
 from effcompile.backends.onnxruntime.quantise import found_formats, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
 from effcompile.backends.onnxruntime.session import BESIDE, numpy_feeds, open_session, run
@@ -28,6 +30,7 @@ from effcompile.ir.export import sizes_of
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
+from effcompile.sites.attention.cached import IN_PLACE, JOINED, SITE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +46,12 @@ class Built:
     weight_bytes: int
 
 
-def build(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path) -> Built:
+def build(
+    program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path, *, in_place: bool = False
+) -> Built:
     """Export at the newest opset whose model ORT loads, apply the program's tags, write `folder`/model.onnx.
+
+    `in_place`: attentions over a cache write into it where they can (grouped.py).
 
     Raises:
         LoweringError: no opset works; the reason is that of the newest.
@@ -53,7 +60,7 @@ def build(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folde
     apart = _mapped(program, folder)
     for opset in OPSETS:
         try:
-            return _build_at(program, calibration, folder, opset, apart)
+            return _build_at(program, calibration, folder, opset, apart, in_place)
         except LoweringError as error:
             failures.append(error)
     raise failures[0]
@@ -65,9 +72,10 @@ def _build_at(
     folder: Path,
     opset: int,
     apart: Sequence[mmap.mmap],
+    in_place: bool,
 ) -> Built:
     path = folder / "model.onnx"
-    applied, linears = _write(program, calibration, path, opset)
+    applied, linears = _write(program, calibration, path, opset, in_place)
     written = ir.load(str(path))
     forms, weight_bytes = found_forms(written, linears.values()), _weight_bytes(written)
     del written
@@ -93,11 +101,17 @@ def _mapped(program: Program, folder: Path) -> list[mmap.mmap]:
 
 
 def _write(
-    program: Program, calibration: Sequence[Sequence[torch.Tensor]], path: Path, opset: int
+    program: Program,
+    calibration: Sequence[Sequence[torch.Tensor]],
+    path: Path,
+    opset: int,
+    in_place: bool,
 ) -> tuple[dict[str, Form], Mapping[str, str]]:
     """Write the model; (site → form found in it, linear's site → name of its node)."""
     exported = export(program, opset=opset)
     applied = apply_forms(exported, program)
+    if in_place:
+        applied[SITE] = IN_PLACE if group_attentions(exported, program) else JOINED
     sparse = {
         node: block for site, node in exported.linears.items() if (block := program.format_at(site).block)
     }
@@ -131,13 +145,15 @@ def _running(program: Program, path: Path, tried: Sequence[Inputs]) -> onnxrunti
     """A session that has run; what cannot be loaded and run is a failure here, and the next opset
     is tried.
     """
-    opened = open_session(path)
-    names = [value.name for value in opened.get_inputs()]
+    opened, specs = open_session(path), [spec.name for spec in program.inputs]
+    names, in_place = [value.name for value in opened.get_inputs()], InPlace(specs, opened)
     for args, kwargs in tried:
-        given = dict(
-            zip([spec.name for spec in program.inputs], program.flat_inputs(args, kwargs), strict=True)
-        )
-        run(opened, numpy_feeds(names, [given[name] for name in names]))
+        tensors = program.flat_inputs(args, kwargs)
+        given = dict(zip(specs, tensors, strict=True))
+        if in_place:
+            in_place(opened, tensors)
+        else:
+            run(opened, numpy_feeds(names, [given[name] for name in names]))
     give_back()  # the file, read as a whole, beside what the session made of it
     return opened
 

@@ -4,7 +4,7 @@ forcing, measure, choose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Unpack
@@ -39,6 +39,7 @@ from effcompile.search.corrected import corrected
 from effcompile.search.generation.calls import call_seconds
 from effcompile.search.generation.errors import option_errors
 from effcompile.search.generation.held import cache_choices, forms_of, held_in, narrowest
+from effcompile.search.generation.in_place import RUNTIME, in_place_choices
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.seen import texts_to_measure
@@ -97,6 +98,7 @@ class Shop:
     machine: Machine
     sensitivity: Sensitivity
     beside: tuple[Choice, ...]
+    own: Mapping[str, tuple[Choice, ...]]
     regimes: Regimes
 
     def search(self) -> Search:
@@ -111,7 +113,7 @@ class Shop:
             notes=(
                 *self.machine.notes, *stored_notes(program), *program.mends, *(sight.said if sight else ()),
             ),
-            formats=formats(options), beside=self.beside,
+            formats=formats(options), beside=self.beside, own=self.own,
             explained=lambda error: largest_context(error, small, goal, CHUNK, seen),
         )  # fmt: skip
 
@@ -304,8 +306,9 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
         found = option_errors(step, goal, (*bench.passes, *bench.before), texts, backends)
         called = call_seconds(step, bench.model, goal) if machine.here else 0.0
         beside = cache_choices(step, bench.model, goal, machine.target, texts, CHUNK)
+        own = {RUNTIME: in_place_choices(step, goal, machine, backends, CHUNK)}
     return Shop(
-        bench=bench, machine=machine, sensitivity=found, beside=beside,
+        bench=bench, machine=machine, sensitivity=found, beside=beside, own=own,
         regimes=regimes_of(step, goal, CHUNK, longest_source(texts), bench.before, called, bench.sight),
     )  # fmt: skip
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import msgspec
 import safetensors.torch
-import torch
 import transformers
 
 from effcompile.backends import triton as kernels
 from effcompile.backends.base import Lowered
-from effcompile.backends.onnxruntime import backend as onnxruntime
-from effcompile.backends.onnxruntime.session import numpy_feeds
+from effcompile.backends.onnxruntime import OpenedStep
 from effcompile.backends.openvino import steps as openvino
 from effcompile.backends.torch import lowered as torch_lowered
 from effcompile.capture.generation import Boundary, GenerationStep
@@ -181,12 +179,7 @@ def _open(file: Path, graph: SavedGraph, plan: Plan) -> Run:
         if plan.backend == "triton":
             kernels.register(kernels.device())  # where they cannot run, torch's own do
         return torch_lowered.open_flat(file)
-    call = onnxruntime.load(file, plan.settings)
-
-    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.from_numpy(array) for array in call(numpy_feeds(graph.inputs, tensors))]
-
-    return run
+    return OpenedStep(file, plan.settings, graph.inputs)
 
 
 def kind_of(header: Header) -> HFClass:

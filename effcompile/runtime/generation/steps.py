@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import fx, nn
 
+from effcompile.backends.onnxruntime import OnnxModel, OpenedStep
 from effcompile.backends.openvino.steps import OpenVinoGraph
 from effcompile.backends.torch import TorchLowered
 from effcompile.backends.torch.in_place import in_place, in_place_of_many
@@ -290,6 +291,9 @@ def assembled(
                 if layout.leaves[at].growth is Growth.FULL
             }
         )
+    if isinstance(run, OnnxModel | OpenedStep):
+        names = [spec.name for spec in inputs if spec.name.startswith("past")]
+        run.in_place.rooms = dict(zip(names, map(room.capacity, layout), strict=True))
     graph = run.run if isinstance(run, TorchLowered) else run
     if isinstance(graph, fx.GraphModule):
         holders = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
