@@ -183,7 +183,11 @@ class OnnxModel:
         return tuple(copied(part, directory / part.name) for part in parts)
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
-        return session.peak_bytes(self._path, self._feeds(inputs), self._chosen)
+        caches, given = self.in_place.caches, dict(zip(self._names, inputs, strict=True))
+        found = session.peak_bytes(self._path, self._feeds(inputs), self._chosen, caches)
+        # rows that are written into buffers, which stood before
+        new = sum(given[name][:, :, :1].nbytes * given["tokens"].shape[1] for name in caches)
+        return None if found is None else found + new
 
     def _feeds(self, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
         kept = [

@@ -34,14 +34,15 @@ class InPlace:
         self._names, given = list(names), session.get_inputs()
         self._outputs = [value.name for value in session.get_outputs()]
         of_room = {name: value.name for value in session.get_outputs() if (name := _room_of(value))}
-        self._caches = {value.name: of_room[name] for value in given if (name := _room_of(value))}
-        self._plain = [value.name for value in given if value.name not in self._caches]
+        #: Input → output of each.
+        self.caches = {value.name: of_room[name] for value in given if (name := _room_of(value))}
+        self._plain = [value.name for value in given if value.name not in self.caches]
         #: Rows of a new buffer, by input; where none is said, as many as there are.
         self.rooms: Mapping[str, int] = {}
 
     def __bool__(self) -> bool:
         """Whether there is such a cache."""
-        return bool(self._caches)
+        return bool(self.caches)
 
     def __call__(
         self, session: onnxruntime.InferenceSession, tensors: Sequence[torch.Tensor]
@@ -53,14 +54,14 @@ class InPlace:
         """
         given = dict(zip(self._names, tensors, strict=True))
         batch, new = given["tokens"].shape
-        past = given[next(iter(self._caches))].shape[2]
-        longer = {name: lengthened(given[name], new, self.rooms.get(name, 0)) for name in self._caches}
+        past = given[next(iter(self.caches))].shape[2]
+        longer = {name: lengthened(given[name], new, self.rooms.get(name, 0)) for name in self.caches}
         if batch == 1 or past == 0 or new == 1:
             found = self._run(session, given, longer, 0, batch)
         else:
             rows = [self._run(session, _row(given, at, batch), longer, at, 1) for at in range(batch)]
             found = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-        found |= {self._caches[name]: rows for name, rows in longer.items()}
+        found |= {self.caches[name]: rows for name, rows in longer.items()}
         return [found[name] for name in self._outputs]
 
     def _run(
@@ -71,7 +72,7 @@ class InPlace:
         bound = session.io_binding()
         for name, array in numpy_feeds(self._plain, [given[name] for name in self._plain]).items():
             bound.bind_cpu_input(name, array)
-        others = [name for name in self._outputs if name not in self._caches.values()]
+        others = [name for name in self._outputs if name not in self.caches.values()]
         for name in others:
             bound.bind_output(name, "cpu")
         for name, rows in longer.items():
@@ -80,7 +81,7 @@ class InPlace:
             at = first * math.prod(sizes[1:]) - skipped * rows.shape[3]
             place = rows.data_ptr() + at * rows.element_size()
             bound.bind_input(name, "cpu", 0, np.float32, sizes, place)
-            bound.bind_output(self._caches[name], "cpu", 0, np.float32, sizes, place)
+            bound.bind_output(self.caches[name], "cpu", 0, np.float32, sizes, place)
         try:
             session.run_with_iobinding(bound)
         except Exception as error:

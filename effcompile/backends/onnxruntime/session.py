@@ -5,6 +5,7 @@ their own.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 import weakref
@@ -204,8 +205,17 @@ def timed(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> 
 
 
 _MEASURE_PEAK = """
-import onnxruntime
-threads, arena, library, *names = options
+import json, onnxruntime
+threads, arena, library, caches, *names = options
+given, caches = dict(zip(names, inputs)), json.loads(caches)
+if caches:
+    one = len(given["tokens"]) > 1 and given["tokens"].shape[1] > 1 and any(given[n].shape[2] for n in caches)
+    rows = lambda name, value: value[:1] if one and name != "rows" else value
+    given = {name: numpy.ascontiguousarray(rows(name, value)) for name, value in given.items()}
+    for name in caches:
+        heads, past, width = given[name].shape[1:]
+        size = (len(given[name]), heads, past + given["tokens"].shape[1], width)
+        given[name] = numpy.ones(size, numpy.float32)
 before()
 settings = onnxruntime.SessionOptions()
 settings.intra_op_num_threads, settings.inter_op_num_threads = int(threads), 1
@@ -214,15 +224,29 @@ if library:
     settings.register_custom_ops_library(library)
 session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
 loaded()
-session.run(None, dict(zip(names, inputs)))
+if not caches:
+    session.run(None, given)
+else:
+    bound = session.io_binding()
+    for name, value in given.items():
+        bound.bind_input(name, "cpu", 0, value.dtype, value.shape, value.ctypes.data)
+    for value in session.get_outputs():
+        if value.name not in caches.values():
+            bound.bind_output(value.name, "cpu")
+    for name, to in caches.items():
+        bound.bind_output(to, "cpu", 0, numpy.float32, given[name].shape, given[name].ctypes.data)
+    session.run_with_iobinding(bound)
 """
 
 
-def peak_bytes(path: Path, feeds: Mapping[str, Array], settings: Settings) -> int | None:
+def peak_bytes(
+    path: Path, feeds: Mapping[str, Array], settings: Settings, caches: Mapping[str, str] | None = None
+) -> int | None:
     """Peak resident bytes of weights and activations over one call, in a fresh process; None off Linux.
 
     ORT has no allocator statistics for CPU, so the process's high-water mark (reset after loading) is read,
-    less what the process held before the session was made.
+    less what the process held before the session was made. `caches`: input → output that is the same buffer,
+    which stands before; of a batch that is given row by row, one row.
     """
     return resident.peak_bytes(
         _MEASURE_PEAK,
@@ -231,6 +255,7 @@ def peak_bytes(path: Path, feeds: Mapping[str, Array], settings: Settings) -> in
         settings.threads,
         settings.arena,
         library_for(path) or "",
+        json.dumps(dict(caches or {})),
         *feeds,
     )
 
