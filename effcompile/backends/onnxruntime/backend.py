@@ -86,7 +86,7 @@ class OnnxRuntime:
 
         folder = own_folder("effcompile-ort-")
         try:
-            asked = plan.forms().get(SITE) == IN_PLACE
+            asked = bool(program.carried) and plan.forms().get(SITE) == IN_PLACE  # of a step alone
             built = build(program, calibration, folder, in_place=asked)
         except BaseException:
             remove(folder)
