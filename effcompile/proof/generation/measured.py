@@ -100,7 +100,7 @@ def compared(
             for name, run in runs.items()
         }
         called = {name: [_seconds(prefill)] for name, prefill in prefills.items()}
-        for name in _undecided({name: seconds for name, (seconds,) in called.items()}, len(steps)):
+        for name in _undecided({name: seconds for name, (seconds,) in called.items()}):
             called[name].append(_seconds(prefills[name]))
         if max(map(max, called.values())) < _LONG:
             called = interleaved(prefills, 2, repeats=1)
@@ -139,11 +139,12 @@ def compared(
     )
 
 
-def _undecided(seconds: Mapping[str, float], steps: int) -> list[str]:
+def _undecided(seconds: Mapping[str, float]) -> list[str]:
     """Those whose prompts are read once more: all but long ones that take twice as long as another, and none
-    where all are so long that what else the machine does is in each alike, and there is one step.
+    where both are so long that what else the machine does is in each alike, and there is one beside the
+    model.
     """
-    if steps == 1 and min(seconds.values()) > _ALONE:
+    if len(seconds) == 2 and min(seconds.values()) > _ALONE:
         return []
     return [name for name, each in seconds.items() if each < max(_LONG, _SLOW * min(seconds.values()))]
 

@@ -44,3 +44,4 @@ def test_long_prompts_are_read_twice_only_where_it_may_decide() -> None:
     found = measured._undecided({measured.ORIGINAL: 7.0, "a": 2.0, "b": 3.9, "c": 4.1})
     assert found == ["a", "b"]
     assert measured._undecided({measured.ORIGINAL: 0.9, "a": 0.1}) == [measured.ORIGINAL, "a"]
+    assert measured._undecided({measured.ORIGINAL: 9.0, "a": 4.1}) == []  # nothing to choose between
