@@ -110,7 +110,7 @@ class _Made:
         packed = [self._packed(value, node, f"{name}_{which}") for which, value in named]
         assert mask is not None
         inputs = [*packed, *pasts, self._lengths, self._whole, None, None, None, self._bias(mask, node)]
-        scale, softcap = node.attributes.get("scale"), node.attributes.get("softcap")
+        scale = node.attributes.get("scale")
         made = ir.node(
             GROUPED,
             inputs,
@@ -118,7 +118,6 @@ class _Made:
                 "num_heads": each.heads,
                 "kv_num_heads": each.groups,
                 "scale": each.width**-0.5 if scale is None else scale.as_float(),
-                "softcap": 0.0 if softcap is None else softcap.as_float(),
             },
             domain=DOMAIN,
             num_outputs=3,

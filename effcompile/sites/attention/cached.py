@@ -17,6 +17,8 @@ aten = torch.ops.aten
 SITE, KIND = "attentions over the cache", "cached attention"
 #: New rows behind past ones in a new buffer, and written into the buffer where they stand.
 JOINED, IN_PLACE = Form(word="concatenated"), Form(word="in_place")
+#: What the names of a step's inputs that are of images begin with.
+_OF_IMAGES = ("images", "kinds")
 #: What repeats the keys that queries of a group share, and moves elements.
 _REPEATING = (
     aten.expand.default, aten.clone.default, aten.view.default, aten._unsafe_view.default,
@@ -40,10 +42,10 @@ class CachedAttention:
 
 def cached_attentions(program: Program) -> list[CachedAttention]:
     """Those that read a cache of all tokens in fp32, under a mask of true and false that is alike for all
-    heads and has as many rows; none where images are read both ways.
+    heads and has as many rows; none of a step that takes images, whose rows are not those of a batch.
     """
     specs = {spec.name: spec for spec in program.inputs}
-    if not {"tokens", "mask"} <= specs.keys() or "kinds" in specs:
+    if not {"tokens", "mask"} <= specs.keys() or any(name.startswith(_OF_IMAGES) for name in specs):
         return []
     new, seen = specs["tokens"].shape[1], specs["mask"].shape[1]
     holders = dict(zip(program.graph.find_nodes(op="placeholder"), specs, strict=True))
