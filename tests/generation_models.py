@@ -15,7 +15,7 @@ from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.goal import Goal
 from effcompile.ir.figures import Certificate, Totals
-from effcompile.ir.plan import Plan
+from effcompile.ir.plan import Decision, Plan
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.steps import CacheRoom
 
@@ -227,10 +227,11 @@ def bare(
     batch: int = 1,
     narrow: str | Mapping[str, str] = "",
     chunk: int = 64,
+    decisions: tuple[Decision, ...] = (),
 ) -> Planned:
     """The model's steps lowered as they are: nothing is priced, which takes longer than all the rest.
 
-    `narrow`: the dtype of its cache, or that of each leaf by name.
+    `narrow`: the dtype of its cache, or that of each leaf by name. `decisions`: that a backend itself reads.
     """
     model, step = captured
     step = replace(step, layout=step.layout.narrowed(narrow))
@@ -240,7 +241,7 @@ def bare(
     )
     plan = Plan(
         model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context, batch=batch),
-        target="", target_line="", backend=backend, decisions=(), declined=(), certificate=proof,
+        target="", target_line="", backend=backend, decisions=decisions, declined=(), certificate=proof,
         baseline=nothing, predicted=nothing,
     )  # fmt: skip
     lowered, parts = lower_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,60 +12,69 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from generation_models import captured, ids, tiny
+from generation_models import bare, captured, ids
 from torch import nn
 
 import effcompile
 from effcompile.backends.onnxruntime.measure_in_place import Sizes, seconds
+from effcompile.core.cost import Cost
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Decision
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.search.generation import in_place
-from effcompile.sites.attention.cached import IN_PLACE, JOINED, SITE, cached_attentions
+from effcompile.sites.attention.cached import IN_PLACE, JOINED, KIND, SITE, cached_attentions
 
-HOW: dict[str, Any] = {
-    "mode": "generation", "backend": "onnxruntime", "context": 700, "prompt": 600, "new": 8,
-}  # fmt: skip
+CONTEXT = 120
+_TAKEN = Decision(
+    site=SITE, kind=KIND, option=IN_PLACE.name, baseline=JOINED.name, by=KIND, cost=Cost(), form=IN_PLACE,
+    baseline_cost=Cost(),
+)  # fmt: skip
 
 
-def _planned(model: nn.Module, took: tuple[float, float]) -> GenerationExecutable:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_place, "seconds", lambda sizes: took)
-        return effcompile.optimize(model, {"input_ids": ids(1, 24)}, **HOW)
+@pytest.fixture(scope="module")
+def planned() -> GenerationExecutable:
+    """Prompts of more than 64 tokens are read in chunks."""
+    return bare(captured("llama"), "onnxruntime", CONTEXT, decisions=(_TAKEN,))[1]
 
 
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
-    return tiny("llama", max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
-def planned(llama: nn.Module) -> GenerationExecutable:
-    return _planned(llama, (2e-3, 1e-3))
+    return captured("llama")[0]
 
 
 def _says(model: Callable[..., torch.Tensor], prompt: torch.Tensor, **how: Any) -> torch.Tensor:
     return model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0, **how)  # type: ignore[attr-defined]
 
 
-def test_it_is_taken_where_it_is_faster_and_found_in_what_was_built(planned: GenerationExecutable) -> None:
-    (decision,) = [d for d in planned.plan.decisions if d.site == SITE]
-    assert decision.form == IN_PLACE and decision.applied == IN_PLACE.name
-    assert all(check.passed for check in planned.plan.checks)
+@pytest.mark.parametrize("took", [(2e-3, 1e-3), (1e-3, 2e-3)])
+def test_it_is_offered_by_what_both_ways_take(
+    took: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle counts by hand: 2 layers, a prompt of 100 tokens in 2 chunks, 20 tokens."""
+    monkeypatch.setattr(in_place, "seconds", lambda sizes: took)
+    goal = Goal.of(mode="generation", context=CONTEXT, prompt=100, new=20, batch=3)
+    step, here = captured("llama")[1], SimpleNamespace(here=True)
+    (choice,) = in_place.in_place_choices(step, goal, here, [SimpleNamespace(name="onnxruntime")], 64)
+    joined, own = choice.options
+    assert choice.baseline == joined.name == JOINED.name and own.form == IN_PLACE
+    # a chunk behind a past is one row's, a token all rows'
+    assert joined.cost.seconds == pytest.approx(2 * (2 * 3 + 20) * took[0])
+    assert own.cost.seconds == pytest.approx(2 * (2 * 3 + 20) * took[1])
+    assert (joined.cost.bytes_kept, own.cost.bytes_kept) == (4 * 3 * CONTEXT * 2 * 8 * 4, 0)
+    assert not in_place.in_place_choices(step, goal, here, [SimpleNamespace(name="torch-eager")], 64)
+    elsewhere = SimpleNamespace(here=False)
+    assert not in_place.in_place_choices(step, goal, elsewhere, [SimpleNamespace(name="onnxruntime")], 64)
 
 
-def test_it_is_refused_where_it_is_slower(llama: nn.Module) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_place, "seconds", lambda sizes: (1e-3, 2e-3))
-        plan = effcompile.plan(llama, {"input_ids": ids(1, 24)}, **HOW)
-    (why,) = [d for d in plan.declined if d.site == SITE]
-    assert plan.forms()[SITE] == JOINED and why.option == IN_PLACE.name
-    assert "not faster" in str(why.reason)
+def test_it_is_found_in_what_was_built(planned: GenerationExecutable) -> None:
+    assert planned.parts["step"].applied[SITE] == IN_PLACE
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(3, 20), (2, 600)])
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 20), (2, 100)])
 def test_padded_batches_and_chunks_are_the_models(
     rows: int, tokens: int, llama: nn.Module, planned: GenerationExecutable
 ) -> None:
-    """600 tokens are two chunks: behind the first one, rows of a batch are read one by one."""
+    """100 tokens are two chunks: behind the first one, rows of a batch are read one by one."""
     prompt, mask = ids(rows, tokens), torch.ones(rows, tokens, dtype=torch.int64)
     mask[0, :7], prompt[0, :7] = 0, 0
     wanted = _says(llama, prompt, attention_mask=mask)

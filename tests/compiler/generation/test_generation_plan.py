@@ -17,6 +17,7 @@ from effcompile.backends.torch import TorchLowered
 from effcompile.core.findings import TokenRates
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import KernelCall
+from effcompile.ops.append import lengthened
 from effcompile.proof.generation import ends
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.search.search import GAP
@@ -213,9 +214,13 @@ def test_a_gpu_that_is_not_here_is_planned_for(backend: str | None, llama: nn.Mo
 
 def test_a_peak_is_that_of_the_whole_prompt_whose_ends_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is the timeline; 1,100 tokens are three chunks, the second of 512."""
-    passed: list[int] = []
-    lengthened = ends.lengthened
-    monkeypatch.setattr(ends, "lengthened", lambda *a: passed.append(a[1]) or lengthened(*a))
+    passed = []
+
+    def longer(past: torch.Tensor, more: int, capacity: int) -> torch.Tensor:
+        passed.append(more)
+        return lengthened(past, more, capacity)
+
+    monkeypatch.setattr(ends, "lengthened", longer)
     model = tiny("llama", max_position_embeddings=2048)
     made = effcompile.optimize(model, {"input_ids": ids(2, 24)}, passes=["rows"], **{**HOW, "context": 1100})
     assert set(passed) == {512}
