@@ -6,9 +6,9 @@ An option replaces a site's result f(x) by f(x) + δ(x). To first order the outp
     E (vᵀ J δ)² = ‖J δ‖²    (Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix")
 where vᵀJ is one backward pass from v, the same for every site and option. So one forward pass and a few
 backward passes per input price all of them; each then costs only its own δ (computed with the backend's
-rounding) and dot products. Samples of a batch that do not influence each other are draws of their own,
-and where draws are few, those of like sites are taken together (pooled.py).
-Squares of different sites add because their errors are nearly uncorrelated (HAWQ-V2, Dong et al. 2020, §3).
+rounding) and dot products. Samples that do not influence each other are draws of their own; few are taken
+together with those of like sites (pooled.py). Squares of different sites add because their errors are nearly
+uncorrelated (HAWQ-V2, Dong et al. 2020, §3).
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ MAX_ROWS = 256
 MAX_GRADIENT_BYTES = 768 * 2**20
 #: Share of the time budget after which no further probe is started (the rest is for the options).
 _PROBE_SHARE = 0.5
+#: Draws that are made however long they take: what is planned does not hang on who else uses the machine.
+_FEWEST = 2
 
 #: Squared error of an option that rounds and of which the inputs show nothing (their outputs are zeros, say):
 #: one unit of fp32 in the last place. Were it 0, no correction by what verification measures at other inputs
@@ -99,8 +101,8 @@ def measure(
         weights: options of single linears that are another weight in the place of theirs.
         probes: backward passes per input and output group (three quarters of it where there are several
             outputs).
-        budget_seconds: half of it bounds the probing, of which one round is always done. Sites whose turn
-            comes late are priced on one input instead of all; the method says so.
+        budget_seconds: half of it bounds the probing beyond the fewest draws. Sites whose turn comes late are
+            priced on one input instead of all; the method says so.
         seed: of the random signs.
         progress: told what is done and the share done.
     """
@@ -156,7 +158,7 @@ class _Clock:
 
 @dataclass(slots=True, kw_only=True)
 class _Task:
-    """What all sites are priced with. `scales`: see `_output_scales`."""
+    """What all sites are priced with."""
 
     program: Program
     sites: Sequence[Site]
@@ -207,10 +209,8 @@ def _output_scales(records: list[ErrorRecord]) -> list[list[float]]:
     """
     if not records or not records[0].outputs:
         return []
-    norms = [
-        math.sqrt(sum(float(r.outputs[o].detach().double().square().sum()) for r in records))
-        for o in range(len(records[0].outputs))
-    ]
+    norm = lambda o: sum(float(r.outputs[o].detach().double().square().sum()) for r in records) ** 0.5  # noqa: E731
+    norms = [norm(o) for o in range(len(records[0].outputs))]
     weights = [1 / n if 0 < n < math.inf else 0.0 for n in norms]
     groups = [
         [w if o == 0 else 0.0 for o, w in enumerate(weights)],
@@ -220,14 +220,14 @@ def _output_scales(records: list[ErrorRecord]) -> list[list[float]]:
 
 
 def _probe(task: _Task, probes: int, generator: torch.Generator, clock: _Clock) -> int:
-    """Draw the gradients; the number of rounds done within their share of the time (at least one)."""
+    """Draw the gradients; the rounds done within their share of the time, or for the fewest draws."""
     for record in task.records:
         record.gradients = [{} for _ in task.scales]
         if record.batch > 1:
             record.separate = _separate(record, generator)
-    rounds = _rounds(task, probes)
+    rounds, samples = _rounds(task, probes), sum(record.batch for record in task.records)
     for done in range(rounds):
-        if done and clock.late(_PROBE_SHARE):
+        if done * samples >= _FEWEST and clock.late(_PROBE_SHARE):
             return done
         clock.tell("backward passes", _PROBE_SHARE * done / rounds)
         for record, group in itertools.product(task.records, range(len(task.scales))):
