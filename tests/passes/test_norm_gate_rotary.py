@@ -34,7 +34,7 @@ from effcompile.core.goal import Goal
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import KernelCall
-from effcompile.ops import rows_native
+from effcompile.ops.rows_held import HeldGate
 from effcompile.passes.base import Context
 from effcompile.passes.norm_gate_rotary import Rows
 from effcompile.report.reasons import words
@@ -276,10 +276,8 @@ def test_a_cpu_has_them_in_fp32() -> None:
 
 def test_a_cpu_computes_them_by_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gates = []
-    by_kernel = rows_native.RowKernels.swiglu
-    monkeypatch.setattr(
-        rows_native.RowKernels, "swiglu", lambda *given: gates.append(given) or by_kernel(*given)
-    )
+    told = HeldGate.told
+    monkeypatch.setattr(HeldGate, "told", lambda *given: gates.append(made := told(*given)) or made)
     given, llama = {"input_ids": torch.arange(24).view(2, 12)}, model("llama", torch.float32)
     program = capture(llama, (), given)
     plan = plan_with({site.site: "fused" for site in row_sites(program)})
@@ -289,7 +287,7 @@ def test_a_cpu_computes_them_by_kernels(tmp_path: Path, monkeypatch: pytest.Monk
         wanted = llama(**given).logits
         for found in (lowered(given["input_ids"])[0], load(tmp_path / ARTIFACT)(**given)[0]):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert len(gates) == 2 * llama.config.num_hidden_layers
+    assert len(gates) == 2 * llama.config.num_hidden_layers and None not in gates
 
 
 def test_a_model_without_any_hears_nothing_of_it(bert: Program) -> None:
