@@ -148,7 +148,7 @@ def small_product(size: int = 160) -> Callable[[], object]:
     """What a pace is told by (core/pace.py): 8 MFLOP of fp32 on 300 KiB, as torch does it."""
     import torch
 
-    a = torch.ones(size, size, device="cpu")
+    a = torch.ones(size, size, dtype=torch.float32, device="cpu")
 
     def product() -> None:
         with torch.no_grad():

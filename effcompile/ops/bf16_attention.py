@@ -94,7 +94,7 @@ class AttentionTiles:
         batch, heads, queries, width = query.shape
         made = torch.empty((batch, queries, heads, width)).transpose(1, 2)
         sizes, threads = sizes_of(query, key), torch.get_num_threads()
-        scratch = torch.empty(self.room(query, key), dtype=torch.uint8)
+        scratch = torch.empty(self.room(query, key), dtype=torch.uint8, device="cpu")
         strides = (0, 0, 0) if mask is None else mask_strides(mask)
         self.call(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),

@@ -122,7 +122,7 @@ class AttentionRows:
         """The same of tensors that `told` is of."""
         batch, heads, queries, wide = told[0], told[1], told[3], told[6]
         made = torch.empty_strided((batch, heads, queries, wide), (*told[16:19], 1))
-        scratch = torch.empty(self.room(told), dtype=torch.uint8)
+        scratch = torch.empty(self.room(told), dtype=torch.uint8, device="cpu")
         self.call(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
             made.data_ptr(), told, _NONE if mask is None else _FOUR(*mask_strides(mask), mask.stride(3)),

@@ -90,7 +90,7 @@ class GroupKernels:
         result = x.new_empty((*x.shape[:-1], n))
         flat = flat_rows(x)
         room = _room(flat)
-        workspace = torch.empty(room.nbytes, dtype=torch.uint8)
+        workspace = torch.empty(room.nbytes, dtype=torch.uint8, device="cpu")
         codes, scales, sums = room.addresses(workspace.data_ptr())
         self.call(
             flat.data_ptr(), flat.stride(0), room.rows, k, group_codes.bits_of(weight), weight.data_ptr(),

@@ -78,7 +78,7 @@ class TileKernels:
         result, flat = x.new_empty((*x.shape[:-1], n)), flat_rows(x)
         rows, k = flat.shape
         groups, threads = -(-k // GROUP), torch.get_num_threads()
-        workspace = torch.empty(self.workspace_bytes(flat), dtype=torch.uint8)
+        workspace = torch.empty(self.workspace_bytes(flat), dtype=torch.uint8, device="cpu")
         room = workspace.data_ptr()
         codes = room + threads * groups * _OF_A_GROUP
         self.call(

@@ -89,7 +89,7 @@ class WordKernels:
         n, k = scales.shape[0], x.shape[-1]
         made, flat = x.new_empty((*x.shape[:-1], n)), flat_rows(x)
         room = self.room_of(flat.shape[0], k)
-        workspace = torch.empty(room.nbytes, dtype=torch.uint8)
+        workspace = torch.empty(room.nbytes, dtype=torch.uint8, device="cpu")
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
         self.call(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),

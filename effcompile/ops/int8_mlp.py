@@ -117,7 +117,10 @@ class MlpKernels:
         """See `int8_mlp` and `int8_linear_residual`; x (M, K) has adjacent columns, the rest is dense."""
         (m, k), n = x.shape, last[1].shape[0]
         between = 0 if first is None else first[1].shape[0]
-        made, scratch = x.new_empty((m, n)), torch.empty(self.room(m, k, between), dtype=torch.uint8)
+        made, scratch = (
+            x.new_empty((m, n)),
+            torch.empty(self.room(m, k, between), dtype=torch.uint8, device="cpu"),
+        )
         residual, norm_weight, norm_bias, eps = behind
         self.call(
             x.data_ptr(), x.stride(0), m, k, *(map(address, first) if first else (None,) * 3), between,

@@ -123,7 +123,7 @@ class ByteKernels:
         result = x.new_empty((*x.shape[:-1], n), dtype=torch.bfloat16 if narrow else None)
         flat = flat_rows(x)
         room = self.room(flat)
-        workspace = torch.empty(room.nbytes, dtype=torch.uint8)
+        workspace = torch.empty(room.nbytes, dtype=torch.uint8, device="cpu")
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
         (self.narrow if narrow else self.call)(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),

@@ -89,7 +89,7 @@ class SparseByteKernels:
         n, k = scales.shape[0], x.shape[-1]
         made, flat = x.new_empty((*x.shape[:-1], n)), flat_rows(x)
         chunk, codes, nbytes = self.room(flat.shape[0], k)
-        room = torch.empty(nbytes, dtype=torch.uint8)
+        room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self.call(
             flat.data_ptr(), flat.stride(0), flat.shape[0], k, held.values.data_ptr(), held.quads.data_ptr(),
             held.starts.data_ptr(), len(held.quads), held.sums.data_ptr(), scales.data_ptr(),

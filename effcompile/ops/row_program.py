@@ -167,6 +167,7 @@ class RowProgram:
         room = torch.empty(
             4 * count * self._inner_columns + max(count * self._scratch, 4 * threads * apart) + 64,
             dtype=torch.uint8,
+            device="cpu",
         )
         start = room.data_ptr()
         slots = self._slots(*[each.data_ptr() for each in inputs])

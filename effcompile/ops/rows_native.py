@@ -147,7 +147,7 @@ class RowKernels:
 
     def swiglu(self, gate: Tensor, up: Tensor, of_gate: int, of_up: int) -> Tensor:
         """Of tensors whose rows are this far apart."""
-        y, d = torch.empty(gate.shape), gate.shape[-1]
+        y, d = gate.new_empty(gate.shape), gate.shape[-1]
         self.gate(
             gate.data_ptr(), of_gate, up.data_ptr(), of_up, y.numel() // d, d, y.data_ptr(),
             torch.get_num_threads(),

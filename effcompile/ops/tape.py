@@ -34,6 +34,8 @@ LINEAR, MLP, ATTENTION, LAYER_NORM, RMS_NORM, GATE, TURN = range(7)
 _ARGUMENTS, _PATCHES = 24, 8
 #: Shapes of which something is kept.
 _SHAPES = 64
+#: Of a shape that was not asked for.
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ class Tape:
         self._memories = POINTER * (inputs + len(self._results) + 1)
         self._last = self._last_reads()
         self._whole = sum(not isinstance(step.does, Columns | type) for step in self._steps) > 1
-        self._kept: dict[object, _Kept | None] = {}
+        self._kept: dict[object, _Kept | str | None] = {}
         self._parts: dict[TapeStep, Tape] = {}
         self.__name__ = "tape"
 
@@ -208,14 +210,18 @@ class Tape:
         """The results, of inputs that the operators take."""
         threads = torch.get_num_threads()
         key = (threads, *[(each.shape, each.stride(), each.dtype) for each in inputs])
-        kept = self._kept[key] if key in self._kept else self._told(key, threads, inputs)
-        run = _runner()
+        kept, run = self._kept.get(key, _UNKNOWN), _runner()
+        if isinstance(kept, str):
+            kept = self._told(key, threads, inputs)
         if kept is None or run is None:
             return self._one_by_one(inputs)
         if kept.copied:
             inputs = tuple(each.contiguous() if at in kept.copied else each for at, each in enumerate(inputs))
-        made = [torch.empty(shape) if at is None else inputs[at].view(shape) for shape, at in kept.results]
-        room = torch.empty(kept.nbytes, dtype=torch.uint8)
+        made = [
+            torch.empty(shape, dtype=torch.float32, device="cpu") if at is None else inputs[at].view(shape)
+            for shape, at in kept.results
+        ]
+        room = torch.empty(kept.nbytes, dtype=torch.uint8, device="cpu")
         addresses = [each.data_ptr() for each in (*inputs, *made)]
         run(kept.calls, kept.count, self._memories(*addresses, -(-room.data_ptr() // LINE) * LINE))
         return made

@@ -78,6 +78,18 @@ def test_an_encoder(kept: bool) -> None:
             assert torch.equal(found, wanted)
 
 
+def test_what_a_process_makes_tensors_of_is_nothing_to_it() -> None:
+    steps, results = layers(1)
+    run, (x, mask) = Tape(steps, 2, results), drawn(2, 70)
+    right, before = by_torch(steps, results, x, mask)[0], torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert torch.equal(run(x, mask)[0], right)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_an_input_that_is_not_given_up_stays() -> None:
     steps, results = layers(1)
     x, mask = drawn(2, 70)

@@ -200,4 +200,6 @@ def _are_own(given: Sequence[Argument]) -> bool:
 
 
 def _values(module: fx.GraphModule, given: Sequence[Argument]) -> tuple[object, ...]:
-    return tuple(attribute(module, str(each.target)) if isinstance(each, fx.Node) else each for each in given)
+    """What they are; tensors as others of the same memory, whose addresses hold while these are held."""
+    found = (attribute(module, str(each.target)) if isinstance(each, fx.Node) else each for each in given)
+    return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in found)
