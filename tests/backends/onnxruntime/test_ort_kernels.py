@@ -15,6 +15,7 @@ ABSENT = {
     "linear/2:4",
     "linear/sparse_int8",
     "linear/int8_token",
+    "linear/int13_token",
     "linear/int8_groups",
     "linear/int4_groups",
     "linear/w8_channel",
