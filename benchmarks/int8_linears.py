@@ -1,5 +1,5 @@
-"""Our linears in 8 bits beside those of torch's backends: a BERT-base layer at 128 rows, and a token of a
-small Llama, in turn in one run.
+"""Our linears in 8 and 13 bits beside those of torch's backends: a BERT-base layer at 128 rows, and a token
+of a small Llama, in turn in one run.
 
     python benchmarks/int8_linears.py [--threads 1] [--rounds 25]
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import _common
 
-FORMATS = ("int8_token", "int8_channel", "int8_static", "w8_channel", "w4", "fp32")
+FORMATS = ("int8_token", "int13_token", "int8_channel", "int8_static", "w8_channel", "w4", "fp32")
 SHAPES = {
     "BERT-base layer, 128 rows": [(128, 768, 768)] * 4 + [(128, 768, 3072), (128, 3072, 768)],
     "Llama 4 layers x 512, a token": [
