@@ -13,6 +13,7 @@ from effcompile.backends.torch.direct import direct
 from effcompile.backends.torch.pack import attribute
 from effcompile.backends.torch.plain import on_cpu, without_dispatcher
 from effcompile.backends.torch.tapes import with_tapes
+from effcompile.backends.torch.tidy import sizes
 from effcompile.core.torch_compat_operators import operators_are_watched
 from effcompile.core.types import Forward
 from effcompile.ir.program import dtype_of
@@ -122,9 +123,11 @@ def _hold_mlp(
 def _hold_attention(node: fx.Node) -> None:
     """An attention of heads that are views of what linears made, and whose result is seen as they make it."""
     query, key, value, mask, causal, scale = _padded(node.args, 6)
-    sources = [_side_by_side(_unturned(each)) for each in (query, key, value)]
+    if query is key:  # one rotation cannot become two
+        return
+    sources = [_side_by_side(each) for each in (_unturned(query), _unturned(key), value)]
     same = _only_user(node, aten.reshape.default)
-    result = node if same is None or _sizes(same) != _sizes(node) else same
+    result = node if same is None or sizes(same) != sizes(node) else same
     turned = _only_user(result, aten.transpose.int)
     copied = None if turned is None else _only_user(turned, aten.clone.default) or turned
     joined = None if copied is None or turned.args[1:] != (1, 2) else _only_user(copied, aten.reshape.default)  # type: ignore[union-attr]
@@ -132,8 +135,8 @@ def _hold_attention(node: fx.Node) -> None:
     if joined is None or len(found) < len(sources):
         return
     (q, heads, width), (k, groups, _), (v, _, wide) = found
-    batch, _, rows, _ = _sizes(node)
-    if _sizes(joined) == (batch, rows, str(heads * wide)):
+    batch, _, rows, _ = sizes(node)
+    if sizes(joined) == (batch, rows, str(heads * wide)):
         q, factor = _unscaled(q) if query is _unturned(query) else (q, 1.0)
         q, k = _turned(query, q, heads, width), _turned(key, k, groups, width)
         whole = factor * (width**-0.5 if scale is None else scale)  # type: ignore[operator]
@@ -171,18 +174,13 @@ def _side_by_side(heads: Argument) -> tuple[fx.Node, int, int] | None:
     if not isinstance(heads, fx.Node) or heads.target is not aten.transpose.int or heads.args[1:] != (1, 2):
         return None
     apart = heads.args[0]
-    if not isinstance(apart, fx.Node) or apart.target is not aten.reshape.default or len(_sizes(apart)) != 4:
+    if not isinstance(apart, fx.Node) or apart.target is not aten.reshape.default or len(sizes(apart)) != 4:
         return None
-    source, (*outer, count, width) = apart.args[0], _sizes(apart)
+    source, (*outer, count, width) = apart.args[0], sizes(apart)
     if not isinstance(source, fx.Node) or not (count.isdecimal() and width.isdecimal()):
         return None
     joined = (*outer, str(int(count) * int(width)))
-    return (source, int(count), int(width)) if _sizes(source) == joined else None
-
-
-def _sizes(node: fx.Node) -> tuple[str, ...]:
-    """As they are written: numbers, and names of what is free."""
-    return tuple(map(str, node.meta["val"].shape))
+    return (source, int(count), int(width)) if sizes(source) == joined else None
 
 
 def _only_user(node: fx.Node, target: object) -> fx.Node | None:

@@ -39,9 +39,9 @@ def without_flattening(graph: fx.Graph, targets: Collection[object]) -> None:
         if not isinstance(flat, fx.Node) or flat.target not in _VIEWS:
             continue
         rows, readers = flat.args[0], list(node.users)
-        wanted = (*_sizes(rows)[:-1], _sizes(node)[-1])  # type: ignore[arg-type]
-        same = _sizes(rows)[-1] == _sizes(flat)[-1] and len(_sizes(flat)) == 2  # type: ignore[arg-type]
-        if same and readers and all(each.target in _VIEWS and _sizes(each) == wanted for each in readers):
+        wanted = (*sizes(rows)[:-1], sizes(node)[-1])  # type: ignore[arg-type]
+        same = sizes(rows)[-1] == sizes(flat)[-1] and len(sizes(flat)) == 2  # type: ignore[arg-type]
+        if same and readers and all(each.target in _VIEWS and sizes(each) == wanted for each in readers):
             node.args = (rows, *node.args[1:])
             node.meta = {**node.meta, "val": readers[0].meta["val"]}
             for reader in readers:
@@ -49,7 +49,7 @@ def without_flattening(graph: fx.Graph, targets: Collection[object]) -> None:
                 graph.erase_node(reader)
 
 
-def _sizes(node: fx.Node) -> tuple[str, ...]:
+def sizes(node: fx.Node) -> tuple[str, ...]:
     """As they are written: numbers, and names of what is free."""
     return tuple(map(str, node.meta["val"].shape))
 

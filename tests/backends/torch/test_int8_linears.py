@@ -122,3 +122,36 @@ def test_attentions_read_what_linears_made(swapped: bool) -> None:
     tapes = [node.target for node in lowered._called._direct.graph.nodes if isinstance(node.target, Tape)]
     held = [step for tape in tapes for step in tape._steps if isinstance(step.does, HeldAttention)]
     assert len(held) == (not swapped)
+
+
+class Turned(nn.Module):
+    """`also`: what is rotated beside queries and keys: values (RoFormer's `rotary_value`), or nothing, where
+    queries and keys are one.
+    """
+
+    def __init__(self, also: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.also = nn.Linear(32, 96), nn.Linear(32, 32), also
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (t.view(*x.shape[:2], 4, 8).transpose(1, 2) for t in self.qkv(x).split(32, -1))
+        turn = lambda t: torch.ops.effcompile.rotary(t, cos, sin, False)  # noqa: E731
+        q, k = turn(q), turn(k)
+        if self.also == "values":
+            v = turn(v)
+        elif self.also == "one":
+            k = q
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("also", ["", "values", "one"])
+def test_rotations_before_an_attention_are_carried_out(also: str) -> None:
+    model, given = Turned(also).eval(), (torch.randn(2, 7, 32), *torch.randn(2, 1, 7, 8))
+    program = capture(model, given)
+    heads = {site.site: form("sdpa_fp32") for site in attentions(program)}
+    lowered = TorchEager().lower(program.tagged(heads, "test"), None, [])  # type: ignore[arg-type]
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(lowered(*given)[0], model(*given), rtol=1e-5, atol=1e-6)
