@@ -207,6 +207,13 @@ def folder_bytes(folder: Path) -> int:
     )
 
 
+def seconds(run: Callable[[], object]) -> float:
+    """Of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def time_in_turn(calls: Mapping[str, Call], rows: Sequence[Row], rounds: int) -> str:
     """Time all calls in turn, into the rows of their names; says how far other processes disturbed the
     timing.

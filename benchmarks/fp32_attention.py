@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 
 import _common
 
@@ -29,12 +27,6 @@ SHAPES = {
     "Whisper-tiny encoder 1x1500": (1, 6, 1500, 64, "none"),
     "a query of 512 keys": (1, 12, 1, 64, "none"),
 }
-
-
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -77,7 +69,7 @@ def main() -> None:
                 scaled_dot_product_attention(q.double(), k.double(), v.double(), wide, is_causal=causal)
             )
             errors = [float((run() - right).abs().max()) for run in (ours, by_torch)]
-            pairs = [(seconds(by_torch), seconds(ours)) for _ in range(options.rounds)]
+            pairs = [(_common.seconds(by_torch), _common.seconds(ours)) for _ in range(options.rounds)]
         theirs, own = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(first / second for first, second in pairs)
         flops = 4 * batch * heads * length * k.shape[2] * width / (2 if causal else 1)

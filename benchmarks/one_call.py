@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import _common
@@ -42,12 +40,6 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
         encoder_layers=LAYERS, d_model=512, encoder_attention_heads=8, encoder_ffn_dim=2048
     )
     return WhisperEncoder(audio), {"input_features": torch.randn(1, 80, 3000)}
-
-
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -85,7 +77,7 @@ def main() -> None:
         def run(kept: dict[Tape, dict[object, Any]], call: Any = lowered, given: Any = given) -> float:
             for tape, held in kept.items():
                 tape._kept = dict(held) if len(tape._steps) > 1 else tape._kept
-            return seconds(lambda: call(*given))
+            return _common.seconds(lambda: call(*given))
 
         for kept in (apart, together):
             run(kept)

@@ -113,7 +113,7 @@ class BackwardTiles:
         query, key, value, out = given.query, given.key, given.value, given.out
         mask = None if given.attn_mask is None else once(given.attn_mask).float()
         made = (_like(query), _like(key), _like(value))
-        scratch = torch.empty(self.room(query, key), dtype=torch.uint8)
+        scratch = torch.empty(self.room(query, key), dtype=torch.uint8, device="cpu")
         tensors = (query, key, value, given.grad_out, out, *made)
         strides = [tensor.stride()[:3] for tensor in (*tensors, given.logsumexp)]
         strides.append((0, 0, 0) if mask is None else mask_strides(mask))

@@ -74,7 +74,7 @@ class AttentionKernels:
         shared, threads = heads // groups, torch.get_num_threads()
         made = query.new_empty((batch, queries, heads, width))
         apart = scratch_floats(shared * queries, keys, width)
-        scratch = torch.empty(threads * apart)
+        scratch = torch.empty(threads * apart, dtype=torch.float32, device="cpu")
         strides = (0, 0, 0) if mask is None else mask_strides(mask)
         self.call(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),

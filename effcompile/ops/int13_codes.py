@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from effcompile.ops.int8_codes import followed, row_codes
+from effcompile.ops.int8_codes import product_by_torch, row_codes
 
 __all__ = ["MOST", "linear_by_torch", "pack", "quantize", "unpack"]
 
@@ -40,12 +40,5 @@ def unpack(packed: Tensor, n: int, k: int) -> Tensor:
 
 
 def linear_by_torch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
-    """What the kernels compute, slowly: the sums of products are exact in float64."""
-    n, k = scales.shape[0], x.shape[-1]
-    flat = x.reshape(-1, k)
-    if not flat.numel():
-        return x.new_zeros((*x.shape[:-1], n))
-    codes, row_scales = row_codes(flat, MOST)
-    sums = codes.double() @ unpack(weight, n, k).double().T
-    y = sums.float() * (scales * row_scales)
-    return followed(y if bias is None else y + bias, after).view(*x.shape[:-1], n)
+    """What the kernels compute, slowly."""
+    return product_by_torch(x, unpack(weight, scales.shape[0], x.shape[-1]), scales, bias, after, MOST)

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Unsupported
-from effcompile.core.types import Shape
 from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.instructions import tile_isas
 from effcompile.machine.native import library
-from effcompile.ops import int8_native
-from effcompile.ops.coded_rows import CodedRows, flat_rows
+from effcompile.ops.coded_rows import CodedRows
 from effcompile.ops.instruction_sets import best_of, whose, why_torch
-from effcompile.ops.int8_codes import AFTER
+from effcompile.ops.int8_codes import AFTER, refuse_misfit
+from effcompile.ops.int8_linear import flops
+from effcompile.ops.int8_native import ARGUMENTS, ByteKernels
 from effcompile.ops.int13_codes import linear_by_torch, pack
 
 __all__ = ["check", "fallback_reason", "fits", "int13_linear", "refusal", "told", "workspace_bytes"]
@@ -64,39 +63,18 @@ def refusal(rows: int) -> Unsupported | None:
     return None if reason is None else Unsupported(reason)
 
 
-class WordKernels:
-    """The compiled kernels of one instruction set.
-
-    `instead`: why better sets are not used; "" where there is none.
-    """
+class WordKernels(ByteKernels):
+    """The compiled kernels of one instruction set, called as those of bytes are."""
 
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
         self.call = library(_SOURCE, macros(isa), isa).int13_linear
-        self.call.argtypes, self.call.restype = int8_native.ARGUMENTS, None
+        self.call.argtypes, self.call.restype = ARGUMENTS, None
 
     def room_of(self, rows: int, k: int) -> CodedRows:
-        """Where codes, in words, and scales of so many rows of k columns are held."""
+        """Each row is one group of pairs of words."""
         return CodedRows(rows, 1, 4 * -(-k // 2))
-
-    def chunk(self, room: CodedRows) -> int:
-        """Rows that a core multiplies with all of W before it takes the next."""
-        return int8_native.rows_at_once(room)
-
-    def linear(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
-        """See `int13_linear_on_cpu`, which has checked the arguments."""
-        n, k = scales.shape[0], x.shape[-1]
-        made, flat = x.new_empty((*x.shape[:-1], n)), flat_rows(x)
-        room = self.room_of(flat.shape[0], k)
-        workspace = torch.empty(room.nbytes, dtype=torch.uint8, device="cpu")
-        codes, row_scales, sums = room.addresses(workspace.data_ptr())
-        self.call(
-            flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
-            None if bias is None else bias.data_ptr(), n, AFTER.index(after), made.data_ptr(),
-            codes, row_scales, sums, self.chunk(room) if room.rows else 1, torch.get_num_threads(),
-        )  # fmt: skip
-        return made
 
     def objection(self) -> str | None:
         """None, or that a linear differs from what torch computes of the same codes: whole tiles and rests,
@@ -144,17 +122,7 @@ int13_linear = torch.ops.effcompile.int13_linear
 
 def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> None:
     """Raises UsageError for arguments of a linear in 13 bits that do not fit."""
-    if not (x.dtype == torch.float32 and x.dim() and fits(int(x.shape[-1]), weight, scales, bias)):
-        tensors = {"x": x, "weight": weight, "scales": scales, "bias": bias}
-        given = ", ".join(
-            f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None
-        )
-        raise UsageError(
-            "A linear in 13 bits takes x (..., K) in float32, a weight that int13_codes.pack made, scales "
-            f"and a bias (N); given {given}."
-        )
-    if after not in AFTER:
-        raise UsageError(f"Nothing that follows a linear is named {after!r}; there are {', '.join(AFTER)}.")
+    refuse_misfit(13, fits, x, weight, scales, bias, after)
 
 
 def fits(k: int, weight: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
@@ -171,15 +139,7 @@ def _(x, weight, scales, bias=None, after="none"):  # type: ignore[no-untyped-de
     return x.new_empty((*x.shape[:-1], scales.shape[0]))
 
 
-@register_flop_formula(torch.ops.effcompile.int13_linear)
-def _flops(
-    x_shape: Shape, weight_shape: Shape, scales_shape: Shape, *args: object, out_shape: object = None,
-    **kwargs: object,
-) -> int:  # fmt: skip
-    rows = 1
-    for size in x_shape:
-        rows *= size
-    return 2 * rows * int(scales_shape[0])
+register_flop_formula(torch.ops.effcompile.int13_linear)(flops)
 
 
 def workspace_bytes(name: str, args: object) -> int | None:

@@ -10,11 +10,24 @@ are 128.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-__all__ = ["AFTER", "followed", "linear_by_torch", "pack", "row_codes", "unpack"]
+from effcompile.core.errors import UsageError
+
+__all__ = [
+    "AFTER",
+    "followed",
+    "linear_by_torch",
+    "pack",
+    "product_by_torch",
+    "refuse_misfit",
+    "row_codes",
+    "unpack",
+]
 
 #: What may follow the bias, as `int8_linear.cpp` numbers it.
 AFTER = ("none", "gelu", "gelu_tanh", "silu", "relu")
@@ -48,15 +61,41 @@ def row_codes(x: Tensor, largest: int = 127) -> tuple[Tensor, Tensor]:
 
 
 def linear_by_torch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
-    """What the kernels compute, slowly: the sums of products are exact in float64."""
-    n, k = scales.shape[0], x.shape[-1]
-    flat = x.reshape(-1, k)
+    """What the kernels compute, slowly."""
+    return product_by_torch(x, unpack(weight, scales.shape[0], x.shape[-1]), scales, bias, after)
+
+
+def product_by_torch(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str, largest: int = 127
+) -> Tensor:
+    """The same of codes (N, K) of magnitudes up to the largest: the sums of products are exact in float64."""
+    flat = x.reshape(-1, x.shape[-1])
     if not flat.numel():
-        return x.new_zeros((*x.shape[:-1], n))
-    codes, row_scales = row_codes(flat)
-    sums = codes.double() @ unpack(weight, n, k).double().T
+        return x.new_zeros((*x.shape[:-1], scales.shape[0]))
+    codes, row_scales = row_codes(flat, largest)
+    sums = codes.double() @ weight.double().T
     y = sums.float() * (scales * row_scales)
-    return followed(y if bias is None else y + bias, after).view(*x.shape[:-1], n)
+    return followed(y if bias is None else y + bias, after).view(*x.shape[:-1], -1)
+
+
+def refuse_misfit(
+    bits: int, fitting: Callable[..., bool], x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None,
+    after: str,
+) -> None:  # fmt: skip
+    """Raises UsageError for arguments of a linear in so many bits that do not fit; `fitting`: whether K
+    columns, a weight, scales and a bias are one.
+    """
+    if not (x.dtype == torch.float32 and x.dim() and fitting(int(x.shape[-1]), weight, scales, bias)):
+        tensors = {"x": x, "weight": weight, "scales": scales, "bias": bias}
+        given = ", ".join(
+            f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None
+        )
+        raise UsageError(
+            f"A linear in {bits} bits takes x (..., K) in float32, a weight that int{bits}_codes.pack made, "
+            f"scales and a bias (N); given {given}."
+        )
+    if after not in AFTER:
+        raise UsageError(f"Nothing that follows a linear is named {after!r}; there are {', '.join(AFTER)}.")
 
 
 def followed(y: Tensor, after: str) -> Tensor:

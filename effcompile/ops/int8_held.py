@@ -5,6 +5,7 @@ fits of the weights is asked once for a shape, and so is what the kernel is told
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,50 +31,39 @@ class HeldLinear:
         return int8_linear_on_cpu(x, *self._linear, self._after)
 
     def told(self, threads: int, x: TapeValue) -> KernelTold | None:
-        kernels = int8_native.kernels()
-        fitting = not isinstance(kernels, str) and _fits(x.shape[-1], self._linear)
-        return _told(kernels, threads, x, self._linear, self._after) if fitting else None  # type: ignore[arg-type]
+        rows, k, n = math.prod(x.shape[:-1]), x.shape[-1], int(self._linear[1].shape[0])
+        kernels = self._kernels(k)
+        if kernels is None or not rows or not x.dense:
+            return None
+        room = kernels.room_of(rows, k)
+        codes, scales, sums = map(Scratch, room.addresses(0))
+        arguments = (
+            x, k, rows, k, *_addresses(self._linear), n, int8_codes.AFTER.index(self._after), Made, codes,
+            scales, sums, kernels.chunk(room), threads,
+        )  # fmt: skip
+        shape = (*x.shape[:-1], n)
+        return KernelTold(
+            kind=tape.LINEAR, function=kernels.call, arguments=arguments, shape=shape, scratch=room.nbytes
+        )
+
+    def _kernels(self, k: int) -> int8_native.ByteKernels | None:
+        """Those that take what is held, of k columns."""
+        found = int8_native.kernels()
+        return None if isinstance(found, str) or not _fits(k, self._linear) else found
 
 
-def _told(
-    kernels: int8_native.ByteKernels | int13_linear.WordKernels, threads: int, x: TapeValue, linear: Linear,
-    after: str,
-) -> KernelTold | None:  # fmt: skip
-    rows, k, n = math.prod(x.shape[:-1]), x.shape[-1], int(linear[1].shape[0])
-    if not rows or not x.dense:
-        return None
-    room = kernels.room_of(rows, k)
-    codes, scales, sums = map(Scratch, room.addresses(0))
-    arguments = (
-        x, k, rows, k, *_addresses(linear), n, int8_codes.AFTER.index(after), Made, codes, scales, sums,
-        kernels.chunk(room), threads,
-    )  # fmt: skip
-    shape = (*x.shape[:-1], n)
-    return KernelTold(
-        kind=tape.LINEAR, function=kernels.call, arguments=arguments, shape=shape, scratch=room.nbytes
-    )
-
-
-class HeldWords:
+class HeldWords(HeldLinear):
     """`int13_linear` of one weight."""
 
-    __name__, pair = "int13_linear", False
-
-    def __init__(
-        self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, after: str = "none"
-    ) -> None:
-        self._linear, self._after = (weight, scales, bias), after
+    __name__ = "int13_linear"
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., N), for x (..., K)."""
         return int13_linear.int13_linear_on_cpu(x, *self._linear, self._after)
 
-    def told(self, threads: int, x: TapeValue) -> KernelTold | None:
-        kernels, k, bias = int13_linear.kernels(), x.shape[-1], self._linear[2]
-        fitting = int13_linear.fits(k, *self._linear) and (bias is None or _is_plain(bias))
-        if isinstance(kernels, str) or not fitting:
-            return None
-        return _told(kernels, threads, x, self._linear, self._after)
+    def _kernels(self, k: int) -> int8_native.ByteKernels | None:
+        found = int13_linear.kernels()
+        return None if isinstance(found, str) or not _fits(k, self._linear, int13_linear.fits) else found
 
 
 class HeldMlp:
@@ -121,8 +111,8 @@ class HeldMlp:
         )
 
 
-def _fits(k: int, linear: Linear) -> bool:
-    return fits(k, *linear) and (linear[2] is None or _is_plain(linear[2]))
+def _fits(k: int, linear: Linear, fitting: Callable[..., bool] = fits) -> bool:
+    return fitting(k, *linear) and (linear[2] is None or _is_plain(linear[2]))
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
 from effcompile.ops import int8_native as native
 from effcompile.ops.instruction_sets import whose, why_torch
-from effcompile.ops.int8_codes import AFTER, linear_by_torch
+from effcompile.ops.int8_codes import linear_by_torch, refuse_misfit
 
 __all__ = ["check", "fallback_reason", "int8_linear", "refusal", "told", "workspace_bytes"]
 
@@ -87,17 +86,7 @@ def _warn(reason: str) -> None:
 
 def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> None:
     """Raises UsageError for arguments of a linear in 8 bits that do not fit."""
-    if not (x.dtype == torch.float32 and x.dim() and fits(int(x.shape[-1]), weight, scales, bias)):
-        tensors = {"x": x, "weight": weight, "scales": scales, "bias": bias}
-        given = ", ".join(
-            f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None
-        )
-        raise UsageError(
-            "A linear in 8 bits takes x (..., K) in float32, a weight that int8_codes.pack made, scales "
-            f"and a bias (N); given {given}."
-        )
-    if after not in AFTER:
-        raise UsageError(f"Nothing that follows a linear is named {after!r}; there are {', '.join(AFTER)}.")
+    refuse_misfit(8, fits, x, weight, scales, bias, after)
 
 
 def fits(k: int, weight: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
@@ -115,7 +104,7 @@ def _(x, weight, scales, bias=None, after="none", narrow=False):  # type: ignore
 
 
 @register_flop_formula(torch.ops.effcompile.int8_linear)
-def _flops(
+def flops(
     x_shape: Shape,
     weight_shape: Shape,
     scales_shape: Shape,

@@ -74,12 +74,6 @@ def workspace_bytes(x: Tensor) -> int:
     return found.room(x).nbytes
 
 
-def rows_at_once(room: CodedRows) -> int:
-    """Rows that a core multiplies with all panels of W before it takes the next: as many for each turn."""
-    chunks = max(1, -(-room.rows * room.row_bytes * _CHUNK // l2_bytes()))
-    return max(1, -(-room.rows // chunks))
-
-
 def macros(isa: str) -> dict[str, int]:
     """What `int8_linear.cpp` is compiled with for an instruction set."""
     width, rows, vecs = TILES[isa]
@@ -104,7 +98,7 @@ class ByteKernels:
     def room(self, x: Tensor) -> CodedRows:
         """Each row is one group, whole reads of it."""
         k = int(x.shape[-1])
-        return self.room_of(int(x.numel()) // k if k else 0, k)
+        return self.room_of(int(x.numel()) // max(1, k), k)
 
     def room_of(self, rows: int, k: int) -> CodedRows:
         """The same of so many rows and columns."""
@@ -113,7 +107,8 @@ class ByteKernels:
 
     def chunk(self, room: CodedRows) -> int:
         """Rows that a core multiplies with all of W before it takes the next."""
-        return rows_at_once(room)
+        chunks = max(1, -(-room.rows * room.row_bytes * _CHUNK // l2_bytes()))
+        return max(1, -(-room.rows // chunks))
 
     def linear(
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str, narrow: bool = False

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from effcompile.core.types import Shape
 from effcompile.ops.instruction_sets import LINE
 
-__all__ = ["Life", "Places", "placed", "places_for"]
+__all__ = ["Life", "Places", "dense_strides", "placed", "places_for"]
 
 #: Times the most that lives at once that places may take in all.
 _ROOM = 1.25
@@ -90,3 +91,12 @@ def _most_at_once(lives: Iterable[Life]) -> int:
     return max(
         sum(other.nbytes for other in lives if other.first <= life.first <= other.last) for life in lives
     )
+
+
+def dense_strides(shape: Shape) -> tuple[int, ...]:
+    """Those of a tensor without gaps, as torch has them."""
+    strides, step = list[int](), 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))

@@ -25,7 +25,7 @@ from effcompile.core.errors import LoweringError
 from effcompile.core.types import Shape
 from effcompile.machine.native import library
 from effcompile.ops.instruction_sets import ARGUMENT, LINE, POINTER
-from effcompile.ops.places import Life, Places, places_for
+from effcompile.ops.places import Life, Places, dense_strides, places_for
 
 _SOURCE = Path(__file__).with_name("tape.cpp")
 #: How a kernel's arguments are typed, as tape.cpp numbers them.
@@ -159,15 +159,6 @@ def _runner() -> Callable[..., None] | None:
     run.argtypes, run.restype = (POINTER, ARGUMENT, POINTER), None
     made: Callable[..., None] = run
     return made
-
-
-def dense_strides(shape: Shape) -> Shape:
-    """Those of a tensor without gaps, as torch has them."""
-    strides, step = list[int](), 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +26,7 @@ from effcompile.core.errors import GuardError, InputsError
 from effcompile.ir.step import Spread
 from effcompile.ops import collectives
 from effcompile.ops.messages import answered, rows_of_shard
+from effcompile.ops.places import dense_strides
 
 #: The axes of a mesh, in the order in which parameters are divided along them.
 AXES = ("pp", "tp", "dp")
@@ -121,7 +121,7 @@ class Ranks:
         if local.shape[0] == rows:
             return local
         shape = (rows, *local.shape[1:])
-        strides = _contiguous_strides(shape)
+        strides = dense_strides(shape)
         room = local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()
         if room >= rows * max(1, strides[0]) and (local.is_contiguous() or not local.numel()):
             return local.as_strided(shape, strides)
@@ -150,7 +150,7 @@ class Ranks:
             self.placements(name),
             run_check=False,
             shape=torch.Size(whole),
-            stride=_contiguous_strides(whole),
+            stride=dense_strides(whole),
         )
 
     @contextlib.contextmanager
@@ -339,7 +339,3 @@ def made_alike(model: nn.Module, ranks: Ranks) -> None:
                     dist.broadcast(contiguous, group=group, group_src=0)
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)
-
-
-def _contiguous_strides(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(max(1, size) for size in shape[at + 1 :]) for at in range(len(shape)))

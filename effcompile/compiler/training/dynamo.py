@@ -71,6 +71,7 @@ class _Partition:
             here=True,
             known=known_figures(machine.calibration),
             store=machine.calibration,
+            pace=machine.pace,
         )
         found = prepare(step, [Case(step=step)], checkpoint, figures)
         keep_figures(figures.known, machine.calibration)
