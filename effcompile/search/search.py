@@ -295,11 +295,12 @@ def _best(plans: Sequence[Plan]) -> Plan:
     took 4 % more).
     """
     least = min(plan.certificate.objective for plan in plans)
-    best = [plan for plan in plans if plan.certificate.objective * (1 - GAP) <= least][-1]
+    # differences of prices may sum below zero where other work disturbed them
+    best = [p for p in plans if p.certificate.objective - GAP * abs(p.certificate.objective) <= least][-1]
     proven, bound = best.certificate, min(plan.certificate.bound for plan in plans)
     if bound >= proven.bound:
         return best
-    gap = 1 - bound / proven.objective
+    gap = (proven.objective - bound) / abs(proven.objective)
     return replace(best, certificate=replace(proven, bound=bound, gap=max(gap, proven.gap)))
 
 

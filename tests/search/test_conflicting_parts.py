@@ -25,13 +25,20 @@ class Part:
 def best(switched: float, plain: float) -> Any:
     parts = {"switched": switched, "plain": plain}
     return _best(
-        [Part(n, replace(PROVEN, objective=s, bound=s * (1 - GAP), gap=GAP)) for n, s in parts.items()]  # type: ignore[misc]
+        [Part(n, replace(PROVEN, objective=s, bound=s - GAP * abs(s), gap=GAP)) for n, s in parts.items()]  # type: ignore[misc]
     )
 
 
 @pytest.mark.parametrize(
     ("switched", "plain", "taken"),
-    [(1.0, 1.5, "switched"), (1.5, 1.0, "plain"), (1.0, 1.0 + GAP / 2, "plain"), (1.0, 1.0, "plain")],
+    [
+        (1.0, 1.5, "switched"),
+        (1.5, 1.0, "plain"),
+        (1.0, 1.0 + GAP / 2, "plain"),
+        (1.0, 1.0, "plain"),
+        (-1.0, -0.5, "switched"),
+        (-1.0, -1.0, "plain"),
+    ],
 )
 def test_a_switch_of_the_whole_model_is_made_where_it_is_better_by_more_than_the_gap(
     switched: float, plain: float, taken: str
