@@ -275,11 +275,15 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     apart = size = 0.0
     for ours, theirs in zip(*(t.detach().reshape(-1).split(_PIECE) for t in (found, wanted)), strict=True):
         a, b = ours.to(torch.float64), theirs.to(torch.float64)
-        same = (a == b) | (a.isnan() & b.isnan())  # equal infinities and NaNs carry no error
-        if not bool((same | (a.isfinite() & b.isfinite())).all()):
-            return math.inf
-        apart += float(torch.where(same, 0.0, a - b).square().sum())
-        size += float(torch.where(b.isfinite(), b, 0.0).square().sum())
+        moved, held = float((a - b).square_().sum()), float(b.square().sum())
+        if not math.isfinite(moved + held):
+            same = (a == b) | (a.isnan() & b.isnan())  # equal infinities and NaNs carry no error
+            if not bool((same | (a.isfinite() & b.isfinite())).all()):
+                return math.inf
+            moved = float(torch.where(same, 0.0, a - b).square().sum())
+            held = float(torch.where(b.isfinite(), b, 0.0).square().sum())
+        apart += moved
+        size += held
     return 0.0 if apart == 0 else math.sqrt(apart / size) if size > 0 else math.inf
 
 

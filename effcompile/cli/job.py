@@ -236,8 +236,8 @@ class Job:
             from effcompile.ops import ahead  # before the others, which take seconds of their own
 
             mode = self.mode if plan is None else plan.goal.mode
-            if mode in (None, "inference") and self.targets[0] == "auto":
-                ahead.begin(exact=not self.changes.get("max_error"))
+            if mode in (None, "inference", "generation") and self.targets[0] == "auto":
+                ahead.begin(exact=not self.changes.get("max_error"), steps=mode == "generation")
 
             from effcompile.arguments import declare, goal_of_plan, to_training_mode
             from effcompile.compiler import Request

@@ -1,5 +1,5 @@
-"""Kernels that a plan of a forward call will time, compiled beside what needs one core: the model is loaded
-and captured meanwhile.
+"""Kernels that a plan of a forward call or of a generation will time, compiled beside what needs one core:
+the model is loaded and captured meanwhile.
 
 Only files are made: who uses a kernel loads it, and compares it with torch.
 """
@@ -9,47 +9,77 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from effcompile.core.errors import EffcompileError
 from effcompile.machine.instructions import bf16_isas, integer_isas, tile_isas
 from effcompile.machine.native import SOURCES, compiled
-from effcompile.ops import fp32_attention, group_native, int8_mlp, int8_native
+from effcompile.ops import fp32_attention, group_native, int8_mlp, int8_native, int13_linear
 from effcompile.ops.instruction_sets import WORDS
 
 Library = tuple[Path, Mapping[str, int], str]
 
 
-def libraries(*, exact: bool) -> list[Library]:
+def libraries(*, exact: bool, steps: bool = False) -> list[Library]:
     """Source, macros and instruction set of each that this machine uses; without those that change numbers,
-    where the plan is exact.
+    where the plan is exact. `steps`: of a generation, whose programs of rows take all of them.
     """
-    found: list[Library] = []
-    for isa in integer_isas()[:1]:
-        found += [(SOURCES / name, {"WIDTH": WORDS[isa]}, isa) for name in ("rows.cpp", "few_rows.cpp")]
-    found += [
-        (SOURCES / "fp32_attention.cpp", {"WIDTH": WORDS[isa]}, isa) for isa in fp32_attention.isas()[:1]
-    ]
+    return [*_of_steps()] if steps else [*_of_calls(exact=exact)]
+
+
+def _of_calls(*, exact: bool) -> Iterator[Library]:
+    if not exact:
+        yield from _of_bytes()
+    yield from _of_rows()
+    for isa in fp32_attention.isas()[:1]:
+        yield SOURCES / "fp32_attention.cpp", {"WIDTH": WORDS[isa]}, isa
     if exact:
-        return found
+        return
+    yield from ((SOURCES / "attention_tiles.cpp", {}, isa) for isa in bf16_isas()[:1])
+    yield from _of_groups()
+    yield from _of_words()
+    yield SOURCES / "tape.cpp", {}, "generic"
+
+
+def _of_steps() -> Iterator[Library]:
+    yield from _of_groups()
+    yield from _of_bytes()
+    yield from ((SOURCES / "cached_attention.cpp", {"WIDTH": WORDS[isa]}, isa) for isa in integer_isas()[:1])
+    yield from _of_rows()
+    yield SOURCES / "row_program.cpp", {}, "generic"
+    yield from _of_words()
+
+
+def _of_rows() -> Iterator[Library]:
+    for isa in integer_isas()[:1]:
+        yield from ((SOURCES / name, {"WIDTH": WORDS[isa]}, isa) for name in ("rows.cpp", "few_rows.cpp"))
+
+
+def _of_bytes() -> Iterator[Library]:
     for isa in tile_isas()[:1]:
         names = ["int8_linear.cpp", *["int8_mlp.cpp"] * int8_mlp.has_kernel(isa)]
-        found = [*((SOURCES / name, int8_native.macros(isa), isa) for name in names), *found]
-    found += [(SOURCES / "attention_tiles.cpp", {}, isa) for isa in bf16_isas()[:1]]
+        yield from ((SOURCES / name, int8_native.macros(isa), isa) for name in names)
+
+
+def _of_groups() -> Iterator[Library]:
     for isa in integer_isas()[:1]:
-        found.append((SOURCES / "group_linear.cpp", group_native.macros(isa), isa))
-        found.append((SOURCES / "group_codes.cpp", {"WIDTH": WORDS[isa]}, isa))
-    return found
+        yield SOURCES / "group_linear.cpp", group_native.macros(isa), isa
+        yield SOURCES / "group_codes.cpp", {"WIDTH": WORDS[isa]}, isa
+
+
+def _of_words() -> Iterator[Library]:
+    for isa in [isa for isa in tile_isas() if isa in int13_linear.TILES][:1]:
+        yield SOURCES / "int13_linear.cpp", int13_linear.macros(isa), isa
 
 
 @functools.cache
-def begin(*, exact: bool) -> threading.Thread:
+def begin(*, exact: bool, steps: bool = False) -> threading.Thread:
     """Compile them on a thread, one after the other; once a process. It ends early with the main thread."""
     main = threading.current_thread()
 
     def work() -> None:
-        for library in libraries(exact=exact):
+        for library in libraries(exact=exact, steps=steps):
             if not main.is_alive():
                 return
             with contextlib.suppress(EffcompileError, OSError):  # who needs it is told

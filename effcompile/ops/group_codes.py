@@ -168,10 +168,11 @@ class Coder:
 def pack(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Codes and scales in the order in which the kernels read them."""
     n, k = codes.shape
-    padded = F.pad(codes, (0, -k % GROUP, 0, -n % _LANES)).to(torch.int16) + (1 << bits - 1)
-    # (panels, groups, 16, 32)
-    panels = padded.view(-1, _LANES, padded.shape[1] // GROUP, GROUP).transpose(1, 2)
-    pieces = panels.unflatten(3, (-1, 4)).transpose(2, 3).to(torch.uint8)  # (…, 8, 16, 4)
+    padded = F.pad(codes, (0, -k % GROUP, 0, -n % _LANES)).view(torch.uint8)
+    padded = padded + (1 << bits - 1)  # as bytes wrap
+    # (panels, groups, 8, 16, 4), four bytes at a time
+    quads = padded.view(torch.int32).view(-1, _LANES, padded.shape[1] // GROUP, GROUP // 4)
+    pieces = quads.permute(0, 2, 3, 1).contiguous().view(torch.uint8).unflatten(3, (_LANES, 4))
     if bits == 4:
         pieces = pieces[:, :, :4] | pieces[:, :, 4:] << 4
     held = (

@@ -39,8 +39,11 @@ def pack(codes: Tensor) -> Tensor:
     """s8 codes (N, K), −127 to 127, in the order in which the kernels read them."""
     n, k = codes.shape
     padded = F.pad(codes, (0, -k % 4, 0, -n % 16))
-    tiles = padded.reshape(-1, 16, padded.shape[1] // 4, 4).transpose(1, 2)
-    return (tiles.to(torch.int16) + 128).to(torch.uint8).contiguous()
+    # four bytes at a time
+    quads = padded.contiguous().view(torch.int32)
+    tiles = quads.view(padded.shape[0] // 16, 16, quads.shape[1]).transpose(1, 2)
+    tiles = tiles.clone(memory_format=torch.contiguous_format)
+    return tiles.view(torch.uint8).view(*tiles.shape, 4) ^ 128  # + 128
 
 
 def unpack(packed: Tensor, n: int, k: int) -> Tensor:

@@ -39,6 +39,7 @@ LookUp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _W4_GROUPS = (32, 64, 128, 256)
 #: N must be a multiple of this for int4 packing (16 columns per tile, two values per byte).
 W4_COLUMNS = 32
+_ROWS_AT_ONCE = 256
 
 
 def quantize_dynamic(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,9 +103,15 @@ def quantize_w4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
 
 
 def quantize_rows(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(s8 (V, C), fp32 scales (V, 1)) of an embedding table."""
-    scale = (table.abs().amax(1, keepdim=True) / 127.0).clamp(min=1e-12).to(torch.float32)
-    return torch.clamp(torch.round(table / scale), -127, 127).to(torch.int8), scale
+    """(s8 (V, C), fp32 scales (V, 1)) of an embedding table, or of a weight (N, K)."""
+    codes = torch.empty(table.shape, dtype=torch.int8, device=table.device)
+    scales = torch.empty((len(table), 1), dtype=torch.float32, device=table.device)
+    # what is made of some at a time stays in the cache
+    some = (each.split(_ROWS_AT_ONCE) for each in (table, codes, scales))
+    for rows, code, scale in zip(*some, strict=True):
+        scale.copy_((rows.abs().amax(1, keepdim=True) / 127.0).clamp(min=1e-12))
+        code.copy_((rows / scale).round_().clamp_(-127, 127))
+    return codes, scales
 
 
 def lookup_int8(table: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -31,10 +31,7 @@ def sized(
 
     `images`: rows of images, where it takes any.
     """
-    example = _example(step, program, batch=batch, past=past, new=new)
-    if images and "images" in example:
-        example["images"] = [rows.new_zeros((images, rows.shape[1])) for rows in example["images"]]
-    return at_inputs(program, (), example)
+    return at_inputs(program, (), _example(step, program, batch=batch, past=past, new=new, images=images))
 
 
 def at_inputs(program: Program, args: Args, kwargs: Kwargs) -> Program:
@@ -56,7 +53,9 @@ def behind(step: GenerationStep, positions: int) -> GenerationStep:
     return replace(step, program=replace(step.program, kwargs=given))
 
 
-def _example(step: GenerationStep, program: Program, *, batch: int, past: int, new: int) -> dict[str, Any]:
+def _example(
+    step: GenerationStep, program: Program, *, batch: int, past: int, new: int, images: int
+) -> dict[str, Any]:
     """Inputs of these sizes; the cache as meta tensors would be, of zeros that take no memory."""
     like: Mapping[str, Any] = program.kwargs
     tokens = like["tokens"]
@@ -77,7 +76,9 @@ def _example(step: GenerationStep, program: Program, *, batch: int, past: int, n
         "positions": [positions] * step.boundary.axes or positions,
         "rows": torch.arange(new - 1, new, device=tokens.device),
         "kinds": torch.zeros((), dtype=torch.int64, device=tokens.device).expand(batch, past + new),
-        "images": [rows[:0] for rows in like.get("images", ())],
+        "images": [
+            rows.new_zeros((images, rows.shape[1])) if images else rows[:0] for rows in like.get("images", ())
+        ],
         "source_mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(batch, source),
         "past": [
             _leaf(leaf, what, batch, past, source)
@@ -112,8 +113,8 @@ def filled(
     another thing. `lean`: it keeps no new row beside the cache where that has room, and repeats none for the
     queries of a group: so steps run in place. `images`: as `sized` has it.
     """
-    past = context - new
-    edited = sized(step, program, batch=batch, past=past, new=new, images=images).editable("filled")
+    example = _example(step, program, batch=batch, past=context - new, new=new, images=images)
+    edited = program.editable("filled")  # its nodes' shapes are those of another size until the end
     if lean:
         share_heads(edited.graph)
     holders = [node for node in edited.graph.nodes if node.op == "placeholder"]
@@ -136,16 +137,15 @@ def filled(
             appended.replace_all_uses_with(caches[at], delete_user_cb=lambda user: user.op != "output")
     edited.graph.output_node().args = (results,)
     edited.graph.eliminate_dead_code()
-    kwargs = dict(edited.kwargs)
-    kwargs["past"] = [
+    example["past"] = [
         leaf.new_zeros(()).expand(*leaf.shape[:2], leaf.shape[2] + new, leaf.shape[3])
         if at in places
         else leaf
-        for at, leaf in enumerate(kwargs["past"])
+        for at, leaf in enumerate(example["past"])
     ]
-    refresh_shapes(edited.module, (), kwargs)
+    refresh_shapes(edited.module, (), example)
     edited.module.recompile()
-    return replace(edited, kwargs=kwargs, history=program.history)
+    return replace(edited, args=(), kwargs=example, history=program.history)
 
 
 def _has_room(leaf: CacheLeaf, context: int, new: int) -> bool:
