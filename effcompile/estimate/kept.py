@@ -11,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from effcompile.core.files import cache_folder
 from effcompile.core.kept_json import recalled, remember
@@ -34,6 +37,22 @@ _Error = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 #: Scale and zero point of codes of 8 bits.
 Range = tuple[Annotated[float, msgspec.Meta(gt=0, le=1e38)], Annotated[int, msgspec.Meta(ge=0, le=255)]]
+
+
+#: Tensors whose bytes were read, with how often they had been written to by then, and their hash.
+_read_once: ContextVar[WeakTensorKeyDictionary | None] = ContextVar("read_once", default=None)
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """Within it the bytes of a weight are read once, for all hashes of programs that hold it. For a planner's
+    own time: what others write through `.data`, or from another library, torch does not count.
+    """
+    token = _read_once.set(WeakTensorKeyDictionary())
+    try:
+        yield
+    finally:
+        _read_once.reset(token)
 
 
 class KeptErrors(msgspec.Struct, kw_only=True, frozen=True):
@@ -166,10 +185,28 @@ def _hash(program: Program, inputs: Iterable[object], asked: str, code: Sequence
     digest = hashlib.sha256(f"{torch.__version__}\0{_code(code)}\0{asked}".encode())
     try:
         for part in itertools.chain(_graph(program), inputs):
-            content.add(digest, part)
+            digest.update(_hash_of(part))
     except (NotImplementedError, RuntimeError, TypeError):
         return None
     return digest.hexdigest()
+
+
+def _hash_of(part: object) -> bytes:
+    """Of one line or tensor. Raises what `content.add` does."""
+    known = _read_once.get()
+    if known is None or not isinstance(part, torch.Tensor) or part.is_inference():
+        return _hash_of_bytes(part)
+    before = known.get(part)
+    if before is None or before[0] != part._version:
+        known[part] = before = (part._version, _hash_of_bytes(part))
+    made: bytes = before[1]
+    return made
+
+
+def _hash_of_bytes(part: object) -> bytes:
+    digest = hashlib.sha256()
+    content.add(digest, part)
+    return digest.digest()
 
 
 def _graph(program: Program) -> Iterator[str | torch.Tensor | None]:

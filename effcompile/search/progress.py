@@ -12,6 +12,7 @@ from effcompile.core import gpu
 from effcompile.core.building import building
 from effcompile.core.errors import UsageError
 from effcompile.core.stages import first_line, stage
+from effcompile.estimate.kept import reading_once
 from effcompile.machine.room import planning
 
 P = ParamSpec("P")
@@ -88,8 +89,8 @@ def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             progress = kwargs.get("progress", QUIET)
             kwargs["progress"] = _Staged(progress)  # type: ignore[arg-type]
-            with stage(name), planning(), building(), gpu.current(gpu.place_of(*args[:3])):  # type: ignore[arg-type]
-                # model, args, kwargs
+            place = gpu.place_of(*args[:3])  # type: ignore[arg-type]  # model, args, kwargs
+            with stage(name), planning(), building(), reading_once(), gpu.current(place):
                 return function(*args, **kwargs)
 
         return run

@@ -4,6 +4,7 @@ thing did.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 from effcompile.capture.inference import capture
 from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity, measure
+from effcompile.ir import content
 from effcompile.ir.program import Program
 
 OPTIONS = {"linear": (form("int8_channel"), form("w4"))}
@@ -82,6 +84,33 @@ def test_another_model_is_measured(
     change(program)
     asked(program)
     assert len(measuring) == 2
+
+
+def test_within_a_plan_weights_are_read_once_and_again_once_they_are_written_to(
+    program: Program, measuring: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    add = content.add
+
+    def noted(digest: hashlib._Hash, part: object) -> None:
+        read.extend([1] * isinstance(part, torch.nn.Parameter))
+        add(digest, part)
+
+    asked(program)
+    monkeypatch.setattr(content, "add", noted)
+    weights = list(program.module.parameters())
+    with kept.reading_once():
+        asked(program)
+        asked(program)
+        assert len(measuring) == 1, "the hash is the one of before"
+        assert len(read) == len(weights)
+        with torch.no_grad():
+            weights[0].mul_(2)
+        asked(program)
+        assert len(measuring) == 2
+        assert len(read) == len(weights) + 1
+    asked(program)
+    assert len(read) == 2 * len(weights) + 1
 
 
 def test_other_inputs_options_and_budgets_are_measured(program: Program, measuring: list[int]) -> None:
