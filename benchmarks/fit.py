@@ -9,8 +9,8 @@ what planning took.
 
 from __future__ import annotations
 
+import argparse
 import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,5 +122,10 @@ def run(name: str, row: Row) -> None:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or ROWS:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all where none is given")
+    asked = parser.parse_args().rows
+    if unknown := [name for name in asked if name not in ROWS]:
+        parser.error(f"there is no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    for chosen in asked or ROWS:
         run(chosen, ROWS[chosen])

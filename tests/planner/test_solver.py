@@ -141,7 +141,7 @@ def test_the_deadline_leaves_a_feasible_choice_and_a_true_bound(monkeypatch: pyt
     problem = realistic(30)
     # what z3 answers at its timeout
     monkeypatch.setattr(optimise, "refute", lambda *_: certify.Verdict("unknown"))
-    solution = solve(problem, gap=0.0)
+    solution = solve(problem, gap=0.0, timeout=2.0)
     monkeypatch.undo()
     assert solution.status == UNPROVEN
     assert problem.violations(solution.choice) == []
