@@ -122,8 +122,10 @@ def run(name: str, row: Row) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all where none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"{', '.join(ROWS)}; all where none is given")
     asked = parser.parse_args().rows
     if unknown := [name for name in asked if name not in ROWS]:
         parser.error(f"there is no row {', '.join(unknown)}; there are {', '.join(ROWS)}")

@@ -68,7 +68,7 @@ class Search:
     notes: tuple[Reason, ...] = ()
     explained: Callable[[InfeasibleError], InfeasibleError] = lambda error: error
     beside: tuple[Choice, ...] = ()
-    own: Mapping[str, tuple[Choice, ...]] = field(default_factory=dict)
+    own: Mapping[str, tuple[Choice | Declined, ...]] = field(default_factory=dict)
     _proposals: dict[str, Proposal] = field(default_factory=dict)
 
     def plan_for(self, backend: Backend, constraints: Constraints = FREE) -> Plan:
@@ -146,8 +146,9 @@ class Search:
             ]
             made = [choices for choices, _ in found]
             beside = self.beside if name in NARROW.get(self.machine.target.device, ()) else ()
-            choices = (*merged(self.regimes.each, made), *beside, *self.own.get(name, ()))
+            choices = (*merged(self.regimes.each, made), *beside, *self._own(name))
             first, *others = (declined for _, declined in found)
+            others.append([each for each in self.own.get(name, ()) if isinstance(each, Declined)])
             said = {(d.site, d.option) for d in first}
             self._proposals[name] = Proposal(
                 backend=name, choices=choices,
@@ -156,6 +157,10 @@ class Search:
                 provenance=total([o.cost for c in choices for o in c.options]).provenance,
             )  # fmt: skip
         return self._proposals[name]
+
+    def _own(self, backend: str) -> list[Choice]:
+        """What this backend alone has to choose."""
+        return [each for each in self.own.get(backend, ()) if isinstance(each, Choice)]
 
     def _rest(self, backend: str, made: Sequence[Sequence[Choice]], choices: Sequence[Choice]) -> Cost:
         """Seconds of nodes that no choice covers, bytes of weights that no choice stores, and what is held
@@ -173,7 +178,7 @@ class Search:
             roof += regime.calls * sum(map(target.roof, alone))
         base = lambda some: total([choice.option(choice.baseline).cost for choice in some])  # noqa: E731
         own = base(choices)
-        seconds = max(seconds - base(self.own.get(backend, ())).seconds, 0.0)  # these nodes are counted above
+        seconds = max(seconds - base(self._own(backend)).seconds, 0.0)  # these nodes are counted above
         weights = max(self.regimes.weight_bytes - own.weight_bytes, 0)
         kept = max(self.regimes.kept(backend) - own.bytes_kept, 0)
         return Cost(seconds=seconds, roof_seconds=roof, weight_bytes=weights, bytes_kept=kept)

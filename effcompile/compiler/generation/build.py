@@ -26,7 +26,7 @@ from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.figures import Candidate
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
-from effcompile.passes import Choice, Pass, load_passes, optional_in
+from effcompile.passes import Choice, Declined, Pass, load_passes, optional_in
 from effcompile.passes.speculate import drafts_in, drafts_tried, without_drafts
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
@@ -98,7 +98,7 @@ class Shop:
     machine: Machine
     sensitivity: Sensitivity
     beside: tuple[Choice, ...]
-    own: Mapping[str, tuple[Choice, ...]]
+    own: Mapping[str, tuple[Choice | Declined, ...]]
     regimes: Regimes
 
     def search(self) -> Search:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,12 @@ from torch import nn
 
 import effcompile
 from effcompile.backends.onnxruntime.measure_in_place import Sizes, seconds
+from effcompile.capture.generation import GenerationStep
 from effcompile.core.cost import Cost
+from effcompile.core.errors import LoweringError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Decision
+from effcompile.passes import Choice, Declined
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.search.generation import in_place
 from effcompile.sites.attention.cached import IN_PLACE, JOINED, KIND, SITE, cached_attentions
@@ -110,10 +114,54 @@ def test_saved_and_opened_here_and_by_onnx_runtime_alone(
     assert [each.shape for each in present] == [(2, 2, 20, 8)] * 4
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("gpt2", 2), ("gemma3_text", 1), ("t5", 0)])
-def test_which_attentions_may(kind: str, layers: int) -> None:
-    """Gemma's windows do not keep all tokens; T5's mask is its biases."""
-    assert len(cached_attentions(captured(kind)[1].program)) == layers
+@pytest.mark.parametrize(
+    ("kind", "layers", "why"),
+    [
+        ("gpt2", 2, {}),
+        ("gemma3_text", 1, {"model.model.layers.0.self_attn": "a window of the last tokens"}),
+        (
+            "t5",
+            0,
+            {f"model.decoder.block.{n}.layer.0.SelfAttention": "numbers are added" for n in range(2)},
+        ),
+    ],
+)
+def test_which_attentions_may_and_why_others_may_not(
+    kind: str, layers: int, why: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's windows do not keep all tokens; T5's mask is its biases. Rows of an encoder never grow, and
+    nothing is said of them.
+    """
+    monkeypatch.setattr(in_place, "seconds", lambda sizes: (2e-3, 1e-3))
+    step = captured(kind)[1]
+    assert len(cached_attentions(step.program)) == layers
+    offered, refused = _offered(step)
+    assert [choice.site for choice in offered] == [SITE] * bool(layers)
+    assert {d.site.split(":")[0] for d in refused} == why.keys()
+    for declined in refused:
+        assert why[declined.site.split(":")[0]] in str(declined.reason), declined
+        assert (declined.kind, declined.option) == (KIND, IN_PLACE.name)
+
+
+def test_images_and_an_older_runtime_are_no_case_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = captured("llama")[1]
+    named = [replace(i, name="images") if i.name == "positions" else i for i in step.program.inputs]
+    of_images = replace(step, program=replace(step.program, inputs=tuple(named)))
+
+    def older(sizes: Sizes) -> tuple[float, float]:
+        raise LoweringError("no such operator")
+
+    monkeypatch.setattr(in_place, "seconds", older)
+    for given, said in ((of_images, "takes images"), (step, "version of ONNX Runtime")):
+        offered, (declined,) = _offered(given)
+        assert not offered and declined.site == SITE and said in str(declined.reason)
+
+
+def _offered(step: GenerationStep) -> tuple[list[Choice], list[Declined]]:
+    goal, here = Goal.of(mode="generation", context=CONTEXT, prompt=100, new=20), SimpleNamespace(here=True)
+    made = in_place.in_place_choices(step, goal, here, [SimpleNamespace(name="onnxruntime")], 64)
+    choices = [each for each in made if isinstance(each, Choice)]
+    return choices, [each for each in made if isinstance(each, Declined)]
 
 
 def test_both_ways_are_timed() -> None:
