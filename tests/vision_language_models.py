@@ -64,12 +64,14 @@ def qwen() -> transformers.Qwen2_5_VLForConditionalGeneration:
     )  # fmt: skip
 
 
-def qwen3() -> transformers.Qwen3VLForConditionalGeneration:
-    """Adds what its eye saw at the places of the image's tokens, behind the first layers, too."""
+def qwen3(layers: int = 2) -> transformers.Qwen3VLForConditionalGeneration:
+    """Adds what its eye saw at the places of the image's tokens, behind the first layers, too: behind every
+    one of so many, of eye and text alike.
+    """
     torch.manual_seed(0)
     vision = {
-        "depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 48,
-        "patch_size": 4, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16,
+        "depth": layers, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 48,
+        "patch_size": 4, "deepstack_visual_indexes": list(range(layers)), "num_position_embeddings": 16,
     }  # fmt: skip
     rope = {
         "rope_type": "default",
@@ -77,7 +79,7 @@ def qwen3() -> transformers.Qwen3VLForConditionalGeneration:
         "rope_theta": 1e4,
         "mrope_interleaved": True,
     }
-    text = {**_TEXT, "num_hidden_layers": 2, "head_dim": 8, "rope_parameters": rope}
+    text = {**_TEXT, "num_hidden_layers": layers, "head_dim": 8, "rope_parameters": rope}
     config = transformers.Qwen3VLConfig(
         text_config=text, vision_config=vision, image_token_id=98, video_token_id=97,
         vision_start_token_id=96, vision_end_token_id=95,

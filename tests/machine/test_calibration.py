@@ -254,7 +254,7 @@ def test_two_processes_calibrate_at_once(calibrated):
         if child == 0:
             status = 1
             try:
-                for _ in range(40):
+                for _ in range(12):
                     save(calibrate({"torch": Fake(factor=factor)}, quick=True))
                 status = 0
             finally:

@@ -235,11 +235,16 @@ def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     assert torch.equal(opened.generate(ids(2, 9), **how), executable.generate(ids(2, 9), **how))
     assert opened.plan.goal.context == CONTEXT
+
+
+def test_an_opened_one_is_pickled_and_copied(llama: Planned, tmp_path: Path) -> None:
+    """Both open the folder once more, of whatever kind; the settings go along."""
+    opened = effcompile.load(llama[1].save(tmp_path / "out"))
     opened.generation_config.max_new_tokens = 5
+    wanted = opened.generate(ids(2, 9), do_sample=False)
+    assert wanted.shape == (2, 14)
     for other in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
-        assert torch.equal(
-            other.generate(ids(2, 9), do_sample=False), opened.generate(ids(2, 9), do_sample=False)
-        )
+        assert torch.equal(other.generate(ids(2, 9), do_sample=False), wanted)
 
 
 def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:

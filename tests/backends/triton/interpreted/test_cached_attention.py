@@ -74,7 +74,7 @@ CASES = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     database=None,
     phases=[Phase.generate],
