@@ -153,8 +153,8 @@ def _nvidia(made: Any, capability: int) -> Report:
         "additions": len(_ADDITIONS.findall(ptx)),
     }
     # without a product there is no loop with one, and nvdisasm takes 0.4 s to start
-    found = loops(_disassembled(made.asm["cubin"])) if counts["tensor_ops"] else ()
-    return Report(shared=made.metadata.shared, **counts, **numbers, loops=found)
+    steps = loops(_disassembled(made.asm["cubin"])) if counts["tensor_ops"] else ()
+    return Report(shared=made.metadata.shared, **counts, **numbers, loops=steps)
 
 
 _PTXAS = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill stores"}

@@ -35,7 +35,8 @@ def structure(capacity: int) -> tuple[Tensor, ...]:
     return crow, fill(col), ccol, fill(row[perm]), fill(perm)
 
 
-@pytest.mark.parametrize(("dtype", "b"), [(torch.float32, 32), (torch.float16, 16), (torch.bfloat16, 16)])
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("b", [16, 32])
 def test_product_and_gradients(dtype: torch.dtype, b: int) -> None:
     generator = torch.Generator().manual_seed(0)
     used, capacity = int(KEPT.sum()), 7
