@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from generation_models import bare, captured, ids, tiny
+from generation_models import bare, captured, ids, more, tiny
 from torch import nn
 
 from effcompile.core.errors import UsageError
@@ -14,8 +14,16 @@ from effcompile.runtime.generation.rows import SharedRows
 CONTEXT = 64
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "mamba", "falcon_h1"])
-@pytest.mark.parametrize("cache", ["", "uint8", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        *((kind, "") for kind in ("llama", "gemma3_text", "gpt2", "mamba", "falcon_h1")),
+        *(("gemma3_text", narrow) for narrow in ("uint8", "int8")),
+        ("falcon_h1", "uint8"),
+        ("gpt2", "int8"),
+        *more(*((kind, narrow) for kind in ("llama", "mamba") for narrow in ("uint8", "int8"))),
+    ],
+)
 def test_each_row_is_the_row_alone(kind: str, cache: str) -> None:
     """Rows of random lengths come and go over forty tokens, beyond a window of 15.
 
