@@ -232,7 +232,7 @@ def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
     _, executable = planned
     executable.save(tmp_path / "out")
     opened = effcompile.load(tmp_path / "out")
-    how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    how: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     assert torch.equal(opened.generate(ids(2, 9), **how), executable.generate(ids(2, 9), **how))
     assert opened.plan.goal.context == CONTEXT
 
