@@ -28,15 +28,8 @@ def reference(
     return cross_entropy(logits, target, ignore_index=-100, reduction="mean" if reduction == MEAN else "sum")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reduction", "cap", "biased"),
-    [
-        (torch.float32, MEAN, None, True),
-        (torch.float32, SUM, 3.0, False),
-        (torch.float16, SUM, 3.0, False),
-        (torch.bfloat16, MEAN, None, True),
-    ],
-)
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize(("reduction", "cap", "biased"), [(MEAN, None, True), (SUM, 3.0, False)])
 def test_loss_and_gradients(dtype: torch.dtype, reduction: int, cap: float | None, biased: bool) -> None:
     x, weight = make(N, D, seed=1, dtype=dtype), make(V, D, seed=2, dtype=dtype)
     bias = make(V, seed=3, dtype=dtype) if biased else None

@@ -52,10 +52,8 @@ def nearest(codes: Tensor, scales: Tensor, table: Tensor, state: Tensor) -> bool
     return bool((got <= best + 1e-6).all())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "decoupled"),
-    [(torch.float32, True), (torch.float32, False), (torch.float16, True), (torch.bfloat16, False)],
-)
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_against_float64(dtype: torch.dtype, decoupled: bool) -> None:
     p, grad, first, first_scale, second, second_scale = made(dtype)
     m, v, value, slope = (
