@@ -27,6 +27,11 @@ _LENGTHS = (
 )  # fmt: skip
 _CHANNELS = ("num_channels", "in_channels", "in_chans", "channels")
 _SIZES = ("image_size", "img_size", "sample_size", "input_size")
+_CHARACTERS = 4
+#: Models with tokens whose labels are one class an example.
+_OF_EXAMPLES = ("SequenceClassification", "ImageClassification", "MultipleChoice", "NextSentencePrediction")
+#: Models whose labels are boxes, frames or depths: given by nobody but the user.
+_OTHER_LABELS = ("ObjectDetection", "AudioFrameClassification", "DepthEstimation")
 _GIVE = (
     "Define `inputs` beside `model`: a dict of keyword arguments, a tuple of positional ones, or one tensor"
 )
@@ -96,6 +101,8 @@ class _Maker:
         if {"input_ids", "pixel_values"} <= made.keys() and image_token(self.config) is not None:
             vision = _settings(self.config.get("vision_config"))
             made = with_image(self.model, self.parameters, self.config, vision, made)
+        if "MultipleChoice" in type(self.model).__name__:
+            made = {name: torch.stack((value, value), 1) for name, value in made.items()}
         if self.training and made:
             made |= self._labels(made)
         return made or None
@@ -126,25 +133,25 @@ class _Maker:
         )
         name = next((name for name in ("labels", "targets", "target") if name in self.parameters), None)
         if name is None:
-            return {}
+            spans = [each for each in ("start_positions", "end_positions") if each in self.parameters]
+            return dict.fromkeys(spans, torch.arange(self.batch) % self._tokens())
         classes = int(
             self.config.get("num_labels", 0)
             or getattr(getattr(self.model, "config", None), "num_labels", 0)
             or 0
         )
         kind = type(self.model).__name__
-        if (
-            ids is None
-            or "SequenceClassification" in kind
-            or "ImageClassification" in kind
-            or "MultipleChoice" in kind
-        ):
-            return (
-                {name: torch.randint(max(classes, 1), (self.batch,), generator=self.generator)}
-                if classes
-                else {}
-            )
-        return {name: ids % classes if "TokenClassification" in kind and classes else ids.clone()}
+        if ids is not None and not any(task in kind for task in _OF_EXAMPLES):
+            return {name: ids % classes if "TokenClassification" in kind and classes else ids.clone()}
+        shape: tuple[int, ...] = (self.batch,)
+        if kind.endswith("ForCTC"):  # a text beside each recording; 0 is the blank
+            classes, shape = self._vocabulary() - 1, (self.batch, _CHARACTERS)
+        elif "SemanticSegmentation" in kind and "pixel_values" in made:
+            shape = (self.batch, *made["pixel_values"].shape[-2:])
+        if classes < 1 or kind.endswith(_OTHER_LABELS):
+            return {}
+        drawn = torch.randint(classes, shape, generator=self.generator)
+        return {name: drawn + 1 if kind.endswith("ForCTC") else drawn}
 
     # ------------------------------------------------------------ diffusers
 
