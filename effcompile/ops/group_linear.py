@@ -20,7 +20,7 @@ from effcompile.core.types import Shape
 from effcompile.ops import elsewhere, group_codes, group_tiles
 from effcompile.ops import group_native as native
 from effcompile.ops.instruction_sets import whose, why_torch
-from effcompile.ops.int8_codes import AFTER
+from effcompile.ops.int8_codes import as_given, refuse_unknown
 
 __all__ = ["fallback_reason", "group_linear", "misfit", "refusal", "told", "workspace_bytes"]
 
@@ -105,16 +105,11 @@ def _check(x: Tensor, weight: Tensor, n: int, bias: Tensor | None, after: str) -
     )
     biased = bias is None or (bias.shape == (n,) and bias.dtype == torch.float32)
     if not (fits and biased and x.dtype == torch.float32 and n > 0 and k > 0):
-        tensors = {"x": x, "weight": weight, "bias": bias}
-        given = ", ".join(
-            f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None
-        )
         raise UsageError(
             f"A linear with {n} outputs takes x (..., K) in float32, a weight that group_codes.pack made "
-            f"and a bias (N); given {given}."
+            f"and a bias (N); given {as_given(x=x, weight=weight, bias=bias)}."
         )
-    if after not in AFTER:
-        raise UsageError(f"Nothing that follows a linear is named {after!r}; there are {', '.join(AFTER)}.")
+    refuse_unknown(after)
 
 
 @torch.library.register_fake("effcompile::group_linear", lib=_LIBRARY)

@@ -41,8 +41,12 @@ _LIBRARY.define(
 @functools.cache
 def kernels() -> WordKernels | str:
     """The kernels that this machine runs, or why there are none."""
-    isas = [isa for isa in tile_isas() if isa in TILES]
-    return best_of(WordKernels, isas) if isas else "this processor has no VNNI"
+    return best_of(WordKernels, isas()) if isas() else "this processor has no VNNI"
+
+
+def isas() -> list[str]:
+    """That have words and that this processor has, the best first."""
+    return [isa for isa in tile_isas() if isa in TILES]
 
 
 def fallback_reason() -> str | None:

@@ -20,11 +20,13 @@ from effcompile.core.errors import UsageError
 
 __all__ = [
     "AFTER",
+    "as_given",
     "followed",
     "linear_by_torch",
     "pack",
     "product_by_torch",
     "refuse_misfit",
+    "refuse_unknown",
     "row_codes",
     "unpack",
 ]
@@ -89,14 +91,21 @@ def refuse_misfit(
     columns, a weight, scales and a bias are one.
     """
     if not (x.dtype == torch.float32 and x.dim() and fitting(int(x.shape[-1]), weight, scales, bias)):
-        tensors = {"x": x, "weight": weight, "scales": scales, "bias": bias}
-        given = ", ".join(
-            f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items() if t is not None
-        )
         raise UsageError(
             f"A linear in {bits} bits takes x (..., K) in float32, a weight that int{bits}_codes.pack made, "
-            f"scales and a bias (N); given {given}."
+            f"scales and a bias (N); given {as_given(x=x, weight=weight, scales=scales, bias=bias)}."
         )
+    refuse_unknown(after)
+
+
+def as_given(**tensors: Tensor | None) -> str:
+    """Those that there are, by name, shape and dtype."""
+    there = ((name, t) for name, t in tensors.items() if t is not None)
+    return ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in there)
+
+
+def refuse_unknown(after: str) -> None:
+    """Raises UsageError for what is none of AFTER."""
     if after not in AFTER:
         raise UsageError(f"Nothing that follows a linear is named {after!r}; there are {', '.join(AFTER)}.")
 
