@@ -79,6 +79,8 @@ class Backend(Protocol):
     #: bytes that lowering takes at its highest beside the model, in times of the program's weights; measured.
     copies: ClassVar[float]
     # One that runs steps of generation says where the class is that does: `of_steps`, as the registry has it.
+    # One that can tell it beforehand says why it is not priced beside a plan of another: `beaten_by(plan)`, a
+    # Reason or None.
 
     def unavailable(self) -> Reason | None:
         """None, or why this backend cannot run here, with the install line."""

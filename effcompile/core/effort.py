@@ -56,6 +56,12 @@ def is_low() -> bool:
     return purse is not None and purse.times < 1
 
 
+def is_high() -> bool:
+    """Whether also that is built which is expected to lose."""
+    purse = _purse.get()
+    return purse is not None and purse.times > 1
+
+
 def allowed(seconds: float) -> float:
     """Seconds that a solve may take which usually has so many."""
     purse = _purse.get()

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from effcompile.backends import load_backend, refusal, usable_backends
+from effcompile.backends import load_backend, refusal, told, usable_backends
 from effcompile.backends.base import Backend
 from effcompile.capture import variants
+from effcompile.core import effort
 from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
 from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
@@ -181,7 +182,8 @@ def plans_for(
     for backend in backends:
         try:
             with progress.step(f"price and solve for {backend.name}"):
-                if (reason := refusal(backend, search.program, search.goal)) is None:
+                reason = refusal(backend, search.program, search.goal) or _beaten(backend, plans)
+                if reason is None:
                     plans.append((backend, search.plan_for(backend)))
                 else:
                     candidates.append(Candidate(backend=backend.name, note=reason))
@@ -206,6 +208,15 @@ def plans_for(
         Candidate(backend=b.name, predicted_seconds=p.predicted.seconds) for b, p in plans
     ] + candidates
     return plans, candidates
+
+
+def _beaten(backend: Backend, plans: Sequence[tuple[Backend, Plan]]) -> Reason | None:
+    """Why a backend is not priced beside those that are, by its own word."""
+    said = getattr(backend, "beaten_by", None)
+    if said is None or effort.is_high():
+        return None
+    reasons = (told(backend.name, said(plan)) for _, plan in plans)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def stress_of(program: Program, goal: Goal) -> list[Inputs]:

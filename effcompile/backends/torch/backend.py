@@ -19,8 +19,8 @@ from effcompile.backends.torch.measure import measure
 from effcompile.backends.torch.on_gpu import Recorded, on_gpu
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.ir.formats import BF16, W4, W8_CHANNEL
-from effcompile.ir.plan import Plan
+from effcompile.ir.formats import BF16, INT4_GROUPS, INT8_GROUPS, INT8_TOKEN, INT13_TOKEN, W4, W8_CHANNEL
+from effcompile.ir.plan import Decision, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import KernelCall
@@ -47,6 +47,27 @@ def _breaks_regions(call: KernelCall) -> Unsupported | None:
     return Unsupported(
         "for few rows int8_groups and int4_groups read as little, and stay in one call of all layers"
     )
+
+
+#: Formats whose products are our kernels, and the share of a plan's time beside those from which on Inductor
+#: may hasten it: compiled loops read and write what ours do, so that of less not half can be saved.
+_OURS = frozenset(each.family for each in (INT8_TOKEN, INT13_TOKEN, INT8_GROUPS, INT4_GROUPS))
+_MAY_HASTEN = 0.1
+
+
+def _beside_ours(plan: Plan) -> float:
+    """The share of a plan's predicted time beside products by our kernels, attentions and tables: Inductor
+    calls those as they are.
+    """
+
+    def as_they_are(made: Decision) -> bool:
+        if made.kind in ("linear", "merge"):
+            held = made.form.weights if made.form is not None else None
+            return held is not None and held.family in _OURS
+        return made.kind == "embedding" or (made.kind == "attention" and made.option != "math")
+
+    ours = sum(made.cost.seconds for made in plan.decisions if as_they_are(made))
+    return 1 - ours / max(plan.predicted.seconds or 0.0, ours, 1e-12)
 
 
 class TorchEager:
@@ -102,6 +123,18 @@ class TorchInductor:
 
     def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         return _only_forward(goal)
+
+    def beaten_by(self, plan: Plan) -> Reason | None:
+        """Why it is not priced beside a plan of torch-eager on a processor: compiling kernels to price takes
+        as long as all other prices, and building the result as long again.
+        """
+        elsewhere = torch.get_default_device().type != "cpu" or plan.backend != TorchEager.name
+        if elsewhere or plan.goal.minimize != "time" or (beside := _beside_ours(plan)) > _MAY_HASTEN:
+            return None
+        return Unsupported(
+            "not priced: {share} of torch-eager's plan is in kernels that it calls, too (--effort high does)",
+            (1 - beside,),
+        )
 
     def lacks(self, call: KernelCall) -> Reason | None:
         return numerics.lacks(call)
