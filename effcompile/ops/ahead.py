@@ -34,27 +34,26 @@ def _of_calls(*, exact: bool) -> Iterator[Library]:
     yield from _of_rows()
     for isa in fp32_attention.isas()[:1]:
         yield SOURCES / "fp32_attention.cpp", {"WIDTH": WORDS[isa]}, isa
-    if not exact:
-        yield from ((SOURCES / "attention_tiles.cpp", {}, isa) for isa in bf16_isas()[:1])
-        yield from _of_words()
-    # a pooler has few rows, and its program calls each of these
+    yield from _of_runners()
+    if exact:
+        return
+    yield from ((SOURCES / "attention_tiles.cpp", {}, isa) for isa in bf16_isas()[:1])
     yield from _of_groups()
-    yield from (each for each in _of_bytes() if exact and each[0].name == "int8_linear.cpp")
-    yield from _of_programs()
-    yield SOURCES / "tape.cpp", {}, "generic"
+    yield from _of_words()
 
 
 def _of_steps() -> Iterator[Library]:
     yield from _of_groups()
     yield from _of_bytes()
+    yield from ((SOURCES / "cached_attention.cpp", {"WIDTH": WORDS[isa]}, isa) for isa in integer_isas()[:1])
     yield from _of_rows()
-    yield from _of_programs()
+    yield from _of_runners()
     yield from _of_words()
 
 
-def _of_programs() -> Iterator[Library]:
-    yield from ((SOURCES / "cached_attention.cpp", {"WIDTH": WORDS[isa]}, isa) for isa in integer_isas()[:1])
-    yield SOURCES / "row_program.cpp", {}, "generic"
+def _of_runners() -> Iterator[Library]:
+    """Of lists of kernels: small files."""
+    yield from ((SOURCES / name, {}, "generic") for name in ("row_program.cpp", "tape.cpp"))
 
 
 def _of_rows() -> Iterator[Library]:

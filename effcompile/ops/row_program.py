@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -89,10 +90,7 @@ class _Mask(ctypes.Structure):
 @functools.cache
 def _runner() -> Callable[..., None] | None:
     """What runs a list of steps; None where no kernels are compiled."""
-    if any(
-        isinstance(each.kernels(), str)
-        for each in (rows_native, group_native, int8_native, few_rows, cached_attention)
-    ):
+    if isinstance(rows_native.kernels(), str):
         return None
     try:
         run = library(_SOURCE, {}, "generic").row_program
@@ -117,8 +115,32 @@ def _runner() -> Callable[..., None] | None:
 
 
 def available() -> bool:
-    """Whether such programs run here."""
+    """Whether such programs run here, of steps that they have a kernel for."""
     return _runner() is not None
+
+
+#: Kind of step → where its kernels are, and which of them it calls; the others need none.
+_OF_STEPS: Mapping[int, tuple[ModuleType, str]] = {
+    GROUPS: (group_native, "call"), BYTES: (int8_native, "call"), WIDE: (few_rows, "call"),
+    ATTEND: (cached_attention, "call"), NORM: (rows_native, "norm"), GATE: (rows_native, "gate"),
+    TURN: (rows_native, "turn"), LAYER_NORM: (rows_native, "layer_norm"), FOLLOW: (rows_native, "follow"),
+}  # fmt: skip
+
+
+def _kernel(kind: int) -> int | str | None:
+    """The address of what a step of this kind calls, None where it calls none; a sentence where that is not
+    here. Each is compiled when a program first asks for it: that of one linear needs no attention.
+    """
+    if kind not in _OF_STEPS:
+        return None
+    module, name = _OF_STEPS[kind]
+    found = module.kernels()
+    return found if isinstance(found, str) else ctypes.cast(getattr(found, name), POINTER).value
+
+
+def has(kind: int) -> bool:
+    """Whether a program has a kernel for this kind of step here."""
+    return available() and not isinstance(_kernel(kind), str)
 
 
 class RowProgram:
@@ -205,22 +227,8 @@ def _mask(mask: Tensor) -> _Mask:
 
 def _packed(step: RowStep) -> _Step:
     """With the addresses of its kernel and constants."""
-    rows, groups, codes = rows_native.kernels(), group_native.kernels(), int8_native.kernels()
-    wide, attentions = few_rows.kernels(), cached_attention.kernels()
-    assert not isinstance(rows, str) and not isinstance(groups, str) and not isinstance(codes, str)
-    assert not isinstance(wide, str) and not isinstance(attentions, str)
-    calls = {
-        GROUPS: groups.call,
-        BYTES: codes.call,
-        NORM: rows.norm,
-        GATE: rows.gate,
-        TURN: rows.turn,
-        ATTEND: attentions.call,
-        WIDE: wide.call,
-        LAYER_NORM: rows.layer_norm,
-        FOLLOW: rows.follow,
-    }
-    call = calls.get(step.kind)
+    call = _kernel(step.kind)
+    assert not isinstance(call, str), call
     addresses = [
         None if constant is None else constant.data_ptr()
         for constant in (*step.constants, None, None, None)[:3]
@@ -233,6 +241,6 @@ def _packed(step: RowStep) -> _Step:
     return _Step(
         kind=step.kind, a=step.a, b=step.b, out=step.out, more=step.more, k=step.k, n=step.n, bits=bits,
         after=rows_native.FOLLOWERS.get(step.after, 0),
-        call=None if call is None else ctypes.cast(call, POINTER).value, weight=addresses[0],
+        call=call, weight=addresses[0],
         scales=addresses[1], bias=addresses[2], eps=step.eps,
     )  # fmt: skip

@@ -98,7 +98,7 @@ def in_region(held: WeightFormat, dims: Dims, made: Sequence[Body]) -> Body | No
     m, k, n = dims
     kind = GROUPS if held.activation == "int8 groups" else {FP32: WIDE, INT8_TOKEN: BYTES}.get(held)
     on_weights = [body for body in made if isinstance(body, _OnWeights)]
-    if kind is None or m > FEW or len(on_weights) < len(made) or not row_program.available():
+    if kind is None or m > FEW or len(on_weights) < len(made) or not row_program.has(kind):
         return None
     steps = [
         # the weight, its scales or None, the bias

@@ -78,9 +78,10 @@ class Builder:
         if node.target not in STEPS:
             return self._same(node, source)
         step = STEPS[node.target](self, node)
-        if step is not None:
-            self._steps.append(step)
-        return step is not None
+        if step is None or not row_program.has(step.kind):
+            return False
+        self._steps.append(step)
+        return True
 
     def _same(self, node: fx.Node, source: fx.Node) -> bool:
         """The same values in another shape: heads apart, in front of the tokens or behind them, or side by

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from effcompile.backends.torch import regions
 from effcompile.backends.torch.in_place import appending
-from effcompile.ops import few_rows, group_codes, int8_codes, row_program
+from effcompile.ops import few_rows, group_codes, group_native, int8_codes, row_program
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.append import append, buffer
 from effcompile.ops.cache_rows import as_numbers
@@ -364,3 +364,10 @@ def test_an_encoder_without_rows_and_a_mask_of_another_length_run_one_by_one() -
     assert fused(*none)[0].shape == (2, 2, 51)
     with pytest.raises(RuntimeError):
         fused(*inputs[:6], inputs[6][..., 1:])
+
+
+def test_a_kernel_that_is_not_here_leaves_its_operator_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_native, "kernels", lambda: "it does not agree with torch")
+    assert not row_program.has(row_program.GROUPS) and row_program.has(row_program.ADD)
+    made = regions.with_regions(block()).graph.nodes
+    assert not any(isinstance(node.target, regions.Region) for node in made)
