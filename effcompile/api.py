@@ -212,7 +212,7 @@ def optimize(
             now, smaller batches are padded where that is exact, and others run eagerly with a word; "auto"
             chooses them for the batches of a loader, `inputs`.
         effort: how long planning searches, 15, 60 or 600 seconds at the most: "low", "normal", "high". What
-            is not proven then is told.
+            is not proven then is told. High also prices backends in full that cannot win.
         progress: True to show on stderr what is being done, or a Progress that is told.
         **goal_fields: mode="training", memory="6GiB", minimize="memory", max_error=0.01, reads="last".
 

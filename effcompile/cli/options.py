@@ -125,7 +125,7 @@ HowLong = Annotated[
     typer.Option(
         "--effort",
         metavar="low|normal|high",
-        help="Search 15, 60 or 600 seconds at the most.",
+        help="Search 15, 60 or 600 seconds at the most; high prices every backend in full.",
         rich_help_panel=HOW,
     ),
 ]

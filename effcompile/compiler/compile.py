@@ -37,6 +37,7 @@ from effcompile.proof.verify import references, stress_references, stressed, wor
 from effcompile.runtime.executable import Executable
 from effcompile.runtime.inputs import GraphInputs
 from effcompile.search import captured
+from effcompile.search.bound import overtaken
 from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import (
     backends_for,
@@ -52,12 +53,8 @@ from effcompile.search.progress import entry
 from effcompile.search.raced import Race
 from effcompile.search.request import Asked, Task
 from effcompile.search.search import Search, fingerprint
-from effcompile.search.shortlist import not_built, undecided, worth_building
+from effcompile.search.shortlist import SHORTLIST, not_built, undecided, worth_building
 from effcompile.sites.parts import attentions
-
-#: A backend predicted slower than the best by more than this factor is not built: predictions are not that
-#: wrong. On a GPU, where what an operator takes alone says little of a graph of them, each is.
-SHORTLIST = 1.08
 
 
 @entry("plan")
@@ -169,7 +166,8 @@ def _best_of(
             return best
         if undecided(plans, told, race.took(best.plan)):
             best = _finish(shop, outcomes, told)  # a second look takes a fraction of a build
-        if late := undecided(plans, told, took := race.took(best.plan)):
+        took = race.took(best.plan)
+        if late := [*undecided(plans, told, took), *overtaken(search, backends, told, took)]:
             outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
             best = _finish(shop, outcomes, told)
         race.keep(best.plan)

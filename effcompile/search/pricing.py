@@ -28,6 +28,7 @@ from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import KernelCall, Target, linear_call
 from effcompile.passes import Pass
+from effcompile.search.bound import beyond
 from effcompile.search.machine import Machine, is_here
 from effcompile.search.progress import Progress
 from effcompile.search.regimes import Regimes
@@ -37,6 +38,8 @@ from effcompile.search.search import Search, explain_infeasible, stored_notes
 _EVEN = (4096, 4096)
 #: Seconds for measuring how much each low-precision option changes the output.
 SENSITIVITY_SECONDS = 15.0
+#: The backend that is priced first.
+_FIRST = "torch-eager"
 
 
 def backends_for(
@@ -179,10 +182,15 @@ def plans_for(
     candidates = [Candidate(backend=name, note=reason) for name, reason in absent.items()]
     infeasible: dict[str, InfeasibleError] = {}
     failed: list[EffcompileError] = []
-    for backend in backends:
+    # what takes least to price is priced first: others may be beyond its plan at once
+    for backend in sorted(backends, key=lambda each: each.name != _FIRST):
         try:
             with progress.step(f"price and solve for {backend.name}"):
-                reason = refusal(backend, search.program, search.goal) or _beaten(backend, plans)
+                reason = (
+                    refusal(backend, search.program, search.goal)
+                    or _beaten(backend, plans)
+                    or beyond(search, backend, plans)
+                )
                 if reason is None:
                     plans.append((backend, search.plan_for(backend)))
                 else:

@@ -128,14 +128,18 @@ class Search:
         peak = regimes.weight_bytes + regimes.kept_bytes
         return Totals(seconds=seconds, weight_bytes=regimes.stored_bytes, peak_bytes=peak, error=0.0)
 
+    def context(self, backend: Backend) -> Context:
+        """What passes propose for on one backend."""
+        return Context(
+            goal=self.goal, target=self.machine.target, backend=backend.name, formats=self.formats,
+            sensitivity=self.sensitivity.errors, stored=stored_format(self.program),
+            lacks=cache(partial(_lacks, backend, self.machine.target)),
+        )  # fmt: skip
+
     def _proposal(self, backend: Backend) -> Proposal:
         name = backend.name
         if name not in self._proposals:
-            context = Context(
-                goal=self.goal, target=self.machine.target, backend=name, sensitivity=self.sensitivity.errors,
-                formats=self.formats, stored=stored_format(self.program),
-                lacks=cache(partial(_lacks, backend, self.machine.target)),
-            )  # fmt: skip
+            context = self.context(backend)
             found = [
                 propose_all(
                     self.passes if regime.passes is None else regime.passes,

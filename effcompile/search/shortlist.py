@@ -14,6 +14,10 @@ from effcompile.core.timing import SETTLED
 from effcompile.ir.figures import Candidate
 from effcompile.ir.plan import Plan
 
+#: A backend predicted slower than the best by more than this factor is not built: predictions are not that
+#: wrong. On a GPU, where what an operator takes alone says little of a graph of them, each is.
+SHORTLIST = 1.08
+
 
 class _Built(Protocol):
     @property
