@@ -1,0 +1,132 @@
+"""The least that a backend's plans take, from few prices: a backend that cannot be among the best is not
+priced in full.
+
+Every plan holds each linear in one format, alone or merged with others that read the same, and all else takes
+no less than nothing. So with c(f, d) the price of a linear of dims d = (M, K, N) in format f, each plan takes
+at the least
+    Σ over groups g of  min( Σ over members d of min_f c(f, d),  min_f c(f, (M, K, Σ N)) )
+where a linear that is in no merge is a group by itself. A format is not timed where its arithmetic alone, at
+1.5 times the peak that was measured of this machine, takes as long as the best of that linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from effcompile.backends.base import Backend
+from effcompile.core import effort
+from effcompile.core.errors import EffcompileError
+from effcompile.core.reasons import Because, Reason
+from effcompile.core.timing import SETTLED
+from effcompile.ir.figures import Candidate
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.machine.target import Dims, linear_call
+from effcompile.passes import Context, Pass
+from effcompile.passes.pricing import price_linear
+from effcompile.search.search import Search
+from effcompile.search.shortlist import SHORTLIST
+from effcompile.sites.parts import linears, merges
+
+_SAID = "not priced further: its linears alone take {seconds}, the best plan {seconds}"
+#: Times the measured peak that nothing exceeds: it was measured in a minute of its own.
+_SURELY = 1.5
+#: The passes that decide about linears of a plan that is bounded.
+_OF_LINEARS = ("quantize", "merge")
+
+#: Dims of the linears of a group.
+Group = tuple[Dims, ...]
+
+
+def beyond(search: Search, backend: Backend, plans: Sequence[tuple[Backend, Plan]]) -> Reason | None:
+    """Why a backend need not be priced beside those that are; None where it may be among the best, and where
+    the bound does not hold.
+    """
+    goal, machine, regimes = search.goal, search.machine, search.regimes.each
+    if not plans or goal.minimize != "time" or goal.reads != "all" or effort.is_high():
+        return None
+    if not machine.here or machine.target.device != "cpu" or len(regimes) > 1:
+        return None
+    program = regimes[0].program
+    if any(_decides_linears(each, program) for each in search.passes):
+        return None
+    best = min(plan.certificate.objective for _, plan in plans)
+    limit = backend.slack * SHORTLIST * best
+    found = least(groups(program), search.context(backend), limit)
+    return Because(_SAID, (found, best)) if found > limit else None
+
+
+def overtaken(
+    search: Search, backends: Iterable[Backend], told: Sequence[Candidate], seconds: float
+) -> list[tuple[Backend, Plan]]:
+    """Plans of backends that were not priced further, where the best was measured to take longer than their
+    linears do.
+    """
+    seconds *= 1 - SETTLED
+    names = {
+        each.backend
+        for each in told
+        if isinstance(each.note, Because)
+        and each.note.text == _SAID
+        and float(each.note.figures[0]) < seconds
+    }
+    found: list[tuple[Backend, Plan]] = []
+    for backend in backends:
+        if backend.name in names:
+            with suppress(EffcompileError):  # it cannot be planned: the best stays
+                found.append((backend, search.plan_for(backend)))
+    return found
+
+
+def groups(program: Program) -> Counter[Group]:
+    """How often linears of these dims are merged or alone, in a program."""
+    found = Counter[Group]()
+    merged = set[str]()
+    for merge in merges(program):
+        found[tuple(member.dims for member in merge.members)] += 1
+        merged |= {member.site for member in merge.members}
+    found.update((site.dims,) for site in linears(program) if site.site not in merged)
+    return found
+
+
+def least(counted: Counter[Group], context: Context, limit: float) -> float:
+    """Seconds that they take at the least on the context's backend, summed until they exceed a limit."""
+    total = 0.0
+    known: dict[Dims, float] = {}
+
+    def of_one(dims: Dims) -> float:
+        if dims not in known:
+            known[dims] = _best(dims, context)
+        return known[dims]
+
+    for group, count in sorted(counted.items(), key=lambda item: -_multiplications(item[0]) * item[1]):
+        m, k, _ = group[0]
+        together = of_one((m, k, sum(n for _, _, n in group)))
+        total += count * min(together, sum(map(of_one, group)))
+        if total > limit:
+            break
+    return total
+
+
+def _multiplications(group: Group) -> int:
+    return sum(math.prod(dims) for dims in group)
+
+
+def _best(dims: Dims, context: Context) -> float:
+    """The least seconds of a linear in any format; 0 where none has a price."""
+    best = math.inf
+    roofs = {held: context.target.roof(linear_call(held, dims)) / _SURELY for held in context.formats}
+    for held in sorted(context.formats, key=roofs.__getitem__):
+        if roofs[held] < best and (cost := price_linear(context, held, dims)) is not None:
+            best = min(best, cost.seconds)
+    return 0.0 if best == math.inf else best
+
+
+def _decides_linears(each: Pass, program: Program) -> bool:
+    """Whether a pass may give linears another weight than a dense one in one of the formats."""
+    return each.name not in _OF_LINEARS and (
+        "linear" in each.measured_options() or bool(each.replaced_weights(program))
+    )

@@ -1,0 +1,128 @@
+"""A backend whose linears alone take longer than another's plan is not priced further; a bound is never above
+the best plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from effcompile.backends import load_backend
+from effcompile.capture import capture
+from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because
+from effcompile.ir.figures import Candidate
+from effcompile.ir.plan import Plan
+from effcompile.machine.calibration import Calibration
+from effcompile.machine.hardware import this_hardware
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import KernelCall
+from effcompile.passes import load_passes
+from effcompile.search import bound, pricing
+from effcompile.search.machine import Machine
+from effcompile.search.progress import QUIET
+from effcompile.search.search import Search
+
+
+class Heads(nn.Module):
+    """Three linears that read the same, one behind them, and one twice as wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.up = nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.o(self.q(x) + self.k(x) * self.v(x)))
+
+
+@pytest.fixture(scope="module")
+def searching() -> Callable[[Mapping[str, float]], Search]:
+    """A search of that model where a kernel call takes what it is said to take."""
+    torch.manual_seed(0)
+    program = capture(Heads().eval(), (torch.randn(64, 32),))
+    target = replace(load_target("cpu-generic"), peak_flops={})
+    calibrated = Calibration(machine=this_hardware(), date="today", memory_bandwidth=1e10, peak_flops={})
+    machine = Machine(target=target, calibration=calibrated)
+    search = pricing.search_for(
+        program, Goal(max_error=0.9), machine, load_passes(("quantize", "merge")), QUIET
+    )
+
+    def made(seconds: Mapping[str, float]) -> Search:
+        def probe(backend: str, call: KernelCall) -> float | None:
+            return seconds.get(f"{call.kernel} {call.dims}", seconds.get("else", 1e-6))
+
+        priced = replace(machine, target=replace(target, probe=probe))
+        return replace(search, machine=priced, _proposals={})
+
+    return made
+
+
+CALLS = [
+    f"linear/{family} {(64, k, n)}"
+    for family, (k, n) in itertools.product(
+        ("fp32", "int8_token", "int8_dynamic"), ((32, 32), (32, 96), (32, 64))
+    )
+]
+
+
+@settings(max_examples=8, deadline=None)
+@given(drawn=st.lists(st.floats(1e-4, 1.0), min_size=len(CALLS), max_size=len(CALLS)))
+def test_no_plan_takes_less_than_the_bound(
+    searching: Callable[[Mapping[str, float]], Search], drawn: list[float]
+) -> None:
+    prices = dict(zip(CALLS, drawn, strict=True))
+    search, backend = searching(prices), load_backend("torch-eager")
+    program = search.regimes.each[0].program
+    counted = bound.groups(program)
+    found = bound.least(counted, search.context(backend), math.inf)
+    assert found <= search.plan_for(backend).certificate.objective * (1 + 1e-9)
+    stopped = bound.least(counted, search.context(backend), found / 2)
+    assert found / 2 <= stopped <= found + 1e-12  # what is left out is none less
+
+
+def test_groups_are_merges_and_what_is_alone(searching: Callable[[Mapping[str, float]], Search]) -> None:
+    program = searching({}).regimes.each[0].program
+    one = (64, 32, 32)
+    assert bound.groups(program) == Counter({(one, one, one): 1, (one,): 1, ((64, 32, 64),): 1})
+
+
+def _told(search: Search, plan: Plan, seconds: float) -> object:
+    backend = load_backend("onnxruntime")
+    best = replace(plan, certificate=replace(plan.certificate, objective=seconds))
+    return bound.beyond(search, backend, [(load_backend("torch-eager"), best)])
+
+
+def test_it_is_left_out_only_where_its_linears_are_beyond(
+    searching: Callable[[Mapping[str, float]], Search],
+) -> None:
+    search = searching({"else": 1.0})
+    plan = search.plan_for(load_backend("torch-eager"))
+    said = _told(search, plan, 0.1)
+    assert isinstance(said, Because) and "not priced further" in str(said)
+    assert _told(search, plan, 100.0) is None
+    assert _told(replace(search, goal=replace(search.goal, minimize="memory")), plan, 0.1) is None
+    assert _told(replace(search, machine=Machine(target=load_target("h100-sxm"))), plan, 0.1) is None
+
+
+def test_it_is_priced_once_the_best_is_measured_to_take_longer(
+    searching: Callable[[Mapping[str, float]], Search],
+) -> None:
+    search = searching({"else": 1.0})
+    said = _told(search, search.plan_for(load_backend("torch-eager")), 0.1)
+    assert isinstance(said, Because)
+    told = [Candidate(backend="onnxruntime", note=said), Candidate(backend="torch-inductor", note=None)]
+    backends = [load_backend(each.backend) for each in told]
+    seconds = float(said.figures[0])
+    assert not bound.overtaken(search, backends, told, seconds)
+    (late,) = bound.overtaken(search, backends, told, 2 * seconds)
+    assert late[0].name == "onnxruntime" and late[1].backend == "onnxruntime"
