@@ -76,6 +76,7 @@ def test_prices_taken_anew_do_not_take_the_named_budget_back(
 
     monkeypatch.setattr(attempt.Attempt, "_prepare", prepared)
     monkeypatch.setattr(Plan, "misjudged", property(lambda self: 0.1))
+    monkeypatch.setattr(attempt, "busy", lambda: "")
     plan = planned(model, named).plan
     assert Checkpoint.front is early, "prices were not taken anew"
     assert plan.over_memory is None
@@ -99,8 +100,13 @@ def test_the_models_own_step_is_run_once_for_all_plans_of_a_request(
     monkeypatch.setattr(confirm._Original, "run", original)
     monkeypatch.setattr(verify, "run", each)
     monkeypatch.setattr(Plan, "misjudged", property(lambda self: 0.1))
+    monkeypatch.setattr(attempt, "busy", lambda: "")
     made = planned(Deep(), 1 << 20)
     assert ran == ["a step", "the original", "a step", "a step"], "of two plans, beside one original"
+    ran.clear()
+    monkeypatch.setattr(attempt, "busy", lambda: "others compile")
+    planned(Deep(), 1 << 20)
+    assert ran.count("a step") < 3, "prices of a busy minute are not taken"
     assert made.plan.checks and all(check.passed for check in made.plan.checks)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from effcompile.core.causes import OverWhenRun, Refuted
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.reasons import Because
+from effcompile.machine.load import busy
 from effcompile.machine.room import Room, device_of
 from effcompile.passes.training.base import Case
 from effcompile.proof.training.confirm import Verified, verified
@@ -160,8 +161,9 @@ class Attempt:
         ran, misjudged = Ran(made=made, joint=joint), made.executable.plan.misjudged
         if made.over and constraints.budget is not None:
             return ran, constraints.with_less(made.over, Because(_LESS, (made.over,)))
-        # where memory is what is minimized, other times would change little but ties
-        if misjudged is None or constraints.priced_again or work.goal.minimize != "time":
+        # where memory is what is minimized, other times would change little but ties; and times of a busy
+        # minute are no better than those that there are
+        if misjudged is None or constraints.priced_again or work.goal.minimize != "time" or busy():
             return ran, None
         work.forget(self.branches.whole)
         self.held = _Held(work=work, branches=self.branches, joint=joint)
