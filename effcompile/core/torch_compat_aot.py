@@ -69,6 +69,7 @@ def joint_graph(
         # fallback_random: or else fx removes random operators whose result is not used
         stack.enter_context(torch._inductor.config.patch(fallback_random=True))
         stack.enter_context(_without_code())
+        stack.enter_context(_whole_resizes())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module
     joint.graph.set_codegen(fx.graph.CodeGen())
     inputs = [_role(node.meta["desc"]) for node in joint.graph.find_nodes(op="placeholder")]
@@ -94,6 +95,33 @@ def _without_code() -> AbstractContextManager[None]:
     except ImportError:
         return contextlib.nullcontext()
     return _use_lazy_graph_module(True)
+
+
+@contextlib.contextmanager
+def _whole_resizes() -> Iterator[None]:
+    """Resized images as one operator each, as autograd has it. torch registers decompositions of them for
+    tracing: sums of pixels looked up, which keep several times the result for the backward, and whose
+    gradient is six times as far from the true one (SegFormer's, which a batch norm then shows).
+    """
+    ops = [
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and "upsample" in name
+    ]
+    held = []
+    for name in ops:
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        for key in (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd):
+            if key in operator.py_kernels:
+                held.append((operator, key, operator.py_kernels.pop(key)))
+                operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, key, kernel in held:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
 
 
 def _as_on_cpu(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

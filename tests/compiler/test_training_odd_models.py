@@ -39,6 +39,36 @@ class Lookup(nn.Module):
         return self.table(ids).square().mean()
 
 
+class Resized(nn.Module):
+    """A head of images that are brought to one size before a batch norm, which sees no bias."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode = mode
+        self.project, self.fuse, self.norm = (
+            nn.Linear(8, 16),
+            nn.Conv2d(16, 16, 1, bias=False),
+            nn.BatchNorm2d(16),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.project(x).transpose(1, 2).reshape(len(x), -1, 6, 6)
+        larger = F.interpolate(image, size=(19, 17), mode=self.mode)
+        return torch.sin(self.norm(self.fuse(larger))).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_images_are_resized_by_one_operator_as_autograd_has_it(mode: str) -> None:
+    torch.manual_seed(0)
+    model, x = Resized(mode), torch.randn(2, 36, 8)
+    twin = copy.deepcopy(model)
+    planned = effcompile.optimize(model, inputs=x, mode="training", minimize="memory")
+    for stepped in (planned, twin):
+        stepped(x).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
 def test_sparse_gradients_are_refused_in_words() -> None:
     with pytest.raises(CaptureError, match=r"table: nn.Embedding\(sparse=True\).*`sparse` to False"):
         effcompile.optimize(Lookup(), inputs=torch.randint(0, 50, (4, 8)), mode="training")
