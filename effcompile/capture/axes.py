@@ -200,6 +200,9 @@ def read_boundary(
 
     A grown axis that turned out constant keeps the size 2 of the copy here: the caller must not accept such a
     graph.
+
+    Raises:
+        CaptureError: the copy returns another number of tensors than the example, whose names are `named`.
     """
     values = [
         v for n in graph.nodes if n.op == "placeholder" and isinstance(v := n.meta.get("val"), torch.Tensor)
@@ -215,6 +218,11 @@ def read_boundary(
         fixed += [_fixed(leaf, axis, places.get((f"L{leaf.source}", axis))) for axis in stuck]
     leaves_out = pytree.tree_leaves(_results(graph))
     results = [v for v in leaves_out if isinstance(v, torch.Tensor)]
+    if len(results) != len(named):
+        raise CaptureError(
+            f"The model returns {len(named)} tensors at the example inputs and {len(results)} at larger ones: "
+            "how many they are depends on a size, which a graph cannot follow."
+        )
     outputs = [
         _spec(name, v, tuple(names.dim(s, a, None) for a, s in enumerate(v.shape)))
         for name, v in zip(named, results, strict=True)

@@ -385,3 +385,25 @@ def test_results_that_are_not_one_memory_stay_so() -> None:
     # the fourth is a view of the third; the copy of a sum that nobody else has is none
     assert len(set(storages)) == 4 and storages[2] == storages[3]
     assert len(program.graph.find_nodes(op="call_function", target=aten.clone.default)) == 2
+
+
+class OfEachImage(nn.Module):
+    """A result for each image beside that of all, as SmolVLM's `image_hidden_states`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        y = self.project(x)
+        return y.sum(0), tuple(y.unbind(0))
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_results_as_many_as_images_fix_their_number(images: int) -> None:
+    model, x = OfEachImage().eval(), torch.randn(images, 5, 8)
+    program = capture(model, (x,))
+    assert program.inputs[0].shape[0] == images and len(program.outputs) == 1 + images
+    whole, each = program.module(x)
+    assert torch.equal(whole, model(x)[0]) and len(each) == images
+    assert any("batch of x" in str(said) for said in program.fixed)
