@@ -220,8 +220,8 @@ def read_boundary(
     results = [v for v in leaves_out if isinstance(v, torch.Tensor)]
     if len(results) != len(named):
         raise CaptureError(
-            f"The model returns {len(named)} tensors at the example inputs and {len(results)} at larger ones: "
-            "how many they are depends on a size, which a graph cannot follow."
+            f"The model returns {len(named)} tensors at the example inputs and {len(results)} at larger "
+            "ones: how many they are depends on a size, which a graph cannot follow."
         )
     outputs = [
         _spec(name, v, tuple(names.dim(s, a, None) for a, s in enumerate(v.shape)))
