@@ -105,6 +105,7 @@ class _Maker:
             made = {name: torch.stack((value, value), 1) for name, value in made.items()}
         if self.training and made:
             made |= self._labels(made)
+            made |= self._of_pairs()
         return made or None
 
     def _named(self, name: str) -> torch.Tensor | None:
@@ -152,6 +153,11 @@ class _Maker:
             return {}
         drawn = torch.randint(classes, shape, generator=self.generator)
         return {name: drawn + 1 if kind.endswith("ForCTC") else drawn}
+
+    def _of_pairs(self) -> dict[str, torch.Tensor]:
+        """Whether a text's second sentence follows the first: of heads that are trained on that, too."""
+        named = [each for each in ("next_sentence_label", "sentence_order_label") if each in self.parameters]
+        return {name: torch.randint(2, (self.batch,), generator=self.generator) for name in named}
 
     # ------------------------------------------------------------ diffusers
 

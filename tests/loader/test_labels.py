@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
         ("QuestionAnswering", {"start_positions", "end_positions"}),
         ("NextSentencePrediction", {"labels"}),
         ("MultipleChoice", {"labels"}),
+        ("PreTraining", {"labels", "next_sentence_label"}),
     ],
 )
 def test_labels_are_the_heads_own(kind: str, names: set[str]) -> None:
