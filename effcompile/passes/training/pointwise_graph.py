@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -160,8 +161,13 @@ def lasting_order(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     pairs: list[tuple[fx.Node, fx.Node]] = []
-    for write, targets in written(graph).items():
-        touching = [n for n in nodes if any(base(arg) in targets for arg in n.all_input_nodes)]
+    memory = {node: base(node) for node in nodes} if (writing := written(graph)) else {}
+    touched = defaultdict[fx.Node, list[fx.Node]](list)
+    for node in nodes if writing else ():
+        for made in {memory[arg] for arg in node.all_input_nodes}:
+            touched[made].append(node)
+    for write, targets in writing.items():
+        touching = sorted({n for made in targets for n in touched[made]}, key=position.__getitem__)
         pairs += [
             (n, write) if position[n] < position[write] else (write, n) for n in touching if n is not write
         ]
