@@ -72,6 +72,11 @@ def bf16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).to(x.dtype)
 
 
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """8 bits with a scale for each row of the last axis."""
+    return per_channel(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
 def range_of(x: torch.Tensor) -> Range:
     """Least and greatest value, 0 included so that it is represented exactly."""
     low, high = torch.aminmax(x)

@@ -129,12 +129,12 @@ def find_sites(
 
 
 def _of_attention(name: str, node: fx.Node, forms: tuple[Form, ...]) -> Iterator[Site]:
-    """Places of one site, whose errors add: q and k; where products are of bf16 also v, twice, since weights
-    that are rounded by as much each move the result as rounded values do.
+    """Places of one site, whose errors add: q and k; where both products are narrower also v, twice, since
+    weights that are rounded by as much each move the result as rounded values do.
     """
     q, k, v = node.args[:3]
     for form in forms:
-        for value in (q, k, v, v) if form.word == "sdpa_bf16" else (q, k):
+        for value in (q, k) if form.word == "sdpa_int8" else (q, k, v, v):
             if isinstance(value, fx.Node):
                 yield Site(name=name, kind="attention", node=value, x=None, options=(form,))
 
@@ -153,6 +153,14 @@ def is_static(option: Form) -> bool:
     return option.weights is not None and option.weights.activation == "static int8"
 
 
+#: Form of an attention → how what it multiplies is rounded.
+_HEADS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sdpa_bf16": fake_quant.bf16,
+    "sdpa_int8": fake_quant.uint8,
+    "sdpa_int8_token": fake_quant.rows,
+}
+
+
 @torch.no_grad()
 def delta_of(site: Site, option: Form, record: ErrorRecord, limits: fake_quant.Range | None) -> torch.Tensor:
     """What the option adds to the site's result on this input."""
@@ -166,8 +174,7 @@ def delta_of(site: Site, option: Form, record: ErrorRecord, limits: fake_quant.R
         return (
             fake_quant.table_rows(result, option.weights, fake_quant.range_of(site.weight.detach())) - result
         )
-    rounded = fake_quant.bf16 if option.word == "sdpa_bf16" else fake_quant.uint8
-    return rounded(result) - result
+    return _HEADS[option.word](result) - result
 
 
 @torch.no_grad()

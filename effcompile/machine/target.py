@@ -159,6 +159,7 @@ KERNELS: dict[str, KernelSpec] = {
     "attention/sdpa": _attention(),  # one kernel, heads split by explicit transposes around it
     "attention/sdpa_int8": _attention("int8"),  # q and k in 8 bits, by scales from calibration inputs
     "attention/sdpa_bf16": _attention("bf16"),  # both products of bf16, q, k, v and the result in fp32
+    "attention/sdpa_int8_token": _attention("int8"),  # both products, by scales of rows, all else in fp32
     "attention/sdpa_fp32": _attention(),  # ours for a CPU
     "attention/packed": _attention(),  # one kernel that reads (B, S, H·D) and needs no transposes
     "attention/math": _attention(),  # matmul, softmax, matmul as separate kernels

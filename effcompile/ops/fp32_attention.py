@@ -80,11 +80,13 @@ class AttentionRows:
     `instead`: why better sets are not used; "" where there is none.
     """
 
+    source, name = _SOURCE, "fp32_attention"
+
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when it cannot be compiled."""
         self.isa, self.instead = isa, instead
-        found = library(_SOURCE, {"WIDTH": WORDS[isa]}, isa)
-        self.floats, self.call = found.scratch_floats, found.fp32_attention
+        found = library(self.source, {"WIDTH": WORDS[isa]}, isa)
+        self.floats, self.call = found.scratch_floats, getattr(found, self.name)
         self.floats.argtypes, self.floats.restype = (_TOLD,), ARGUMENT
         self.call.argtypes = (
             *(POINTER,) * 5,
@@ -183,10 +185,23 @@ def fp32_attention_on_cpu(
     `mask` (B or 1, H or 1, S or 1, K): a bool that says what is seen, or numbers that are added. `is_causal`:
     query i sees keys up to i. A query that sees nothing gets zeros, as by `scaled_dot_product_attention`.
     """
-    found = kernels()
+    made = by_kernel(kernels(), query, key, value, mask, is_causal, scale)
+    return by_torch(query, key, value, mask, is_causal, scale) if made is None else made
+
+
+def by_kernel(
+    found: AttentionRows | str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor | None:
+    """The same by that kernel; None where there is none or it does not take them."""
     told = _told_of(query, key, value) if mask is None or _takes(mask, query, key) else None
     if isinstance(found, str) or told is None:
-        return by_torch(query, key, value, mask, is_causal, scale)
+        return None
     seen = mask
     if mask is not None:
         seen = _rows_of(mask, query, key)
@@ -206,6 +221,9 @@ class HeldAttention:
 
     __name__, pair = "fp32_attention", False
 
+    #: The operator, and its kernel.
+    _run, _kernels = staticmethod(fp32_attention_on_cpu), staticmethod(kernels)
+
     def __init__(
         self, heads: int, groups: int, width: int, wide: int, is_causal: bool, scale: float | None
     ) -> None:
@@ -219,13 +237,13 @@ class HeldAttention:
             each.unflatten(-1, heads).transpose(1, 2)
             for each, heads in zip((query, key, value), self._heads, strict=True)
         )
-        made = fp32_attention_on_cpu(q, k, v, mask, self._causal, self._scale)
+        made = self._run(q, k, v, mask, self._causal, self._scale)
         return made.transpose(1, 2).flatten(2)
 
     def told(
         self, threads: int, query: TapeValue, key: TapeValue, value: TapeValue, mask: TapeValue | None = None
     ) -> KernelTold | None:
-        kernel, given = kernels(), (query, key, value)
+        kernel, given = self._kernels(), (query, key, value)
         apart = [_apart(each, *heads) for each, heads in zip(given, self._heads, strict=True)]
         if isinstance(kernel, str) or any(each.dtype is not torch.float32 for each in given):
             return None
@@ -304,7 +322,7 @@ def _(query, key, value, mask=None, is_causal=False, scale=None):  # type: ignor
 
 
 @register_flop_formula(torch.ops.effcompile.fp32_attention)
-def _flops(query_shape: Shape, key_shape: Shape, value_shape: Shape, *args: object, **kwargs: object) -> int:
+def flops(query_shape: Shape, key_shape: Shape, value_shape: Shape, *args: object, **kwargs: object) -> int:
     heads = query_shape[1]
     shared = [(shape[0], heads, *shape[2:]) for shape in (key_shape, value_shape)]
     return int(sdpa_flop_count(query_shape, *shared))
@@ -320,14 +338,21 @@ def workspace_bytes(name: str, args: object) -> int | None:
         return None
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 and isinstance(args[3], Tensor) else None
-    found = kernels()
+    found = by_kernel_bytes(kernels(), query, key, value, mask)
+    return _by_torch_bytes(query, key, value, mask) if found is None else found
+
+
+def by_kernel_bytes(
+    found: AttentionRows | str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> int | None:
+    """Bytes inside `by_kernel`; None where that is."""
     told = _told_of(query, key, value)
     if isinstance(found, str) or told is None:
-        return _by_torch_bytes(query, key, value, mask)
+        return None
     if mask is None:
         return found.room(told)
     if not _takes(mask, query, key):
-        return _by_torch_bytes(query, key, value, mask)
+        return None
     rows = _rows_of(mask, query, key)
     return found.room(told) + (0 if _is_read(rows) else rows.element_size() * int(rows.numel()))
 

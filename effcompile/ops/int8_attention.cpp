@@ -228,10 +228,10 @@ void attend(const Sizes& s, const Room& room, const Head& head, int64_t top, int
             All::scores[(count - 1) * VECS + vecs - 1](room.queries + tile * s.depth(), lowered + tile, room, s, key, scores + key);
         }
         for (int64_t r = tile; r < tile + count; r++, scores += s.extent()) {
-            float most = _mm512_reduce_max_ps((__m512)load(room.most + (r - tile) * W)), factor = of_queries[r];
+            float most = _mm512_reduce_max_ps((__m512)load(room.most + (r - tile) * W)), factor = std::max(of_queries[r], LEAST);
             if (MASK || causal) {
                 const char* mask = MASK ? head.mask + (top + r) * head.of_mask : nullptr;
-                most = masked<MASK>(scores, factor, mask, head.same, causal ? std::min(keys, top + r + 1) : keys, extent);
+                most = masked<MASK>(scores, of_queries[r], mask, head.same, causal ? std::min(keys, top + r + 1) : keys, extent);
                 factor = 1.0f;
             }
             uint8_t* weights = room.weights + r * s.extent();
@@ -265,7 +265,7 @@ extern "C" int64_t scratch_floats(const int64_t* sizes) {
 }
 
 // As fp32_attention of fp32_attention.cpp.
-extern "C" void fp32_attention(const float* q, const float* k, const float* v, const void* mask, float* out, const int64_t* told,
+extern "C" void int8_attention(const float* q, const float* k, const float* v, const void* mask, float* out, const int64_t* told,
                                const int64_t* of_mask, int64_t given, int64_t causal, float scale, float* scratch, int64_t threads) {
     const Sizes s{told[0], told[1], told[2], told[3], told[4], told[5], told[6]};
     const int64_t *of_q = told + 7, *of_k = of_q + 3, *of_v = of_k + 3, *of_out = of_v + 3;

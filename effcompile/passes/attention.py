@@ -35,7 +35,7 @@ from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.parts import AttentionSite, attentions, linears
 
 aten = torch.ops.aten
-INT8, BF16 = "sdpa_int8", "sdpa_bf16"
+INT8, BF16, TOKEN = "sdpa_int8", "sdpa_bf16", "sdpa_int8_token"
 #: By a kernel of ours for a CPU, in fp32.
 FP32, CAUSAL_FP32 = "sdpa_fp32", "causal_fp32"
 #: FlexAttention takes seconds to compile a form: not worth a try on less than this many scores per head.
@@ -58,7 +58,8 @@ class Attention(Pass):
     operator of ops/fp32_attention.py, where that was measured to be no slower.
 
     q and k are results of linears, whose int8 kernels write 8 bits as cheaply as 32: `sdpa_int8` requires
-    those to be `int8_static`, so that it never stands in a model of fp32 or bf16 alone.
+    those to be `int8_static`, so that it never stands in a model of fp32 or bf16 alone. `sdpa_int8_token`
+    (ops/int8_attention.py) rounds what it multiplies when it is called, and requires nothing.
     """
 
     int8: bool = True
@@ -70,7 +71,7 @@ class Attention(Pass):
 
     def measured_options(self) -> dict[str, tuple[Form, ...]]:
         """kind → options whose error has to be measured, as `estimate.sensitivity.measure` takes them."""
-        asked = {INT8: self.int8, BF16: self.bf16}
+        asked = {INT8: self.int8, BF16: self.bf16, TOKEN: self.int8}
         forms = tuple(Form(word=word) for word, wanted in asked.items() if wanted)
         return {"attention": forms} if forms else {}
 
@@ -135,8 +136,9 @@ class Attention(Pass):
                 options.append(Option(form=carried, cost=cost, by=self.name, note=note))
         if not context.goal.exact and options and not site.ours:
             narrower = [self._int8(site, names, context, options[0])] if self.int8 else []
-            if self.bf16 and context.goal.mode != "training" and dtype_of(site.node) is torch.float32:
-                narrower.append(self._narrower(BF16, site, context, options[0]))
+            if context.goal.mode != "training" and dtype_of(site.node) is torch.float32:
+                wanted = {BF16: self.bf16, TOKEN: self.int8}
+                narrower += [self._narrower(w, site, context, options[0]) for w in wanted if wanted[w]]
             options += [option for option in narrower if isinstance(option, Option)]
             yield from (option for option in narrower if isinstance(option, Declined))
         if options:  # the first form that the backend has is what it makes of an unplanned model

@@ -20,6 +20,7 @@ from effcompile.ir.program import dtype_of
 from effcompile.ops import rows_native
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
+from effcompile.ops.int8_attention import HeldBytes, int8_attention_on_cpu
 from effcompile.ops.int8_held import HeldLinear, HeldMlp, HeldWords
 from effcompile.ops.int8_linear import int8_linear_on_cpu
 from effcompile.ops.int8_mlp import int8_linear_residual_on_cpu, int8_mlp_on_cpu
@@ -31,6 +32,11 @@ aten = torch.ops.aten
 _LINEARS: dict[object, type[HeldLinear | HeldWords]] = {
     int8_linear_on_cpu: HeldLinear,
     int13_linear_on_cpu: HeldWords,
+}
+
+_ATTENTIONS: dict[object, type[HeldAttention]] = {
+    fp32_attention_on_cpu: HeldAttention,
+    int8_attention_on_cpu: HeldBytes,
 }
 
 
@@ -74,7 +80,7 @@ def _held(module: fx.GraphModule) -> fx.GraphModule:
             first, after, (*last, residual) = node.args[1:4], node.args[4], _padded(node.args[5:9], 4)
             if _are_own((*first, *last, *node.args[9:])):
                 _hold_mlp(module, node, first, str(after), last, residual, node.args[9:])
-        elif node.target is fp32_attention_on_cpu and not node.kwargs:
+        elif node.target in _ATTENTIONS and not node.kwargs:
             _hold_attention(node)
         elif node.target is add_layer_norm_on_cpu and not node.kwargs and _are_own(norm := node.args[2:]):
             node.target, node.args = HeldNorm(*_values(module, norm)), node.args[:2]  # type: ignore[arg-type]
@@ -140,7 +146,7 @@ def _hold_attention(node: fx.Node) -> None:
         q, factor = _unscaled(q) if query is _unturned(query) else (q, 1.0)
         q, k = _turned(query, q, heads, width), _turned(key, k, groups, width)
         whole = factor * (width**-0.5 if scale is None else scale)  # type: ignore[operator]
-        joined.target = HeldAttention(heads, groups, width, wide, bool(causal), whole)  # type: ignore[arg-type]
+        joined.target = _ATTENTIONS[node.target](heads, groups, width, wide, bool(causal), whole)  # type: ignore[arg-type]
         joined.args, joined.kwargs = (q, k, v, mask), {}
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops.bf16_attention import bf16_attention
 from effcompile.ops.fp32_attention import fp32_attention
+from effcompile.ops.int8_attention import int8_attention
 from effcompile.sites.parts import AttentionSite, argument, attentions
 
 aten = torch.ops.aten
@@ -21,6 +22,7 @@ _MERGES = (aten._unsafe_view.default, aten.view.default, aten.reshape.default)
 #: Forms that are an operator of ours in the place of sdpa, with its arguments.
 _OWN = {
     "sdpa_bf16": bf16_attention.default,
+    "sdpa_int8_token": int8_attention.default,
     **dict.fromkeys(("sdpa_fp32", "causal_fp32"), fp32_attention.default),
 }
 #: The site a node computes, in its meta. What it computes is read off its operator and tensors.

@@ -43,6 +43,8 @@ from effcompile.ops.fp32_attention import fp32_attention
 from effcompile.ops.fp32_attention import told as fp32_attentions_told
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_linear import told as groups_told
+from effcompile.ops.int8_attention import int8_attention
+from effcompile.ops.int8_attention import told as int8_attentions_told
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_linear import told as int8_told
 from effcompile.ops.int8_mlp import int8_linear_residual, int8_mlp
@@ -273,6 +275,7 @@ def _kernels(program: Program) -> dict[str, str]:
         "linears in groups": ((group_linear,), groups_told),
         "attentions of bf16": ((bf16_attention,), attentions_told),
         "attentions of fp32": ((fp32_attention,), fp32_attentions_told),
+        "attentions in bytes": ((int8_attention,), int8_attentions_told),
     }
     return {
         name: told()

@@ -12,7 +12,7 @@ from effcompile.backends.torch.measure_linears import Body
 from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.core.types import Forward
 from effcompile.machine.target import Dims
-from effcompile.ops import bf16_attention, fp32_attention
+from effcompile.ops import bf16_attention, fp32_attention, int8_attention
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.ops.tiles import TileList
@@ -64,6 +64,13 @@ def _band(sq: int, sk: int, visible: int) -> tuple[int | None, int | None]:
 def _fp32_attention(dims: Dims, engine: str) -> Body | None:
     """None where there is no kernel of ours."""
     return _attention(fp32_attention.fp32_attention.default)(dims, engine) if _has_fp32() else None
+
+
+def _int8_attention(dims: Dims, engine: str) -> Body | None:
+    """None where there is no kernel of ours: what torch makes of it is its definition."""
+    on_cpu = torch.get_default_device().type == "cpu"
+    run = int8_attention.int8_attention.default
+    return _attention(run)(dims, engine) if on_cpu and int8_attention.fallback_reason() is None else None
 
 
 def _causal_fp32(dims: Dims, engine: str) -> Body | None:
@@ -147,6 +154,7 @@ ATTENTIONS: Mapping[str, Callable[[Dims, str], Body | None]] = {
     "attention/sdpa": _attention(F.scaled_dot_product_attention),
     "attention/sdpa_bf16": _bf16_attention,
     "attention/sdpa_fp32": _fp32_attention,
+    "attention/sdpa_int8_token": _int8_attention,
     "attention/math": _attention(_math),
     "attention/causal": _seeing(_causal),
     "attention/causal_fp32": _causal_fp32,

@@ -13,6 +13,7 @@ from effcompile.ops.add_norm import add_layer_norm, add_layer_norm_on_cpu
 from effcompile.ops.bf16_attention import bf16_attention, bf16_attention_on_cpu
 from effcompile.ops.fp32_attention import fp32_attention, fp32_attention_on_cpu
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
+from effcompile.ops.int8_attention import int8_attention, int8_attention_on_cpu
 from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
 from effcompile.ops.int8_mlp import (
     int8_linear_residual,
@@ -58,6 +59,7 @@ PLAIN: dict[object, Callable[..., object]] = {
     add_layer_norm.default: add_layer_norm_on_cpu,
     fp32_attention.default: fp32_attention_on_cpu,
     bf16_attention.default: bf16_attention_on_cpu,
+    int8_attention.default: int8_attention_on_cpu,
     ours.short_conv.default: recurrence.short_conv_on_cpu,
     ours.state_space.default: recurrence.state_space_on_cpu,
     ours.delta_rule.default: recurrence.delta_rule_on_cpu,

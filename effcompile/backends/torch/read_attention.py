@@ -30,6 +30,7 @@ def attentions(module: fx.GraphModule) -> dict[str, Form]:
         aten._scaled_dot_product_attention_math: "math",
         ours.bf16_attention: "sdpa_bf16",
         ours.fp32_attention: "sdpa_fp32",
+        ours.int8_attention: "sdpa_int8_token",
         ours.attention: "tiled",
         ours.attention_flex: "flex",
         ours.attention_guarded: "tiled",
