@@ -15,7 +15,7 @@ from pathlib import Path
 from effcompile.core.errors import EffcompileError
 from effcompile.machine.instructions import bf16_isas, integer_isas, tile_isas
 from effcompile.machine.native import SOURCES, compiled
-from effcompile.ops import fp32_attention, group_native, int8_mlp, int8_native, int13_linear
+from effcompile.ops import fp32_attention, group_native, int8_attention, int8_mlp, int8_native, int13_linear
 from effcompile.ops.instruction_sets import WORDS
 
 Library = tuple[Path, Mapping[str, int], str]
@@ -38,6 +38,8 @@ def _of_calls(*, exact: bool) -> Iterator[Library]:
     if exact:
         return
     yield from ((SOURCES / "attention_tiles.cpp", {}, isa) for isa in bf16_isas()[:1])
+    for isa in int8_attention.isas()[:1]:
+        yield SOURCES / "int8_attention.cpp", {"WIDTH": WORDS[isa]}, isa
     yield from _of_groups()
     yield from _of_words()
 

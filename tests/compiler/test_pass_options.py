@@ -27,7 +27,7 @@ from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
-from effcompile.ops import fp32_attention
+from effcompile.ops import fp32_attention, int8_attention
 from effcompile.ops.bf16_attention import told
 from effcompile.passes import PASSES, load_passes
 from effcompile.report.reasons import words
@@ -102,6 +102,7 @@ def cheap(call: KernelCall) -> float:
     return {
         "attention/sdpa_int8": 1e-7,
         "attention/sdpa_bf16": 2e-7,
+        "attention/sdpa_int8_token": 3e-7,
         "attention/causal_fp32": 5e-7,
         "gelu/tanh": 1e-7,
         "embedding/int8": 1e-7,
@@ -228,7 +229,7 @@ def fuse_gelu(make: Make, folder: Path) -> None:
 
 
 def attention_int8(make: Make, folder: Path) -> None:
-    """OpenVINO alone has it; the plan offers it there, with what it requires of the projections."""
+    """By OpenVINO with what it requires of the projections; by the torch backends by a kernel of ours."""
     made = make(
         "attention",
         "quantize",
@@ -241,6 +242,14 @@ def attention_int8(make: Make, folder: Path) -> None:
     without = ("attention", "attention.int8=no", "quantize", "quantize.options=int8_static")
     made = make(*without, backend="openvino", lower=False)
     assert "sdpa_int8" not in {d.option for d in (*made.plan.decisions, *made.plan.declined)}
+
+    made = make("attention", "attention.bf16=no", backend="torch-eager")
+    assert {d.option for d in made.plan.decisions if d.kind == "attention"} == {"sdpa_int8_token"}
+    assert isinstance(made.lowered, TorchLowered)
+    assert made.lowered.program.calls(torch.ops.effcompile.int8_attention.default)
+    assert made.lowered.settings["attentions in bytes"] == int8_attention.told()
+    made = make("attention", "attention.bf16=no", "attention.int8=no", backend="torch-eager")
+    assert "sdpa_int8_token" not in {d.option for d in (*made.plan.decisions, *made.plan.declined)}
 
 
 def attention_bf16(make: Make, folder: Path) -> None:
@@ -261,13 +270,15 @@ def attention_bf16(make: Make, folder: Path) -> None:
 
 def attention_fp32(make: Make, folder: Path) -> None:
     """The same of the exact one, which costs less here than sdpa, and more than products of bf16."""
-    made = make("attention", "attention.bf16=no", backend="torch-eager")
+    made = make("attention", "attention.bf16=no", "attention.int8=no", backend="torch-eager")
     assert {d.option for d in made.plan.decisions if d.kind == "attention"} == {"causal_fp32"}
     assert isinstance(made.lowered, TorchLowered)
     assert {form.word for form in made.lowered.applied.values()} >= {"causal_fp32"}
     assert made.lowered.program.calls(torch.ops.effcompile.fp32_attention.default)
     assert made.lowered.settings["attentions of fp32"] == fp32_attention.told()
-    made = make("attention", "attention.bf16=no", "attention.fp32=no", backend="torch-eager")
+    made = make(
+        "attention", "attention.bf16=no", "attention.int8=no", "attention.fp32=no", backend="torch-eager"
+    )
     assert "causal_fp32" not in {d.option for d in (*made.plan.decisions, *made.plan.declined)}
 
 

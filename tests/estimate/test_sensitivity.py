@@ -196,19 +196,20 @@ def test_an_attentions_q_and_k_are_one_site() -> None:
         assert true / 3 < math.sqrt(found.errors[site.site, "sdpa_int8"]) < 3 * true
 
 
-def test_an_attention_of_bf16_is_priced_with_its_weights() -> None:
+@pytest.mark.parametrize("word", ["sdpa_bf16", "sdpa_int8_token"])
+def test_a_narrower_attention_is_priced_with_its_weights(word: str) -> None:
     """By what the operator itself makes of the model."""
     program = tiny("bert")
     inputs = [(program.args, program.kwargs), *generate_inputs(program, 2)]
-    found = measure(program, inputs, {"attention": (form("sdpa_bf16"),)}, budget_seconds=30.0)
+    found = measure(program, inputs, {"attention": (form(word),)}, budget_seconds=30.0)
     wanted = program.module(*program.args, **program.kwargs)[0]
     for site in attentions(program):
-        edited = program.editable("test").tagged({site.site: form("sdpa_bf16")}, "test")
+        edited = program.editable("test").tagged({site.site: form(word)}, "test")
         edit_attentions(edited)
         edited.module.recompile()
         moved = edited.module(*program.args, **program.kwargs)[0]
         true = float((moved - wanted).norm() / wanted.norm())
-        assert true / 3 < math.sqrt(found.errors[site.site, "sdpa_bf16"]) < 3 * true
+        assert true / 3 < math.sqrt(found.errors[site.site, word]) < 3 * true
 
 
 def test_behind_integers_the_model_is_run_instead() -> None:

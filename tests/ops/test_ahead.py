@@ -19,6 +19,7 @@ from effcompile.ops import (
     fp32_attention,
     group_codes,
     group_native,
+    int8_attention,
     int8_mlp,
     int8_native,
     int13_linear,
@@ -29,7 +30,7 @@ from effcompile.ops import (
 
 EACH = (
     rows_native, few_rows, int8_native, int8_mlp, group_native, group_codes, int13_linear, bf16_attention,
-    fp32_attention, cached_attention,
+    fp32_attention, cached_attention, int8_attention,
 )  # fmt: skip
 RUNNERS = (row_program._runner, tape._runner)
 
@@ -57,7 +58,9 @@ def test_it_is_what_the_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = set(map(key, ahead.libraries(exact=False, steps=True)))
     assert everything | steps == set(map(key, asked))  # one compares itself with another's
     assert {name for name, *_ in steps - everything} == {"cached_attention.cpp"}
-    assert {name for name, *_ in everything - steps} <= {"fp32_attention.cpp", "attention_tiles.cpp"}
+    assert {name for name, *_ in everything - steps} <= {
+        "fp32_attention.cpp", "attention_tiles.cpp", "int8_attention.cpp",
+    }  # fmt: skip
     exact = set(map(key, ahead.libraries(exact=True)))
     assert {name for name, *_ in exact} == {
         "rows.cpp", "few_rows.cpp", "fp32_attention.cpp", "row_program.cpp", "tape.cpp",

@@ -43,8 +43,15 @@ needs_emulator = pytest.mark.skipif(
     emulated.missing_emulator() is not None, reason=str(emulated.missing_emulator())
 )
 INTEGERS = ("neon", "neon_dotprod", "neon_i8mm")
-#: Which are of AMX alone.
-OF_X86 = {"int13_linear", "attention_backward_tiles", "attention_tiles", "group_tiles", "int8_mlp"}
+#: Which are of AMX or AVX512-VNNI alone.
+OF_X86 = {
+    "int13_linear",
+    "attention_backward_tiles",
+    "attention_tiles",
+    "group_tiles",
+    "int8_attention",
+    "int8_mlp",
+}
 #: Compiled for each set of integers.
 CHOSEN = {"int8_linear", "group_linear", "group_codes", "int8_sparse", "rows", "few_rows", "cached_attention"}
 MODULES = (

@@ -77,24 +77,25 @@ def test_attention_of_ours_is_taken_where_it_was_measured_to_be_faster(bert: Pro
         assert "sdpa_fp32" not in {d.option for d in refused}
 
 
-def test_attention_of_bf16_needs_error_and_its_measurement(bert: Program) -> None:
+@pytest.mark.parametrize("word", ["sdpa_bf16", "sdpa_int8_token"])
+def test_narrower_attention_needs_error_and_its_measurement(bert: Program, word: str) -> None:
     def price(call: KernelCall) -> float | None:
-        return {"attention/sdpa": 2e-3, "attention/sdpa_bf16": 1e-3}.get(call.kernel)
+        return {"attention/sdpa": 2e-3, f"attention/{word}": 1e-3}.get(call.kernel)
 
     found = attentions(bert)
     exact, refused = split(Attention().propose(bert, context(price, goal=Goal())))
     assert all([o.name for o in c.options] == ["sdpa"] for c in exact.values())
-    assert "sdpa_bf16" not in {d.option for d in refused}
+    assert word not in {d.option for d in refused}
     _, refused = split(Attention().propose(bert, context(price, sensitivity={})))
-    assert {words(d.reason) for d in refused if d.option == "sdpa_bf16"} == {
+    assert {words(d.reason) for d in refused if d.option == word} == {
         "its error at the output was not measured"
     }
-    errors = {(site.site, "sdpa_bf16"): 1e-7 for site in found}
+    errors = {(site.site, word): 1e-7 for site in found}
     choices, _ = split(Attention().propose(bert, context(price, sensitivity=errors)))
-    assert all(choices[site.site].option("sdpa_bf16").cost.error_squared == 1e-7 for site in found)
-    slower = context(lambda call: 3e-3 if "bf16" in call.kernel else 1e-3, sensitivity=errors)
+    assert all(choices[site.site].option(word).cost.error_squared == 1e-7 for site in found)
+    slower = context(lambda call: 3e-3 if word in call.kernel else 1e-3, sensitivity=errors)
     _, refused = split(Attention().propose(bert, slower))
-    assert {words(d.reason) for d in refused if d.option == "sdpa_bf16"} == {
+    assert {words(d.reason) for d in refused if d.option == word} == {
         "not faster: 3.00 ms against 1.00 ms (sdpa)"
     }
 

@@ -27,6 +27,7 @@ ABSENT = {
             "math",
             "sdpa_int8",
             "sdpa_bf16",
+            "sdpa_int8_token",
             "sdpa_fp32",
             "causal_fp32",
             "tiled",

@@ -20,7 +20,7 @@ from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.ir.formats import TABLE_INT8_GROUPS
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
-from effcompile.ops import bf16_attention, row_program, rows_native
+from effcompile.ops import bf16_attention, int8_attention, row_program, rows_native
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.torch_attention import runs_in
 
@@ -40,6 +40,7 @@ ABSENT = {
     *(kernel for kernel in KERNELS if kernel.startswith("rows/") and isinstance(rows_native.kernels(), str)),
     *(["add_norm/fused"] if isinstance(rows_native.kernels(), str) else []),
     *([] if _has_bf16_attention() else ["attention/sdpa_bf16"]),
+    *([] if int8_attention.fallback_reason() is None else ["attention/sdpa_int8_token"]),
 }
 
 
