@@ -25,8 +25,8 @@ struct Sizes {
     int64_t at_once() const { return std::clamp<int64_t>(HELD / (extent() * 4) / ROWS * ROWS, ROWS, QUERIES); }
     // Bytes of one thread, each part of whole lines.
     int64_t bytes() const {
-        return up(extent() * depth() + 8 * extent(), 64) + up(extent() * columns() + 4 * columns(), 64) + up(at_once() * extent() * 5, 64) +
-               up(at_once() * (depth() + W), 64) + 64 * ROWS;
+        return up(extent() * depth() + 8 * extent(), 64) + up(extent() * columns() + 8 * columns(), 64) + up(at_once() * extent() * 5, 64) +
+               up(at_once() * (depth() + W), 64) + 64 * ROWS + W * up(depth(), 4 * W);
     }
 };
 
@@ -34,19 +34,21 @@ struct Room {
     uint8_t* keys;
     float *of_keys, *hidden;  // scale of each key; 0, or -inf behind the last one
     int8_t* values;
-    float* of_values;
+    float* of_values;  // scale of each column; behind them what codes are made with
     float* scores;
     uint8_t* weights;
     int8_t* queries;
-    float* most;  // of each row of a tile, W lanes
+    float* most;      // of each row of a tile, W lanes
+    int8_t* turning;  // codes of W keys
     Room(uint8_t* at, const Sizes& s) {
         keys = at, of_keys = (float*)(at + s.extent() * s.depth()), hidden = of_keys + s.extent();
         at += up(s.extent() * s.depth() + 8 * s.extent(), 64);
         values = (int8_t*)at, of_values = (float*)(at + s.extent() * s.columns());
-        at += up(s.extent() * s.columns() + 4 * s.columns(), 64);
+        at += up(s.extent() * s.columns() + 8 * s.columns(), 64);
         scores = (float*)at, weights = at + s.at_once() * s.extent() * 4;
         at += up(s.at_once() * s.extent() * 5, 64);
         queries = (int8_t*)at, most = (float*)(at + up(s.at_once() * (s.depth() + W), 64));
+        turning = (int8_t*)(most + W * ROWS);
     }
 };
 
@@ -128,48 +130,58 @@ struct Head {
     bool same;                                  // the mask says the same of all keys of a query
 };
 
-void lay_keys(const Head& head, const Sizes& s, float scale, const Room& room, int8_t* row) {
-    for (int64_t key = 0; key < s.extent(); key++) {
-        uint8_t* to = room.keys + key / W * s.depth() * W + key % W * 4;
-        room.hidden[key] = key < s.keys ? 0.0f : -INFINITY;
-        room.of_keys[key] = 0.0f;
-        if (key < s.keys) {
-            quantize(head.k + key * head.of_k, s.width, s.depth(), row, room.of_keys + key);
-            room.of_keys[key] *= scale;
+// W keys at a time: their codes row by row, then turned as words of four.
+void lay_keys(const Head& head, const Sizes& s, float scale, const Room& room) {
+    const int64_t depth = s.depth(), apart = up(depth, 4 * W);
+    for (int64_t key = 0; key < s.extent(); key += W) {
+        for (int64_t r = 0; r < W; r++) {
+            const bool there = key + r < s.keys;
+            room.hidden[key + r] = there ? 0.0f : -INFINITY;
+            room.of_keys[key + r] = 0.0f;
+            if (there) quantize(head.k + (key + r) * head.of_k, s.width, depth, room.turning + r * apart, room.of_keys + key + r);
+            else std::memset(room.turning + r * apart, 0, depth);
+            room.of_keys[key + r] *= scale;
         }
-        for (int64_t i = 0; i < s.depth(); i += 4) {
-            uint32_t word = 0;
-            if (key < s.keys) std::memcpy(&word, row + i, 4);
-            word ^= 0x80808080u;
-            std::memcpy(to + i * W, &word, 4);
+        uint8_t* to = room.keys + key * depth;
+        for (int64_t i = 0; i < depth; i += 4 * W) {
+            V words[W];
+#pragma GCC unroll 16
+            for (int r = 0; r < W; r++) words[r] = (V)load_ints(room.turning + r * apart + i);
+            transpose_stages<1>(words);
+            const int64_t count = std::min<int64_t>(W, (depth - i) / 4);
+            for (int r = 0; r < count; r++) store_ints(to + (i / 4 + r) * 4 * W, (VI)((VU)words[r] ^ 0x80808080u));
         }
     }
 }
 
 void lay_values(const Head& head, const Sizes& s, const Room& room) {
-    for (int64_t i = 0; i < s.columns(); i += W) {
-        const float* from = head.v + i;
-        VI bits = {};
-        for (int64_t key = 0; key < s.keys; key++) {
-            const VI here = (VI)some_of(from + key * head.of_v, s.wide - i) & 0x7fffffff;
-            bits = here > bits ? here : bits;
-        }
-        V inverse;
-        for (int lane = 0; lane < W; lane++) {
-            float scale;
-            inverse[lane] = scale_of(bits[lane], &scale);
-            room.of_values[i + lane] = scale;
-        }
-        int8_t* to = room.values + i * s.extent();
-        for (int64_t key = 0; key < s.extent(); key += 4) {
-            VI word = {};
-            for (int j = 0; j < 4 && key + j < s.keys; j++) {
-                const VI codes = rounded(some_of(from + (key + j) * head.of_v, s.wide - i) * inverse);
-                word |= (inverse != 0.0f ? codes & 255 : VI{}) << (8 * j);
-            }
-            store_ints(to + key * W, word);
+    const int64_t whole = s.wide / W * W;
+    VI* most = reinterpret_cast<VI*>(room.of_values);  // magnitudes as bits, then scales
+    VI* inverses = reinterpret_cast<VI*>(room.of_values + s.columns());
+    for (int64_t i = 0; i < s.columns() / W; i++) most[i] = VI{};
+    for (int64_t key = 0; key < s.keys; key++) {
+        const float* row = head.v + key * head.of_v;
+        for (int64_t i = 0; i < s.columns(); i += W) {
+            const VI here = (VI)(i < whole ? load(row + i) : some_of(row + i, s.wide - i)) & 0x7fffffff;
+            most[i / W] = here > most[i / W] ? here : most[i / W];
         }
     }
+    for (int64_t i = 0; i < s.columns() / W; i++) {
+        V inverse;
+        for (int lane = 0; lane < W; lane++) inverse[lane] = scale_of(most[i][lane], room.of_values + i * W + lane);
+        inverses[i] = (VI)inverse;
+    }
+    for (int64_t key = 0; key < s.extent(); key += 4)
+        for (int64_t i = 0; i < s.columns(); i += W) {
+            const V inverse = (V)inverses[i / W];
+            VI word = {};
+            for (int j = 0; j < 4 && key + j < s.keys; j++) {
+                const float* from = head.v + (key + j) * head.of_v + i;
+                const VI codes = rounded((i < whole ? load(from) : some_of(from, s.wide - i)) * inverse);
+                word |= (inverse != 0.0f ? codes & 255 : VI{}) << (8 * j);
+            }
+            store_ints(room.values + i * s.extent() + key * W, word);
+        }
 }
 
 // Scores as what is added to them, log2 e times, has them; those from `seen` on are hidden. Returns the largest; NaN if one is.
@@ -180,7 +192,10 @@ float masked(float* scores, float of_query, const char* mask, bool same, int64_t
     for (int64_t i = 0; i < extent; i += W) {
         const int64_t count = std::min<int64_t>(W, seen - i);
         V z = load(scores + i) * of_query;
-        if constexpr (MASK == ADDED) z = z + some_of(reinterpret_cast<const float*>(mask) + i, count) * LOG2_E;
+        if constexpr (MASK == ADDED) {
+            const float* added = reinterpret_cast<const float*>(mask) + i;
+            z = z + (count >= W ? load(added) : some_of(added, count)) * LOG2_E;
+        }
         __mmask16 here = count >= W ? 0xffff : count <= 0 ? 0 : (1 << count) - 1;
         if constexpr (MASK == SEEN) {
             uint8_t bytes[W] = {};
@@ -250,7 +265,7 @@ void attend(const Sizes& s, const Room& room, const Head& head, int64_t top, int
 
 // A number that none is makes all that a query sees NaN: a key's, all results.
 bool lay(const Head& head, const Sizes& s, float scale, const Room& room) {
-    lay_keys(head, s, scale * LOG2_E, room, room.queries);
+    lay_keys(head, s, scale * LOG2_E, room);
     lay_values(head, s, room);
     bool numbers = true;
     for (int64_t key = 0; key < s.keys; key++) numbers &= std::isfinite(room.of_keys[key]);
