@@ -130,12 +130,18 @@ struct Head {
     bool same;                                  // the mask says the same of all keys of a query
 };
 
+constexpr int64_t AHEAD = 8;  // rows that are asked for before they are read: those of a head are too far apart to be foreseen
+inline void ask(const float* row, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(row + i);
+}
+
 // W keys at a time: their codes row by row, then turned as words of four.
 void lay_keys(const Head& head, const Sizes& s, float scale, const Room& room) {
     const int64_t depth = s.depth(), apart = up(depth, 4 * W);
     for (int64_t key = 0; key < s.extent(); key += W) {
         for (int64_t r = 0; r < W; r++) {
             const bool there = key + r < s.keys;
+            if (key + r + AHEAD < s.keys) ask(head.k + (key + r + AHEAD) * head.of_k, s.width);
             room.hidden[key + r] = there ? 0.0f : -INFINITY;
             room.of_keys[key + r] = 0.0f;
             if (there) quantize(head.k + (key + r) * head.of_k, s.width, depth, room.turning + r * apart, room.of_keys + key + r);
@@ -161,6 +167,7 @@ void lay_values(const Head& head, const Sizes& s, const Room& room) {
     for (int64_t i = 0; i < s.columns() / W; i++) most[i] = VI{};
     for (int64_t key = 0; key < s.keys; key++) {
         const float* row = head.v + key * head.of_v;
+        if (key + AHEAD < s.keys) ask(row + AHEAD * head.of_v, s.wide);
         for (int64_t i = 0; i < s.columns(); i += W) {
             const VI here = (VI)(i < whole ? load(row + i) : some_of(row + i, s.wide - i)) & 0x7fffffff;
             most[i / W] = here > most[i / W] ? here : most[i / W];
@@ -233,7 +240,11 @@ void attend(const Sizes& s, const Room& room, const Head& head, int64_t top, int
     float of_queries[QUERIES], inverse[QUERIES];
     int32_t lowered[QUERIES];
     const int64_t keys = causal ? std::min(s.keys, top + rows) : s.keys, extent = up(keys, W);
-    for (int64_t r = 0; r < rows; r++) lowered[r] = quantize(head.q + (top + r) * head.of_q, s.width, s.depth(), room.queries + r * s.depth(), of_queries + r);
+    for (int64_t r = 0; r < rows; r++) {
+        const float* query = head.q + (top + r) * head.of_q;
+        if (top + r + AHEAD < s.queries) ask(query + AHEAD * head.of_q, s.width);
+        lowered[r] = quantize(query, s.width, s.depth(), room.queries + r * s.depth(), of_queries + r);
+    }
     for (int64_t tile = 0; tile < rows; tile += ROWS) {
         const int64_t count = std::min<int64_t>(ROWS, rows - tile);
         float* scores = room.scores + tile * s.extent();
