@@ -91,8 +91,8 @@ def _codes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def _weights(t: Tensor) -> Tensor:
-    """255 · 2^t, rounded, for t of at most 0: by the kernel's polynomial of the fraction, so to the same code but
-    where that is half way between two.
+    """255 · 2^t, rounded, for t of at most 0: by the kernel's polynomial of the fraction, so to the same code
+    but where that is half way between two.
     """
     whole = t.floor()
     f, p = (t - whole).masked_fill(t.isinf(), 0.0).double(), torch.zeros((), dtype=torch.float64)
