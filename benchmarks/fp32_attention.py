@@ -48,7 +48,8 @@ def main() -> None:
 
     print(f"by {told()}, bytes by {told_of_bytes()}; {options.threads} threads")
     print(
-        f"{'':32}{'torch ms':>10}{'ours ms':>10}{'ratio':>8}{'GFLOP/s':>9}{'error':>10}{'torch':>9}{'bytes ms':>10}{'ratio':>7}{'error':>9}"
+        f"{'':32}{'torch ms':>10}{'ours ms':>10}{'ratio':>8}{'GFLOP/s':>9}{'error':>10}{'torch':>9}"
+        f"{'bytes ms':>10}{'ratio':>7}{'error':>9}"
     )
     for name, (batch, heads, length, width, hidden) in SHAPES.items():
         torch.manual_seed(0)

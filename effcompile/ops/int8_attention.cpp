@@ -205,10 +205,13 @@ float masked(float* scores, float of_query, const char* mask, bool same, int64_t
         }
         __mmask16 here = count >= W ? 0xffff : count <= 0 ? 0 : (1 << count) - 1;
         if constexpr (MASK == SEEN) {
-            uint8_t bytes[W] = {};
-            if (same) std::memset(bytes, *mask, W);
-            else if (count > 0) std::memcpy(bytes, mask + i, std::min<int64_t>(count, W));
-            here &= _mm_test_epi8_mask(_mm_loadu_si128((const __m128i*)bytes), _mm_loadu_si128((const __m128i*)bytes));
+            __m128i bytes = _mm_set1_epi8(*mask);
+            if (!same && count >= W) bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(mask + i));
+            else if (!same) {
+                bytes = _mm_setzero_si128();
+                std::memcpy(&bytes, mask + i, std::max<int64_t>(count, 0));
+            }
+            here &= _mm_test_epi8_mask(bytes, bytes);
         }
         z = (V)_mm512_mask_blend_ps(here, _mm512_set1_ps(-INFINITY), (__m512)z);
         none |= _mm512_cmp_ps_mask((__m512)z, (__m512)z, _CMP_UNORD_Q);
