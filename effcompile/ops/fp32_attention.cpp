@@ -424,15 +424,15 @@ extern "C" void fp32_attention(const float* q, const float* k, const float* v, c
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         const Room room(scratch + omp_get_thread_num() * s.floats(), s);
-        const float* laid = nullptr;
+        std::pair<const float*, const float*> laid;  // keys may be those of all batches, and values not
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < heads * blocks; task++) {
             const int64_t at = task / blocks, top = task % blocks * QUERIES;
             const Head head = head_at(at);
-            if (laid != head.k) {
+            if (laid != std::pair(head.k, head.v)) {
                 lay_keys(head.k, head.of_k, s, scale, room.keys);
                 if (s.copied()) copy_values(head.v, head.of_v, s, room.values);
-                laid = head.k;
+                laid = {head.k, head.v};
             }
             attend_with(s, room, head, s.copied() ? room.values : head.v, s.copied() ? s.columns() : head.of_v, top, std::min(QUERIES, s.queries - top), causal);
         }

@@ -303,7 +303,7 @@ extern "C" void int8_attention(const float* q, const float* k, const float* v, c
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         const Room room(reinterpret_cast<uint8_t*>(scratch) + omp_get_thread_num() * s.bytes(), s);
-        const float* laid = nullptr;
+        std::pair<const float*, const float*> laid;  // keys may be those of all batches, and values not
         bool numbers = true;
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < s.batch * s.heads * parts; task++) {
@@ -315,7 +315,7 @@ extern "C" void int8_attention(const float* q, const float* k, const float* v, c
                             out + b * of_out[0] + h * of_out[1],
                             of_q[2], of_k[2], of_v[2], of_mask[2] * unit, of_out[2],
                             given && !of_mask[3]};
-            if (laid != head.k) numbers = lay(head, s, scale, room), laid = head.k;
+            if (laid != std::pair(head.k, head.v)) numbers = lay(head, s, scale, room), laid = {head.k, head.v};
             const int64_t end = std::min(s.queries, (task % parts + 1) * PART);
             for (int64_t top = task % parts * PART; top < end; top += s.at_once()) {
                 const int64_t rows = std::min(s.at_once(), end - top);

@@ -197,6 +197,13 @@ def test_other_layouts_and_dtypes() -> None:
     assert fp32_attention(q[:, :, :0], k, v).shape == (2, 3, 0, 24)
 
 
+def test_keys_of_all_batches_with_values_of_each() -> None:
+    """And the other way round: what was laid for one batch's head is not taken for the next one's."""
+    q, k, v = drawn_heads(1, 1, (3, 17, 17), (24, 20), 0)
+    for keys, values in ((k[:1].expand(3, -1, -1, -1), v), (k, v[:1].expand(3, -1, -1, -1))):
+        close(fp32_attention(q, keys, values), wanted(q, keys, values, None, False, 24**-0.5))
+
+
 @pytest.mark.parametrize("widths", [(40, 40), (32, 64)])
 @pytest.mark.parametrize("keys", [90, 600])
 @pytest.mark.parametrize("kind", ["no", "bool", "column", "same"])

@@ -60,6 +60,15 @@ def test_is_near_to_torchs(kind: str) -> None:
 
 
 @needs_kernel
+def test_keys_of_all_batches_with_values_of_each() -> None:
+    """And the other way round: what was laid for one batch's head is not taken for the next one's."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 9, 24), torch.randn(3, 1, 17, 24), torch.randn(3, 1, 17, 20)
+    for keys, values in ((k[:1].expand(3, -1, -1, -1), v), (k, v[:1].expand(3, -1, -1, -1))):
+        found, right = int8_attention(q, keys, values), by_torch(q, keys, values, None, False, None)
+        torch.testing.assert_close(found, right, rtol=0, atol=2e-2)
+
+
 def test_all_threads_give_the_same() -> None:
     q, k, v, _ = drawn("none", 0, 400, 90, 64, 64)
     wanted, before = int8_attention(q, k, v), torch.get_num_threads()
