@@ -8,6 +8,7 @@ same, and no plan has it. Defined without torch.library.custom_op, as `int8_line
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 
 import torch
@@ -116,6 +117,8 @@ def int13_linear_on_cpu(
     check(x, weight, scales, bias, after)
     found = kernels()
     if isinstance(found, str):
+        said = f"Linears in 13 bits are computed by torch, slowly: {found}."
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
         return linear_by_torch(x, weight, scales, bias, after)
     return found.linear(x, weight, scales, None if bias is None else bias.contiguous(), after)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from pathlib import Path
 
 import torch
@@ -142,7 +143,13 @@ def int8_attention_on_cpu(
     `mask`, `is_causal` as of `fp32_attention`. A query that sees nothing gets zeros; where a number of a
     query, of any key or of a column of values is none, so are its results, all of them, those of the column.
     """
-    found = kernels() if key.shape[2] <= _MOST_KEYS else ""
+    found = kernels() if key.shape[2] <= _MOST_KEYS else "there are too many keys for sums of 32 bits"
+    if isinstance(found, str):
+        warnings.warn(
+            f"Attentions by products of bytes are computed by torch, slowly: {found}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     made = exact.by_kernel(found, query, key, value, mask, is_causal, scale)
     return by_torch(query, key, value, mask, is_causal, scale) if made is None else made
 

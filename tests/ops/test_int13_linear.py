@@ -120,6 +120,7 @@ def test_what_does_not_fit_is_told() -> None:
 def test_without_kernels_torch_computes_it_and_no_plan_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int13_linear, "kernels", lambda: "this processor has no VNNI")
     x, held = torch.randn(4, 70), made(33, 70)
-    close(linear(x, *held), int13_codes.linear_by_torch(x, *held, "none"))
+    with pytest.warns(RuntimeWarning, match="by torch, slowly: this processor has no VNNI"):
+        close(linear(x, *held), int13_codes.linear_by_torch(x, *held, "none"))
     assert "no VNNI" in str(int13_linear.refusal(100))
     assert "reading weights" in str(int13_linear.refusal(FEW_ROWS))
