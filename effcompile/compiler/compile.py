@@ -158,7 +158,12 @@ def _best_of(
     search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress, backends)
     race = Race.of(search, *plans_for(search, backends, absent, asked.progress))
     plans, shop = race.plans, _workshop(task, program, search.passes, asked.goal)
-    outcomes, told = _settle_all(shop, search, plans, race.candidates)
+    try:
+        outcomes, told = _settle_all(shop, search, plans, race.candidates)
+    except EffcompileError:
+        if not (late := overtaken(search, backends, race.candidates, math.inf)):
+            raise
+        outcomes, told = _settle_all(shop, search, late, race.candidates)
 
     def measured() -> Outcome:
         best = _finish(shop, outcomes, told)
@@ -166,8 +171,8 @@ def _best_of(
             return best
         if undecided(plans, told, race.took(best.plan)):
             best = _finish(shop, outcomes, told)  # a second look takes a fraction of a build
-        took = race.took(best.plan)
-        if late := [*undecided(plans, told, took), *overtaken(search, backends, told, took)]:
+        late = undecided(plans, told, took := race.took(best.plan))
+        if late := [*late, *overtaken(search, backends, told, took)]:
             outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
             best = _finish(shop, outcomes, told)
         race.keep(best.plan)

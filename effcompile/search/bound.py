@@ -16,9 +16,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from effcompile.backends import refusal
 from effcompile.backends.base import Backend
 from effcompile.core import effort
 from effcompile.core.errors import EffcompileError
+from effcompile.core.findings import Failed
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.timing import SETTLED
 from effcompile.ir.figures import Candidate
@@ -63,19 +65,21 @@ def overtaken(
     search: Search, backends: Iterable[Backend], told: Sequence[Candidate], seconds: float
 ) -> list[tuple[Backend, Plan]]:
     """Plans of backends that were not priced further, where the best was measured to take longer than their
-    linears do.
+    linears do, and of those that were not priced beside a plan, where one could not be built.
+
+    `seconds`: of the best; infinite where none was built.
     """
     seconds *= 1 - SETTLED
-    names = {
-        each.backend
-        for each in told
-        if isinstance(each.note, Because)
-        and each.note.text == _SAID
-        and float(each.note.figures[0]) < seconds
-    }
+    failed = seconds == math.inf or any(isinstance(each.note, Failed) for each in told)
+    notes = {each.backend: each.note for each in told if each.predicted_seconds is None}
     found: list[tuple[Backend, Plan]] = []
     for backend in backends:
-        if backend.name in names:
+        note = notes.get(backend.name)
+        if note is None or isinstance(note, Failed):
+            continue
+        bounded = isinstance(note, Because) and note.text == _SAID
+        beaten = hasattr(backend, "beaten_by") and refusal(backend, search.program, search.goal) is None
+        if float(note.figures[0]) < seconds if bounded else failed and beaten:  # type: ignore[attr-defined]
             with suppress(EffcompileError):  # it cannot be planned: the best stays
                 found.append((backend, search.plan_for(backend)))
     return found

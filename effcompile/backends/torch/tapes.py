@@ -33,8 +33,8 @@ def with_tapes(module: fx.GraphModule) -> fx.GraphModule:
     order = {node: at for at, node in enumerate(module.graph.nodes)}
     for found in list(joined(module.graph, order, _joins)):
         if not _replace(module.graph, found, order):
-            alone = [node for node in found if isinstance(node.target, _HELD)]
-            joins = lambda node, _, alone=alone: node in alone  # noqa: E731
+            alone = [node for node in found if _split_of(node) is None]
+            joins = lambda node, run, alone=alone: node in alone and _joins(node, run)  # noqa: E731
             for part in list(joined(module.graph, order, joins)):
                 _replace(module.graph, part, order)
     module.graph.lint()
@@ -69,11 +69,11 @@ def _sizes(split: fx.Node) -> list[int] | None:
 
 
 def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> bool:
-    """One call in the place of these; False where a view is read outside."""
+    """One call in the place of these; False where a view, or one of several values, is read outside."""
     nodes = _without_first(nodes)
     inside = set(nodes)
     results = [node for node in nodes if any(user not in inside for user in node.users)]
-    if not results or any(_split_of(node) for node in results):
+    if not results or any(_split_of(node) or _is_divided(node, inside) for node in results):
         return not nodes
     inputs = list(dict.fromkeys(each for node in nodes for each in values_read(node) if each not in inside))
     numbers = {node: at for at, node in enumerate(inputs)}
@@ -108,6 +108,11 @@ def _split_of(node: fx.Node) -> fx.Node | None:
     """What a node is a part of, or the split itself; None of anything else."""
     made_by = node.args[0] if node.target is operator.getitem else node
     return made_by if isinstance(made_by, fx.Node) and made_by.target in _SPLITS else None
+
+
+def _is_divided(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether it makes several values, which are told apart outside."""
+    return any(user.target is operator.getitem and user not in inside for user in node.users)
 
 
 def _step(node: fx.Node, numbers: dict[fx.Node, int]) -> TapeStep:

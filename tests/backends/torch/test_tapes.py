@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
 from form_names import forms
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2Model, ViTConfig, ViTModel, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from effcompile.backends.torch import TorchEager
 from effcompile.backends.torch.called import Called
+from effcompile.backends.torch.tapes import with_tapes
 from effcompile.capture import capture
 from effcompile.ops.fp32_attention import HeldAttention
+from effcompile.ops.rows_held import HeldGate, HeldRmsNorm
 from effcompile.ops.tape import Tape
 from effcompile.sites.parts import attentions, linears
 
@@ -70,3 +73,25 @@ def test_its_layers_are_one_call(make: Any) -> None:
         assert error(found, original) < 0.05 and abs(error(found, original) - error(wanted, original)) < 0.01
     assert all(map(torch.equal, before, given)), "no input was written to"
     assert all(kept is not None for tape in tapes if len(tape._steps) > 9 for kept in tape._kept.values())
+
+
+def test_one_of_several_values_that_is_read_outside_stays_itself() -> None:
+    """A norm that makes its sum, too, in a run that cannot be one call as its columns are read elsewhere: in
+    a Llama some of whose linears have other formats, each part of the run ended in an IndexError.
+    """
+    torch.manual_seed(0)
+    graph, aten = fx.Graph(), torch.ops.aten
+    x, residual = graph.placeholder("x"), graph.placeholder("residual")
+    both = graph.call_function(HeldRmsNorm(torch.rand(64), 1e-6, pair=True), (x, residual))
+    norm, summed = (graph.call_function(operator.getitem, (both, at)) for at in range(2))
+    gated = graph.call_function(HeldGate(), (norm, summed))
+    split = graph.call_function(aten.split_with_sizes.default, (gated, [32, 32], -1))
+    parts = [graph.call_function(operator.getitem, (split, at)) for at in range(2)]
+    made = graph.call_function(aten.mul.Tensor, (parts[0], parts[1]))
+    graph.output((made, graph.call_function(aten.neg.default, (summed,))))
+    module, given = fx.GraphModule(nn.Module(), graph), (torch.randn(2, 5, 64), torch.randn(2, 5, 64))
+    for node in (x, residual, norm, summed, gated):
+        node.meta["val"] = given[0]
+    wanted = module(*given)
+    found = with_tapes(module)
+    assert all(map(torch.equal, found(*given), wanted))
