@@ -27,7 +27,9 @@ _LENGTHS = (
 )  # fmt: skip
 _CHANNELS = ("num_channels", "in_channels", "in_chans", "channels")
 _SIZES = ("image_size", "img_size", "sample_size", "input_size")
-_CHARACTERS = 4
+_CHARACTERS, _FRAMES = 4, 200
+#: Features of a frame, where frames come before features.
+_SPECTRA = ("input_feat_per_channel", "feature_projection_input_dim")
 #: Models with tokens whose labels are one class an example.
 _OF_EXAMPLES = ("SequenceClassification", "ImageClassification", "MultipleChoice", "NextSentencePrediction")
 #: Models whose labels are boxes, frames or depths: given by nobody but the user.
@@ -118,13 +120,26 @@ class _Maker:
                 return torch.ones(self.batch, self._tokens(), dtype=torch.long)
             case "pixel_values":
                 return self._images()
-            case "input_values" if "pixel_values" not in self.parameters:
-                return self._floats(self.batch, self.length or _SAMPLES)
-            case "input_features" if "num_mel_bins" in self.config:
-                return self._floats(
-                    self.batch, self.config["num_mel_bins"], 2 * self.config.get("max_source_positions", 1500)
-                )
+            case "input_values" | "input_features" if "pixel_values" not in self.parameters:
+                sizes = self._recording(name)
+                return None if sizes is None else self._floats(self.batch, *sizes)
         return None
+
+    def _recording(self, name: str) -> tuple[int, ...] | None:
+        """Sizes of one recording: samples, those of each channel, or frames of a spectrum."""
+        config, samples = self.config, self.length or _SAMPLES
+        frames = min(self.length or _FRAMES, config.get("max_source_positions", _FRAMES))
+        match name:
+            case "input_values" if "frequency_stride" in config:  # a spectrogram cut into patches
+                return config["max_length"], config["num_mel_bins"]
+            case "input_values" if "audio_channels" in config or "downsampling_ratios" in config:  # codecs
+                return config.get("audio_channels", 1), samples
+            case "input_values":
+                return (samples,)
+            case "input_features" if "num_mel_bins" in config:
+                return config["num_mel_bins"], 2 * config.get("max_source_positions", 1500)
+        width = next((config[each] for each in _SPECTRA if isinstance(config.get(each), int)), None)
+        return None if width is None else (frames, width)
 
     def _labels(self, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the loss is computed from: token ids of a language model, classes of a classifier."""
