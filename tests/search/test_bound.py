@@ -18,8 +18,9 @@ from torch import nn
 
 from effcompile.backends import load_backend
 from effcompile.capture import capture
+from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.figures import Candidate
 from effcompile.ir.plan import Plan
 from effcompile.machine.calibration import Calibration
@@ -126,3 +127,18 @@ def test_it_is_priced_once_the_best_is_measured_to_take_longer(
     assert not bound.overtaken(search, backends, told, seconds)
     (late,) = bound.overtaken(search, backends, told, 2 * seconds)
     assert late[0].name == "onnxruntime" and late[1].backend == "onnxruntime"
+
+
+def test_what_was_not_priced_beside_a_plan_is_priced_where_that_cannot_be_built(
+    searching: Callable[[Mapping[str, float]], Search],
+) -> None:
+    search, backends = searching({"else": 1.0}), [load_backend("torch-inductor")]
+    left = Candidate(backend="torch-inductor", note=Unsupported("not priced"))
+    eager = Candidate(backend="torch-eager", predicted_seconds=1.0)
+    failed = replace(eager, note=Failed(message="it cannot be"))
+    assert not bound.overtaken(search, backends, [eager, left], 5.0)
+    for told, seconds in (([failed, left], 5.0), ([eager, left], math.inf)):
+        ((backend, plan),) = bound.overtaken(search, backends, told, seconds)
+        assert backend.name == plan.backend == "torch-inductor"
+    gone = replace(left, note=Failed(message="it was tried"))
+    assert not bound.overtaken(search, backends, [failed, gone], math.inf)
