@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Value
-from effcompile.ir.program import Output, Program, TensorSpec
+from effcompile.ir.program import Output, Program, TensorSpec, dtype_of
 from effcompile.sites.lookups import Lookup, lookups, may_be_negative, reads_inputs
 
 aten = torch.ops.aten
@@ -24,10 +24,13 @@ _NOWHERE = (1 << 31) - 1
 
 def bounded_inputs(program: Program) -> dict[fx.Node, int]:
     """Inputs that are looked up in weights as they are, and the rows of the smallest: an Executable looks at
-    their values at each call.
+    their values at each call. Not numbers of which some are indices (Pix2Struct's patches begin with theirs).
     """
     found: dict[fx.Node, int] = {}
     for lookup in lookups(program):
+        numbers = dtype_of(lookup.source)
+        if numbers is not None and numbers.is_floating_point and not lookup.whole:
+            continue
         if lookup.constant and lookup.size and lookup.ignored is None and lookup.source.op == "placeholder":
             found[lookup.source] = min(lookup.size, found.get(lookup.source, lookup.size))
     return found

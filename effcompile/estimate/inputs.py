@@ -89,7 +89,7 @@ def _is_data(leaf: object, rows: int | None) -> bool:
     if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool or leaf.numel() == 0:
         return False
     return (
-        not bool(((leaf == 0) | (leaf == 1)).all())
+        rows is None and not bool(((leaf == 0) | (leaf == 1)).all())
         if leaf.is_floating_point()
         else rows is not None and rows > 2
     )
@@ -121,7 +121,8 @@ def _drawn(
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_floating_point():
-        if bool(((leaf == 0) | (leaf == 1)).all()):  # a mask kept in floats
+        # a mask kept in floats, or indices
+        if rows is not None or bool(((leaf == 0) | (leaf == 1)).all()):
             return leaf
         noise = torch.randn(leaf.shape, generator=generator).to(leaf)
         deviation = leaf.std() if leaf.numel() > 1 else leaf.abs().amax()

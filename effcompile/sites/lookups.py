@@ -44,7 +44,8 @@ SAME_VALUES = (
     aten.contiguous.default, aten.alias.default, aten.detach.default, aten._to_copy.default, aten.to.dtype,
     aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
 )  # fmt: skip
-
+#: Of those, what leaves some out.
+_PARTS = (aten.slice.Tensor, aten.select.int)
 
 #: Results of an order and their places; parts of a tensor.
 _ORDERED = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim)
@@ -73,6 +74,16 @@ class Lookup:
         while found.target in SAME_VALUES and isinstance(found.args[0], fx.Node):
             found = found.args[0]
         return found
+
+    @property
+    def whole(self) -> bool:
+        """Whether every value of the source is an index."""
+        found = self.index
+        while found.target in SAME_VALUES and isinstance(found.args[0], fx.Node):
+            if found.target in _PARTS:
+                return False
+            found = found.args[0]
+        return True
 
 
 def lookups(program: Program) -> Iterator[Lookup]:

@@ -341,3 +341,31 @@ def test_a_plan_with_an_error_of_a_model_with_plain_arguments(backend: str, targ
     run = effcompile.optimize(model, inputs=inputs, max_error=0.05, backend=backend, target=target)
     assert any(d.option != d.baseline for d in run.plan.decisions)
     assert float((run(**inputs) - model(**inputs)).norm() / model(**inputs).norm()) <= 0.05
+
+
+class Patches(nn.Module):
+    """Numbers of which the first is a row to look up, as Pix2Struct's patches begin with theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.linear = nn.Embedding(6, 16), nn.Linear(9, 16)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.linear(patches[:, :, 1:]) + self.rows(patches[:, :, 0].long())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["torch-eager", "onnxruntime"])
+@pytest.mark.parametrize("max_error", [None, 0.05])
+def test_indices_that_begin_rows_of_numbers(backend: str, max_error: float | None) -> None:
+    torch.manual_seed(0)
+    model, patches = Patches().eval(), torch.randn(2, 5, 10) * 9
+    patches[:, :, 0] = torch.arange(5)
+    made = effcompile.optimize(model, inputs=patches, backend=backend, max_error=max_error)
+    other = torch.cat([torch.full((2, 5, 1), 3.0), -patches[:, :, 1:]], 2)
+    for given in (patches, other):
+        wanted = model(given)
+        assert float((made(given) - wanted).norm() / wanted.norm()) < (max_error or 1e-5)
+    for wrong in (-1.0, 6.0):
+        other[0, 0, 0] = wrong
+        with pytest.raises(Exception, match=r"index|range|bounds"):
+            made(other)
