@@ -8,8 +8,6 @@ where a CPU has AMX. Elsewhere torch computes the same. As `int8_linear.py`, it 
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -19,7 +17,7 @@ from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
 from effcompile.ops import elsewhere, group_codes, group_tiles
 from effcompile.ops import group_native as native
-from effcompile.ops.instruction_sets import whose, why_torch
+from effcompile.ops.instruction_sets import warn_of_torch, whose, why_torch
 from effcompile.ops.int8_codes import as_given, refuse_unknown
 
 __all__ = ["fallback_reason", "group_linear", "misfit", "refusal", "told", "workspace_bytes"]
@@ -73,11 +71,7 @@ def group_linear_on_cpu(
         return _on_gpu(x, weight, n, bias, after)
     found = native.kernels()
     if isinstance(found, str):
-        warnings.warn(
-            f"Linears with weights in groups are computed by torch, slowly: {found}.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_of_torch("Linears with weights in groups", found)
         return group_codes.linear_by_torch(x, weight, n, bias, after)
     best = group_tiles.kernels_for(x) or found
     return best.linear(x, weight, n, None if bias is None else bias.contiguous(), after)

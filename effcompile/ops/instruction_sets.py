@@ -5,6 +5,7 @@ they are called with.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
@@ -78,6 +79,11 @@ def with_tiles(found: ctypes.CDLL) -> ctypes.CDLL:
 def why_torch(found: Checked | str) -> str | None:
     """Why torch computes instead; None where there are kernels."""
     return found if isinstance(found, str) else None
+
+
+def warn_of_torch(what: str, reason: str) -> None:
+    """Say to who calls an operator that torch computes it, and why."""
+    warnings.warn(f"{what} are computed by torch, slowly: {reason}.", RuntimeWarning, stacklevel=3)
 
 
 def whose(found: Checked | str) -> str:

@@ -8,7 +8,6 @@ same, and no plan has it. Defined without torch.library.custom_op, as `int8_line
 from __future__ import annotations
 
 import functools
-import warnings
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.instructions import tile_isas
 from effcompile.machine.native import library
 from effcompile.ops.coded_rows import CodedRows
-from effcompile.ops.instruction_sets import best_of, whose, why_torch
+from effcompile.ops.instruction_sets import best_of, warn_of_torch, whose, why_torch
 from effcompile.ops.int8_codes import AFTER, refuse_misfit
 from effcompile.ops.int8_linear import flops
 from effcompile.ops.int8_native import ARGUMENTS, ByteKernels
@@ -117,8 +116,7 @@ def int13_linear_on_cpu(
     check(x, weight, scales, bias, after)
     found = kernels()
     if isinstance(found, str):
-        said = f"Linears in 13 bits are computed by torch, slowly: {found}."
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        warn_of_torch("Linears in 13 bits", found)
         return linear_by_torch(x, weight, scales, bias, after)
     return found.linear(x, weight, scales, None if bias is None else bias.contiguous(), after)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import integer_isas
 from effcompile.ops import fp32_attention as exact
-from effcompile.ops.instruction_sets import best_of, whose, why_torch
+from effcompile.ops.instruction_sets import best_of, warn_of_torch, whose, why_torch
 from effcompile.ops.tape import KernelTold, TapeValue
 
 __all__ = ["by_torch", "fallback_reason", "int8_attention", "told", "workspace_bytes"]
@@ -145,11 +144,7 @@ def int8_attention_on_cpu(
     """
     found = kernels() if key.shape[2] <= _MOST_KEYS else "there are too many keys for sums of 32 bits"
     if isinstance(found, str):
-        warnings.warn(
-            f"Attentions by products of bytes are computed by torch, slowly: {found}.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_of_torch("Attentions by products of bytes", found)
     made = exact.by_kernel(found, query, key, value, mask, is_causal, scale)
     return by_torch(query, key, value, mask, is_causal, scale) if made is None else made
 

@@ -8,8 +8,6 @@ same. `fallback_reason` tells which. The operator is defined without torch.libra
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -17,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
 from effcompile.ops import int8_native as native
-from effcompile.ops.instruction_sets import whose, why_torch
+from effcompile.ops.instruction_sets import warn_of_torch, whose, why_torch
 from effcompile.ops.int8_codes import linear_by_torch, refuse_misfit
 
 __all__ = ["check", "fallback_reason", "int8_linear", "refusal", "told", "workspace_bytes"]
@@ -70,7 +68,7 @@ def int8_linear_on_cpu(
     check(x, weight, scales, bias, after)
     found = native.kernels()
     if isinstance(found, str):
-        _warn(found)
+        warn_of_torch("Linears in 8 bits", found)
         made = linear_by_torch(x, weight, scales, bias, after)
         return made.bfloat16() if narrow else made
     return found.linear(x, weight, scales, None if bias is None else bias.contiguous(), after, narrow)
@@ -78,10 +76,6 @@ def int8_linear_on_cpu(
 
 _LIBRARY.impl("int8_linear", int8_linear_on_cpu, "CPU")
 int8_linear = torch.ops.effcompile.int8_linear
-
-
-def _warn(reason: str) -> None:
-    warnings.warn(f"Linears in 8 bits are computed by torch, slowly: {reason}.", RuntimeWarning, stacklevel=3)
 
 
 def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> None:

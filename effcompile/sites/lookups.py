@@ -70,20 +70,19 @@ class Lookup:
     @property
     def source(self) -> fx.Node:
         """What the index is a view or a cast of."""
-        found = self.index
-        while found.target in SAME_VALUES and isinstance(found.args[0], fx.Node):
-            found = found.args[0]
-        return found
+        return self._chain()[-1]
 
     @property
     def whole(self) -> bool:
         """Whether every value of the source is an index."""
-        found = self.index
-        while found.target in SAME_VALUES and isinstance(found.args[0], fx.Node):
-            if found.target in _PARTS:
-                return False
-            found = found.args[0]
-        return True
+        return not any(node.target in _PARTS for node in self._chain()[:-1])
+
+    def _chain(self) -> list[fx.Node]:
+        """The index, what that is a view or a cast of, and so on."""
+        found = [self.index]
+        while found[-1].target in SAME_VALUES and isinstance(source := found[-1].args[0], fx.Node):
+            found.append(source)
+        return found
 
 
 def lookups(program: Program) -> Iterator[Lookup]:
