@@ -15,7 +15,15 @@ from pathlib import Path
 from effcompile.core.errors import EffcompileError
 from effcompile.machine.instructions import bf16_isas, integer_isas, tile_isas
 from effcompile.machine.native import SOURCES, compiled
-from effcompile.ops import fp32_attention, group_native, int8_attention, int8_mlp, int8_native, int13_linear
+from effcompile.ops import (
+    fp32_attention,
+    fp32_linear,
+    group_native,
+    int8_attention,
+    int8_mlp,
+    int8_native,
+    int13_linear,
+)
 from effcompile.ops.instruction_sets import WORDS
 
 Library = tuple[Path, Mapping[str, int], str]
@@ -34,6 +42,8 @@ def _of_calls(*, exact: bool) -> Iterator[Library]:
     yield from _of_rows()
     for isa in fp32_attention.isas()[:1]:
         yield SOURCES / "fp32_attention.cpp", {"WIDTH": WORDS[isa]}, isa
+    for isa in integer_isas()[:1]:
+        yield SOURCES / "fp32_linear.cpp", fp32_linear.macros(isa), isa
     yield from _of_runners()
     if exact:
         return

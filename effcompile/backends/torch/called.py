@@ -20,6 +20,7 @@ from effcompile.ir.program import dtype_of
 from effcompile.ops import rows_native
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
+from effcompile.ops.fp32_linear import HeldFloats, fp32_linear_on_cpu
 from effcompile.ops.int8_attention import HeldBytes, int8_attention_on_cpu
 from effcompile.ops.int8_held import HeldLinear, HeldMlp, HeldWords
 from effcompile.ops.int8_linear import int8_linear_on_cpu
@@ -29,9 +30,10 @@ from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
 from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
-_LINEARS: dict[object, type[HeldLinear | HeldWords]] = {
+_LINEARS: dict[object, type[HeldLinear | HeldWords | HeldFloats]] = {
     int8_linear_on_cpu: HeldLinear,
     int13_linear_on_cpu: HeldWords,
+    fp32_linear_on_cpu: HeldFloats,
 }
 
 _ATTENTIONS: dict[object, type[HeldAttention]] = {
@@ -66,7 +68,7 @@ class Called:
 
 
 def _held(module: fx.GraphModule) -> fx.GraphModule:
-    """The module whose linears in 8 bits and norms hold their weights, where these are the module's own."""
+    """The module whose linears and norms hold their weights, where these are the module's own."""
     for node in module.graph.nodes:
         if node.target in _LINEARS and len(node.args) <= 5 and not node.kwargs:
             if _are_own(weights := node.args[1:4]):

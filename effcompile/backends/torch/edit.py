@@ -18,7 +18,7 @@ from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.backends.torch.chains import fuse_chains, narrow_projections
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.backends.torch.followers import FOLLOWS, fuse_followers
-from effcompile.backends.torch.packing import packs
+from effcompile.backends.torch.packing import packing
 from effcompile.backends.torch.tidy import tidy, without_flattening
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
@@ -27,6 +27,7 @@ from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import group_codes, int13_codes, two_of_four
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
+from effcompile.ops.fp32_linear import fp32_linear, fp32_pack
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear
@@ -206,10 +207,13 @@ def _half(weight: torch.Tensor) -> torch.dtype:
 def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     site.node.meta[SITE] = site.site
     fits = weight.dtype == torch.float32 == dtype_of(site.x) and weight.device.type == "cpu"
-    if not fits or not packs(*site.dims):
+    way = packing(*site.dims, ours=not editor.compiled) if fits else "none"
+    if way == "none":
         return site.node
     plain = site.weight if not site.transposed else editor.constant(weight.contiguous())
-    return _packed_float(editor, site, site.x, plain, site.bias)
+    if way == "oneDNN":
+        return _packed_float(editor, site, site.x, plain, site.bias)
+    return _ours(editor, site, fp32_linear.default, editor.call(None, fp32_pack.default, plain), site.n)
 
 
 def _bf16(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:

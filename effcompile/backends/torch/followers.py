@@ -1,4 +1,4 @@
-"""A function that alone reads one of our linears in 8 bits is taken into it."""
+"""A function that alone reads one of our linears is taken into it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from effcompile.ir.program import Program, module_path
+from effcompile.ops.fp32_linear import fp32_linear
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_sparse import int8_sparse_linear
@@ -17,13 +18,14 @@ FOLLOWED = "effcompile_followed"
 
 
 #: Linears that take in what follows them.
-FOLLOWS = (int8_linear.default, int13_linear.default, group_linear.default, int8_sparse_linear.default)
+FOLLOWS = (
+    int8_linear.default, int13_linear.default, group_linear.default, int8_sparse_linear.default,
+    fp32_linear.default,
+)  # fmt: skip
 
 
 def fuse_followers(program: Program) -> None:
-    """A GELU, SiLU or ReLU that alone reads one of our linears in 8 bits, into it: results are in
-    registers there.
-    """
+    """A GELU, SiLU or ReLU that alone reads one of our linears, into it: results are at hand there."""
     for node in list(program.graph.nodes):
         source, after = node.args[0] if node.args else None, _after(node)
         if (

@@ -41,6 +41,8 @@ from effcompile.ops.bf16_attention import bf16_attention
 from effcompile.ops.bf16_attention import told as attentions_told
 from effcompile.ops.fp32_attention import fp32_attention
 from effcompile.ops.fp32_attention import told as fp32_attentions_told
+from effcompile.ops.fp32_linear import fp32_linear
+from effcompile.ops.fp32_linear import told as floats_told
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_linear import told as groups_told
 from effcompile.ops.int8_attention import int8_attention
@@ -273,6 +275,7 @@ def _kernels(program: Program) -> dict[str, str]:
         "int13 linears": ((int13_linear,), int13_told),
         "sparse int8 linears": ((int8_sparse_linear,), sparse_told),
         "linears in groups": ((group_linear,), groups_told),
+        "fp32 linears": ((fp32_linear,), floats_told),
         "attentions of bf16": ((bf16_attention,), attentions_told),
         "attentions of fp32": ((fp32_attention,), fp32_attentions_told),
         "attentions in bytes": ((int8_attention,), int8_attentions_told),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.packing import packs
+from effcompile.backends.torch.packing import packed, packing, product
 from effcompile.backends.torch.regions import FEW
 from effcompile.core.errors import LoweringError
 from effcompile.core.types import Forward
@@ -161,18 +161,26 @@ SPARSE = {"linear/sparse": sparse, "linear/sparse_int8": _sparse_bytes}
 def _float(
     held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str
 ) -> Body:
-    if held == FP32 and (engine == "stock" or x.is_cuda or not packs(len(x), x.shape[1], len(weight))):
-        product, own = few_rows.linear if engine == "eager" else F.linear, weight.clone()
-        return lambda: product(x, own, bias)
+    if held == FP32:
+        return _wide(x, weight, bias, engine)
     if x.is_cuda:
         half = weight.bfloat16()
         return lambda: F.linear(x.bfloat16(), half).float() + bias
-    dtype = torch.float32 if held == FP32 else torch.bfloat16
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), len(x))
-    product = torch.ops.mkldnn._linear_pointwise.default
-    if held == FP32:
-        return lambda: product(x, packed, bias, "none", [], "")
-    return lambda: _widen_and_add(product(x.bfloat16(), packed, None, "none", [], ""), bias)
+    narrow = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), len(x))
+    by_onednn = torch.ops.mkldnn._linear_pointwise.default
+    return lambda: _widen_and_add(by_onednn(x.bfloat16(), narrow, None, "none", [], ""), bias)
+
+
+def _wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+    dims = len(x), x.shape[1], len(weight)
+    way = "none" if engine == "stock" or x.is_cuda else packing(*dims, ours=engine == "eager")
+    if way == "ours":
+        return _OnWeights(functools.partial(product, way, x), (packed(way, weight, len(x)), bias))
+    if way == "none":
+        own, multiplied = weight.clone(), few_rows.linear if engine == "eager" else F.linear
+        return lambda: multiplied(x, own, bias)
+    held = packed(way, weight, len(x))
+    return lambda: product(way, x, held, bias)
 
 
 def _int8(held: WeightFormat, drawn: _Drawn, engine: str) -> Body:

@@ -1,6 +1,4 @@
-"""From a program to something to run: flat tensors in and out, constants folded, weights packed
-for oneDNN.
-"""
+"""From a program to something to run: flat tensors in and out, constants folded, weights packed."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
 from effcompile.ops import few_rows
+from effcompile.ops.fp32_linear import fp32_pack
 
 #: Bytes of plain weights from which on they are worth files.
 LARGE = 16 << 20
@@ -67,8 +66,8 @@ def _replace_by_value(graph: fx.Graph, node: fx.Node, value: Value) -> None:
 
 
 def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -> fx.GraphModule:
-    """The module with its packing operators carried out: weights in oneDNN's blocked layout, plain copies
-    dropped.
+    """The module with its packing operators carried out: weights in the layout of their products,
+    plain copies dropped.
 
     packed: what they return (`packed_weights`), where it is there already.
     """
@@ -118,7 +117,7 @@ def put_plain_aside(module: fx.GraphModule, made: Collection[str]) -> None:
     """Weights that passes made and that packing operators alone read, in files: whoever saves them reads them
     there, and no call does.
     """
-    packers = torch_compat.packing_operators()
+    packers = _packers()
     readers: dict[str, set[object]] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         readers.setdefault(str(node.target), set()).update(user.target for user in node.users)
@@ -135,8 +134,12 @@ def put_plain_aside(module: fx.GraphModule, made: Collection[str]) -> None:
         give_back()
 
 
+def _packers() -> tuple[object, ...]:
+    return (*torch_compat.packing_operators(), fp32_pack.default)
+
+
 def _packings(module: fx.GraphModule) -> list[fx.Node]:
-    packers = torch_compat.packing_operators()
+    packers = _packers()
     return [node for node in module.graph.nodes if node.op == "call_function" and node.target in packers]
 
 

@@ -12,6 +12,7 @@ from effcompile.ops import elsewhere, recurrence, rows_native
 from effcompile.ops.add_norm import add_layer_norm, add_layer_norm_on_cpu
 from effcompile.ops.bf16_attention import bf16_attention, bf16_attention_on_cpu
 from effcompile.ops.fp32_attention import fp32_attention, fp32_attention_on_cpu
+from effcompile.ops.fp32_linear import fp32_linear, fp32_linear_on_cpu
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
 from effcompile.ops.int8_attention import int8_attention, int8_attention_on_cpu
 from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
@@ -53,6 +54,7 @@ PLAIN: dict[object, Callable[..., object]] = {
     group_linear.default: group_linear_on_cpu,
     int8_linear.default: int8_linear_on_cpu,
     int13_linear.default: int13_linear_on_cpu,
+    fp32_linear.default: fp32_linear_on_cpu,
     int8_mlp.default: int8_mlp_on_cpu,
     int8_linear_residual.default: int8_linear_residual_on_cpu,
     int8_sparse_linear.default: int8_sparse_linear_on_cpu,

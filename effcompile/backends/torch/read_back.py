@@ -43,6 +43,7 @@ from effcompile.ir.formats import (
 from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.ops import group_codes
 from effcompile.ops.add_norm import add_layer_norm
+from effcompile.ops.fp32_linear import fp32_linear, fp32_pack
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
 from effcompile.ops.int8_linear import int8_linear
@@ -140,6 +141,7 @@ def _constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
     if node.op == "call_function" and packet(node) in (
         torch.ops.onednn.qlinear_prepack,
         torch.ops.mkldnn._reorder_linear_weight,
+        fp32_pack,
     ):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "get_attr":
@@ -213,6 +215,12 @@ def _int13_token(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     if codes is None or scales is None:
         return None
     return INT13_TOKEN, 2 * int(codes.shape[1]), int(scales.shape[0])
+
+
+def _panels(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """N as it is told: a packed weight is whole panels."""
+    weight, n = _constant(module, node.args[1]), node.args[2]
+    return None if weight is None or not isinstance(n, int) else (FP32, int(weight.shape[1]), n)
 
 
 def _groups(module: fx.GraphModule, node: fx.Node) -> Signature | None:
@@ -314,6 +322,7 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     torch.ops.effcompile.quantized_linear: _coded,
     int8_linear: _int8_token,
     int13_linear: _int13_token,
+    fp32_linear: _panels,
     int8_linear_residual: _int8_token,
     int8_mlp: functools.partial(_int8_token, at=5),
     int8_sparse_linear: _sparse_bytes,
@@ -328,7 +337,7 @@ _ROWS = tuple(
 
 
 #: Operators that may have taken in what follows them.
-_FOLLOWED = (int8_linear, int13_linear, int8_mlp, int8_sparse_linear, group_linear)
+_FOLLOWED = (fp32_linear, int8_linear, int13_linear, int8_mlp, int8_sparse_linear, group_linear)
 
 
 def _gelus(module: fx.GraphModule) -> dict[str, Form]:

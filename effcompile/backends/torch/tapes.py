@@ -13,13 +13,14 @@ from effcompile.backends.torch.joined import NodeRun, joined, put_call, values_r
 from effcompile.ir.program import shape_of
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention
+from effcompile.ops.fp32_linear import HeldFloats
 from effcompile.ops.int8_held import HeldLinear, HeldMlp, HeldWords
 from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
 from effcompile.ops.tape import Columns, Second, Tape, TapeStep
 
 aten = torch.ops.aten
 
-_HELD = (HeldLinear, HeldWords, HeldMlp, HeldAttention, HeldNorm, HeldRmsNorm, HeldGate, HeldTurn)
+_HELD = (HeldLinear, HeldWords, HeldFloats, HeldMlp, HeldAttention, HeldNorm, HeldRmsNorm, HeldGate, HeldTurn)
 _SPLITS = (aten.split_with_sizes.default, aten.split.Tensor)
 #: What makes a tensor that shares no memory with another one.
 _FRESH = (
