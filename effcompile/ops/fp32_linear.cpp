@@ -38,10 +38,12 @@ struct Fetched {
     int64_t lines;
 };
 
-// Steps [begin, end) of K of the rows [top, bottom), whose blocks are `height` rows each but for the last.
+// Steps [begin, end) of K of the rows [top, bottom), in blocks of as many as can be.
 struct Part {
-    int64_t begin, end, top, bottom, height;
+    int64_t begin, end, top, bottom, blocks;
     const float* x;  // their numbers, packed
+
+    int64_t row_of(int64_t block) const { return top + (bottom - top) * block / blocks; }
 };
 
 struct Linear {
@@ -63,7 +65,8 @@ struct Linear {
                 if (part.begin) sums[r][v] = some_of(to + r * n + v * W, left - v * W);
                 else sums[r][v] = bias ? some_of(bias + from + v * W, left - v * W) : V{}, __builtin_prefetch(to + r * n + v * W, 1);
             }
-        const float *a = part.x + (row - part.top) * (part.end - part.begin), *b = weight + from / PANEL * PANEL * k + part.begin * PANEL + from % PANEL;
+        const float* a = part.x + (row - part.top) * (part.end - part.begin);
+        const float* b = weight + from / PANEL * PANEL * k + part.begin * PANEL + from % PANEL;
         const auto step = [&]() __attribute__((always_inline)) {
             V w[VECS];
 #pragma GCC unroll 8
@@ -98,14 +101,16 @@ struct Linear {
     // The outputs of panel p; `following`: the panel that comes next.
     void panel(const Part& part, int64_t p, int64_t following) const {
         const int64_t depth = part.end - part.begin, last = std::min(n, (p + 1) * PANEL);
-        const int64_t tiles = (part.bottom - part.top + part.height - 1) / part.height * (PANEL / TILE), fetches = tiles * (depth / UNROLLED);
+        const int64_t fetches = part.blocks * (PANEL / TILE) * (depth / UNROLLED);
         const char *from = reinterpret_cast<const char*>(weight + (following * k + part.begin) * PANEL), *stop = from + depth * PANEL * 4;
         const int64_t each = fetches ? ((stop - from) / LINE + fetches - 1) / fetches : 0;
-        for (int64_t row = part.top; row < part.bottom; row += part.height)
+        for (int64_t block = 0; block < part.blocks; block++) {
+            const int64_t row = part.row_of(block), count = part.row_of(block + 1) - row;
             for (int64_t o = p * PANEL; o < last; o += TILE) {
-                rows<ROWS>(std::min(part.height, part.bottom - row), part, row, o, {from, from < stop ? each : 0});
+                rows<ROWS>(count, part, row, o, {from, from < stop ? each : 0});
                 from += each * (depth / UNROLLED) * LINE;
             }
+        }
         if (after && part.end == k) follow(part.top, part.bottom, p * PANEL, last);
     }
 
@@ -129,12 +134,14 @@ extern "C" void fp32_linear(const float* x, int64_t ldx, int64_t m, int64_t k, c
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     for (int64_t top = 0; top < m; top += chunk)
         for (int64_t begin = 0; begin < k; begin += DEPTH) {
-            const int64_t bottom = std::min(m, top + chunk), blocks = (bottom - top + ROWS - 1) / ROWS, height = (bottom - top + blocks - 1) / blocks;
-            const Part part{begin, std::min(k, begin + DEPTH), top, bottom, height, room};
+            const int64_t bottom = std::min(m, top + chunk), blocks = (bottom - top + ROWS - 1) / ROWS;
+            const Part part{begin, std::min(k, begin + DEPTH), top, bottom, blocks, room};
             const int64_t depth = part.end - begin;
 #pragma omp for schedule(static)
-            for (int64_t row = top; row < bottom; row += height)
-                packed(x + row * ldx + begin, ldx, std::min(height, bottom - row), depth, room + (row - top) * depth);
+            for (int64_t block = 0; block < blocks; block++) {
+                const int64_t row = part.row_of(block);
+                packed(x + row * ldx + begin, ldx, part.row_of(block + 1) - row, depth, room + (row - top) * depth);
+            }
 #pragma omp for schedule(dynamic)
             for (int64_t p = 0; p < panels; p++) linear.panel(part, p, (p + threads) % panels);
         }

@@ -59,6 +59,12 @@ def _int8_linear(a: Sequence[int], size: int = 4) -> Pointers:
     return {**given, **_coded(a, m, 1, 10)}
 
 
+def _fp32_linear(a: Sequence[int]) -> Pointers:
+    m, k, n, chunk = a[2], a[3], a[7], a[13]
+    ends = {0: _rows(m, a[1], k), 6: (_IN, 4 * n), 9: (_OUT, 4 * m * n)}
+    return {**ends, 4: (_IN, 128 * _up(n, 32) * k), 10: (_ROOM, 4 * chunk * min(k, 768))}
+
+
 def _group_linear(a: Sequence[int]) -> Pointers:
     m, k, bits, n = a[2], a[3], a[4], a[7]
     weight = (_IN, _up(n, 16) * _up(k, 32) * (32 + 64 * bits))
@@ -262,6 +268,7 @@ POINTERS: dict[str, Of] = {
     "swiglu": _swiglu,
     "follow": _follow,
     "few_rows": _few_rows,
+    "fp32_linear": _fp32_linear,
     "rotary": _rotary,
     "cached_attention": _cached_attention,
     "fp32_attention": _fp32_attention,

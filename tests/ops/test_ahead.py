@@ -17,6 +17,7 @@ from effcompile.ops import (
     cached_attention,
     few_rows,
     fp32_attention,
+    fp32_linear,
     group_codes,
     group_native,
     int8_attention,
@@ -30,7 +31,7 @@ from effcompile.ops import (
 
 EACH = (
     rows_native, few_rows, int8_native, int8_mlp, group_native, group_codes, int13_linear, bf16_attention,
-    fp32_attention, cached_attention, int8_attention,
+    fp32_attention, cached_attention, int8_attention, fp32_linear,
 )  # fmt: skip
 RUNNERS = (row_program._runner, tape._runner)
 

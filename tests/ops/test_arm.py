@@ -21,6 +21,7 @@ from effcompile.ops import (
     cached_attention,
     few_rows,
     fp32_attention,
+    fp32_linear,
     group_codes,
     group_native,
     int8_codes,
@@ -63,6 +64,7 @@ MODULES = (
     cached_attention,
     few_rows,
     fp32_attention,
+    fp32_linear,
     block_sparse_native,
     states8_native,
     loss_rows,
@@ -112,10 +114,11 @@ def test_the_rest_compiles(compiler: None, monkeypatch: pytest.MonkeyPatch) -> N
     assert native.compiled(native.SOURCES / "states8.cpp", {}, "neon").exists()
     for name in ("loss_rows", "recurrence", "fp32_attention"):
         assert native.compiled(native.SOURCES / f"{name}.cpp", {"WIDTH": 4}, "neon").exists()
+    assert native.compiled(native.SOURCES / "fp32_linear.cpp", fp32_linear.macros("neon"), "neon").exists()
     for name in ("row_program", "tape"):
         assert native.compiled(native.SOURCES / f"{name}.cpp", {}, "generic").exists()
-    others = {"block_sparse", "block_sparse_ort", "states8", "row_program"}
-    others |= {"loss_rows", "recurrence", "fp32_attention"}
+    others = {"block_sparse", "block_sparse_ort", "states8", "row_program", "tape"}
+    others |= {"loss_rows", "recurrence", "fp32_attention", "fp32_linear"}
     assert {path.stem for path in native.SOURCES.glob("*.cpp")} == CHOSEN | others | OF_X86
 
 
@@ -284,6 +287,9 @@ class TestFloats:
             found = kernels.linear(x, weight, weight[:, 0].contiguous())
             right = F.linear(x.double(), weight.double(), weight[:, 0].double())
             torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+
+    def test_linears(self, arm: None) -> None:
+        assert fp32_linear.FloatKernels("neon").objection() is None
 
     def test_rows_of_a_loss(self, arm: None) -> None:
         kernels = loss_rows.LossRows("neon")

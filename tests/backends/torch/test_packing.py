@@ -2,12 +2,15 @@
 it runs.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from effcompile.backends.torch import TorchEager, measure, measure_linears, packing
 from effcompile.backends.torch import edit as torch_edit
+from effcompile.backends.torch.lowered import load
 from effcompile.capture import capture
 from effcompile.core import torch_compat
 from effcompile.machine.target import KernelCall
@@ -16,50 +19,88 @@ pytestmark = pytest.mark.skipif(not torch_compat.has_onednn(), reason="nothing i
 PACKED = "mkldnn._linear_pointwise.default"
 
 
+OURS = "effcompile.fp32_linear.default"
+
+
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
-    packing._packed_is_faster.cache_clear()
+    packing._fastest.cache_clear()
 
 
-@pytest.mark.parametrize("faster", [False, True])
-def test_the_graph_has_the_product_that_was_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("way", "product"), [("none", ""), ("oneDNN", PACKED), ("ours", OURS)])
+def test_the_graph_has_the_product_that_was_faster(
+    way: str, product: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(torch_edit, "packs", lambda *dims: asked.append(dims) or faster)
+    monkeypatch.setattr(torch_edit, "packing", lambda *dims, ours: asked.append(dims) or way)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8)).eval(), torch.randn(6, 24)
     lowered = TorchEager().lower(capture(model, (x,), {}), None, [])
     assert asked == [(6, 24, 40), (6, 40, 8)]
-    assert sum(str(node.target) == PACKED for node in lowered.run.graph.nodes) == 2 * faster
+    targets = [str(node.target) for node in lowered.run.graph.nodes]
+    assert [target for target in targets if target in (PACKED, OURS)] == [product] * (2 * bool(product))
+    assert ("aten.relu.default" in targets) == (way != "ours"), "it follows in the kernel"
+    assert {site: form.name for site, form in lowered.applied.items() if ":" not in site} == dict.fromkeys(
+        ("0", "2"), "fp32"
+    )
     torch.testing.assert_close(lowered(x)[0], model(x))
+    (saved,) = lowered.save(tmp_path)
+    assert torch.equal(load(saved)(x), lowered(x)[0])
 
 
-@pytest.mark.parametrize("faster", [False, True])
-def test_it_is_timed_as_it_runs(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_linears, "packs", lambda m, k, n: faster)
+def test_ours_is_not_asked_for_where_inductor_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch_edit, "packing", lambda *dims, ours: asked.append(ours) or "none")
+    torch_edit.edit(capture(nn.Linear(24, 40).eval(), (torch.randn(20, 24),), {}), [], compiled=True)
+    assert asked == [False]
+
+
+@pytest.mark.parametrize("way", ["none", "oneDNN", "ours"])
+def test_it_is_timed_as_it_runs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_linears, "packing", lambda m, k, n, ours: way)
     ran: list[str] = []
-    product = torch.ops.mkldnn._linear_pointwise.default
+    product = packing.product
     monkeypatch.setattr(
-        torch.ops.mkldnn._linear_pointwise, "default", lambda *given: ran.append("packed") or product(*given)
+        measure_linears, "product", lambda way, *given: ran.append(way) or product(way, *given)
     )
     assert measure.measure(KernelCall("linear/fp32", (16, 24, 40)), "eager", device="cpu") is not None
-    assert bool(ran) is faster
+    assert set(ran) == {way} - {"none"}
 
 
 def test_the_faster_one_is_found_and_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # packed, plain; then the other way round
-    ticks = iter([0.0, 1.0, 1.0, 3.0] * packing._ROUNDS + [0.0, 2.0, 2.0, 3.0] * packing._ROUNDS)
+    """By times in turn, plain, by oneDNN, ours: begin and end of each."""
+
+    def round_of(*seconds: float) -> list[float]:
+        return [tick for each in seconds for tick in (0.0, each)]
+
+    rounds = [
+        round_of(2.0, 1.0, 3.0),
+        round_of(2.0, 1.92, 3.0),
+        round_of(2.0, 1.9, 1.99),
+        round_of(1.0, 1.9, 1.01),
+    ]
+    ticks = iter([tick for each in rounds for tick in each * packing._ROUNDS])
     monkeypatch.setattr(packing, "perf_counter", lambda: next(ticks))
-    assert packing.packs(16, 24, 40)
-    assert packing.packs(9, 24, 40)  # of the same class of rows
-    assert not packing.packs(16, 24, 48)
+    assert packing.packing(16, 24, 40, ours=True) == "oneDNN"
+    assert packing.packing(9, 24, 40, ours=True) == "oneDNN", "of the same class of rows"
+    assert packing.packing(16, 24, 48, ours=True) == "none", "a copy costs its bytes"
+    assert packing.packing(16, 24, 56, ours=True) == "ours", "no call of torch is around it"
+    assert packing.packing(16, 24, 64, ours=True) == "none"
     assert next(ticks, None) is None
 
 
 def test_few_rows_are_never_packed_and_large_weights_are_judged_by_a_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    judged: list[tuple[int, ...]] = []
-    monkeypatch.setattr(packing, "_packed_is_faster", lambda *dims: judged.append(dims) or True)
-    assert not packing.packs(packing.ROWS - 1, 8, 8)
-    assert packing.packs(100_000, 1024, 50_257)
-    assert judged == [(1024, 1024, 2048, torch.get_num_threads())]
+    judged: list[tuple[object, ...]] = []
+    monkeypatch.setattr(packing, "_fastest", lambda *dims: judged.append(dims) or "oneDNN")
+    threads = torch.get_num_threads()
+    assert packing.packing(packing.ROWS - 1, 8, 8, ours=True) == "none"
+    packing.packing(packing.ROWS, 8, 8, ours=True)
+    packing.packing(100_000, 1024, 50_257, ours=True)
+    packing.packing(100_000, 1024, 50_257, ours=False)
+    assert judged == [
+        (packing.ROWS, 8, 8, threads, ("oneDNN",)),
+        (1024, 1024, 2048, threads, ("oneDNN", "ours")),
+        (1024, 1024, 2048, threads, ("oneDNN",)),
+    ]
