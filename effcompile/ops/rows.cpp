@@ -55,6 +55,12 @@ extern "C" void follow(const float* x, int64_t count, int64_t after, float* y, i
     for (int64_t i = 0; i < count; i += W) put(y + i, followed(some_of(x + i, count - i), (int)after), count - i);
 }
 
+// y = a + b, all (count).
+extern "C" void add(const float* a, const float* b, int64_t count, float* y, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && count > 4096)
+    for (int64_t i = 0; i < count; i += W) put(y + i, some_of(a + i, count - i) + some_of(b + i, count - i), count - i);
+}
+
 // y = x * cos + [-x2, x1] * sin, x and y (batch, heads, rows, 2 * half) with these strides, cos and sin (batch or 1, rows, 2 * half) dense.
 extern "C" void rotary(const float* x, const float* cos, const float* sin, int64_t batch, int64_t heads, int64_t rows, int64_t half,
                        const int64_t* of_x, const int64_t* of_y, int64_t of_cos, float* y, int64_t threads) {

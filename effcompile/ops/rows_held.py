@@ -1,4 +1,4 @@
-"""Norms, gates and rotations over rows as steps of a tape (tape.py)."""
+"""Norms, sums, gates and rotations over rows as steps of a tape (tape.py)."""
 
 from __future__ import annotations
 
@@ -50,6 +50,23 @@ class HeldNorm:
 
 def _is_row(held: Tensor | None, n: int) -> bool:
     return held is None or (held.shape == (n,) and held.dtype is torch.float32 and held.is_contiguous())
+
+
+class HeldAdd:
+    """A sum of two values of one shape, as residuals are."""
+
+    __name__, pair = "add", False
+
+    def __call__(self, x: Tensor, other: Tensor) -> Tensor:
+        """(..., N), as both are."""
+        return torch.add(x, other)
+
+    def told(self, threads: int, x: TapeValue, other: TapeValue) -> KernelTold | None:
+        kernels = rows_native.kernels()
+        if isinstance(kernels, str) or not (x.dense and other.dense and x.shape == other.shape):
+            return None
+        arguments = (x, other, math.prod(x.shape), Made, threads)
+        return KernelTold(kind=tape.ADD, function=kernels.add, arguments=arguments, shape=x.shape)
 
 
 class HeldRmsNorm:

@@ -66,6 +66,8 @@ class RowKernels:
         )
         self.follow = found.follow
         self.follow.argtypes = (POINTER, ARGUMENT, ARGUMENT, POINTER, ARGUMENT)
+        self.add = found.add
+        self.add.argtypes = (POINTER, POINTER, ARGUMENT, POINTER, ARGUMENT)
         self.gate.argtypes = (*(POINTER, ARGUMENT) * 2, *(ARGUMENT,) * 2, POINTER, ARGUMENT)
         self.turn.argtypes = (
             *(POINTER,) * 3,
@@ -76,7 +78,7 @@ class RowKernels:
             POINTER,
             ARGUMENT,
         )
-        for call in (self.norm, self.layer_norm, self.gate, self.turn, self.follow):
+        for call in (self.norm, self.layer_norm, self.gate, self.turn, self.follow, self.add):
             call.restype = None
 
     def objection(self) -> str | None:
@@ -90,6 +92,7 @@ class RowKernels:
         pairs = [
             (self.rms_norm(x, y, weight, 1e-5)[0], rows.rms_norm_by_torch(x, y, weight, 1e-5)[0]),
             (self.rms_norm(x, None, weight, 1e-5)[0], rows.rms_norm_by_torch(x, None, weight, 1e-5)[0]),
+            (self.sum_of(x, y), x + y),
             (self.followed(x * 9, "relu"), F.relu(x * 9)),
             *((self.followed(x * 9, name), followed(x * 9, name)) for name in ("gelu", "gelu_tanh", "silu")),
             (
@@ -137,6 +140,12 @@ class RowKernels:
         y, d = torch.empty_like(x), x.shape[-1]
         given = (None if each is None else each.data_ptr() for each in (residual, weight, bias))
         self.layer_norm(x.data_ptr(), *given, eps, x.numel() // d, d, y.data_ptr(), torch.get_num_threads())
+        return y
+
+    def sum_of(self, x: Tensor, other: Tensor) -> Tensor:
+        """x + other, dense tensors of one shape."""
+        y = torch.empty_like(x)
+        self.add(x.data_ptr(), other.data_ptr(), x.numel(), y.data_ptr(), torch.get_num_threads())
         return y
 
     def followed(self, x: Tensor, name: str) -> Tensor:

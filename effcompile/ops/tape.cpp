@@ -9,7 +9,7 @@
 
 namespace {
 
-enum Kind { LINEAR, MLP, ATTENTION, LAYER_NORM, RMS_NORM, GATE, TURN };
+enum Kind { LINEAR, MLP, ATTENTION, LAYER_NORM, RMS_NORM, GATE, TURN, ADD };
 
 struct Call {
     const void* function;
@@ -32,6 +32,7 @@ typedef void LayerNorm(In, In, In, In, double, int64_t, int64_t, float*, int64_t
 typedef void RmsNorm(In, In, In, double, int64_t, int64_t, float*, float*, int64_t);
 typedef void Gate(In, int64_t, In, int64_t, int64_t, int64_t, float*, int64_t);
 typedef void Turn(In, In, In, int64_t, int64_t, int64_t, int64_t, const int64_t*, const int64_t*, int64_t, float*, int64_t);
+typedef void Add(In, In, int64_t, float*, int64_t);
 
 void run(const Call& call, const int64_t* a) {
     typedef float F;
@@ -56,6 +57,8 @@ void run(const Call& call, const int64_t* a) {
         case TURN:
             return as<Turn>(call)(to<F>(a[0]), to<F>(a[1]), to<F>(a[2]), a[3], a[4], a[5], a[6], to<int64_t>(a[7]), to<int64_t>(a[8]), a[9],
                                   to<F>(a[10]), a[11]);
+        case ADD:
+            return as<Add>(call)(to<F>(a[0]), to<F>(a[1]), a[2], to<F>(a[3]), a[4]);
     }
 }
 

@@ -29,7 +29,7 @@ from effcompile.ops.places import Life, Places, dense_strides, places_for
 
 _SOURCE = Path(__file__).with_name("tape.cpp")
 #: How a kernel's arguments are typed, as tape.cpp numbers them.
-LINEAR, MLP, ATTENTION, LAYER_NORM, RMS_NORM, GATE, TURN = range(7)
+LINEAR, MLP, ATTENTION, LAYER_NORM, RMS_NORM, GATE, TURN, ADD = range(8)
 #: Arguments of a call at the most, and addresses among them.
 _ARGUMENTS, _PATCHES = 24, 8
 #: Shapes of which something is kept.

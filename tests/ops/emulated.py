@@ -94,6 +94,10 @@ def _swiglu(a: Sequence[int]) -> Pointers:
     return {0: (_IN, 4 * a[2]), 1: (_IN, 4 * a[2]), 3: (_OUT, 4 * a[2])}
 
 
+def _add(a: Sequence[int]) -> Pointers:
+    return {0: (_IN, 4 * a[2]), 1: (_IN, 4 * a[2]), 3: (_OUT, 4 * a[2])}
+
+
 def _follow(a: Sequence[int]) -> Pointers:
     return {0: (_IN, 4 * a[1]), 3: (_OUT, 4 * a[1])}
 
@@ -266,6 +270,7 @@ POINTERS: dict[str, Of] = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     "swiglu": _swiglu,
+    "add": _add,
     "follow": _follow,
     "few_rows": _few_rows,
     "fp32_linear": _fp32_linear,

@@ -60,11 +60,11 @@ def test_it_is_what_the_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert everything | steps == set(map(key, asked))  # one compares itself with another's
     assert {name for name, *_ in steps - everything} == {"cached_attention.cpp"}
     assert {name for name, *_ in everything - steps} <= {
-        "fp32_attention.cpp", "attention_tiles.cpp", "int8_attention.cpp",
+        "fp32_attention.cpp", "fp32_linear.cpp", "attention_tiles.cpp", "int8_attention.cpp",
     }  # fmt: skip
     exact = set(map(key, ahead.libraries(exact=True)))
     assert {name for name, *_ in exact} == {
-        "rows.cpp", "few_rows.cpp", "fp32_attention.cpp", "row_program.cpp", "tape.cpp",
+        "rows.cpp", "few_rows.cpp", "fp32_attention.cpp", "fp32_linear.cpp", "row_program.cpp", "tape.cpp",
     }  # fmt: skip
     assert exact < everything
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from effcompile.ops import int8_codes, rows_native, tape
 from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.int8_held import HeldLinear, HeldMlp
-from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
+from effcompile.ops.rows_held import HeldAdd, HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
 from effcompile.ops.tape import Columns, Second, Tape, TapeStep
 
 WIDTH, HEADS = 32, 4
@@ -138,6 +138,16 @@ def test_norms() -> None:
     for x in (torch.randn(3, 5, WIDTH), torch.randn(3, WIDTH, 5).mT, torch.randn(0, WIDTH)):
         torch.testing.assert_close(alone(x)[0], held(x))
         torch.testing.assert_close(both(x, x.flip(0))[0], held(x, x.flip(0)))
+
+
+def test_sums() -> None:
+    """Of dense values of one shape by the kernel; of others as torch has them."""
+    run, twice = (Tape([TapeStep(HeldAdd(), reads)], 2, [2]) for reads in ((0, 1), (1, 1)))
+    x = torch.randn(3, 70, WIDTH)
+    x[1, 2, 3] = torch.nan
+    for first, other in ((x, x.flip(0)), (x.mT.contiguous().mT, x), (x, x[:1]), (x[:, :0], x[:, :0])):
+        torch.testing.assert_close(run(first, other)[0], first + other, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(twice(first, other)[0], other + other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

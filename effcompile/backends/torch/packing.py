@@ -5,7 +5,7 @@ them: measured, once for each shape.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Literal
 
@@ -33,6 +33,8 @@ _WHOLE = 64
 #: layers; and at most so many. Of more rows than these fewer: a product takes longer than to read a weight.
 _ALL_BYTES, _MOST_COPIES, _MANY = 24 << 20, 8, 256
 _ROUNDS = 3
+#: Twice as many again where the second best is within this share of the best.
+_CLOSE = 1.15
 #: What times are multiplied with: the plain weight is there anyway, and a copy of all for oneDNN costs its
 #: bytes; ours saves what torch does around a product, as norms and attentions behind it are then of one tape.
 _COUNTED: dict[Packing, float] = {"none": 0.95, "oneDNN": 1.0, "ours": 0.95}
@@ -83,12 +85,19 @@ def _fastest(m: int, k: int, n: int, threads: int, ways: tuple[Packing, ...]) ->
             for way in ("none", *ways)
         }
         best = dict.fromkeys(bodies, float("inf"))
-        for _ in range(_ROUNDS):  # in turn, so that what else runs here slows all
-            for way, body in bodies.items():
+        for done in range(3 * _ROUNDS):
+            if done == _ROUNDS and not _is_close(best.values()):
+                break
+            for way, body in bodies.items():  # in turn, so that what else runs here slows all
                 start = perf_counter()
                 body()
                 best[way] = min(best[way], perf_counter() - start)
     return min(best, key=lambda way: _COUNTED[way] * best[way])
+
+
+def _is_close(seconds: Iterable[float]) -> bool:
+    least, second = sorted(seconds)[:2]
+    return second < _CLOSE * least
 
 
 def _multiplied(way: Packing, x: Tensor, held: Sequence[Tensor], bias: Tensor) -> Callable[[], object]:

@@ -10,17 +10,29 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch.joined import NodeRun, joined, put_call, values_read
-from effcompile.ir.program import shape_of
+from effcompile.backends.torch.tidy import sizes
+from effcompile.ir.program import dtype_of, shape_of
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.fp32_linear import HeldFloats
 from effcompile.ops.int8_held import HeldLinear, HeldMlp, HeldWords
-from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
+from effcompile.ops.rows_held import HeldAdd, HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
 from effcompile.ops.tape import Columns, Second, Tape, TapeStep
 
 aten = torch.ops.aten
 
-_HELD = (HeldLinear, HeldWords, HeldFloats, HeldMlp, HeldAttention, HeldNorm, HeldRmsNorm, HeldGate, HeldTurn)
+_HELD = (
+    HeldLinear,
+    HeldWords,
+    HeldFloats,
+    HeldMlp,
+    HeldAttention,
+    HeldNorm,
+    HeldAdd,
+    HeldRmsNorm,
+    HeldGate,
+    HeldTurn,
+)
 _SPLITS = (aten.split_with_sizes.default, aten.split.Tensor)
 #: What makes a tensor that shares no memory with another one.
 _FRESH = (
@@ -30,7 +42,10 @@ _FRESH = (
 
 
 def with_tapes(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, changed: each run of operators that hold their weights is one call."""
+    """The module, changed: each run of operators that hold their weights, with sums between, is one call."""
+    for node in module.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if _is_residual(node):
+            node.target = HeldAdd()
     order = {node: at for at, node in enumerate(module.graph.nodes)}
     for found in list(joined(module.graph, order, _joins)):
         if not _replace(module.graph, found, order):
@@ -41,6 +56,16 @@ def with_tapes(module: fx.GraphModule) -> fx.GraphModule:
     module.graph.lint()
     module.recompile()
     return module
+
+
+def _is_residual(add: fx.Node) -> bool:
+    """Whether it is of two values of one shape in fp32, and stands beside what holds its weights."""
+    if add.kwargs or not all(isinstance(each, fx.Node) and each.op != "get_attr" for each in add.args):
+        return False
+    near = [*add.all_input_nodes, *add.users]
+    alike = len({sizes(each) for each in (add, *add.all_input_nodes)}) == 1
+    fp32 = all(dtype_of(each) == torch.float32 for each in add.all_input_nodes)
+    return alike and fp32 and any(isinstance(each.target, _HELD) for each in near)
 
 
 def _joins(node: fx.Node, run: NodeRun) -> bool:
@@ -95,14 +120,16 @@ def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], order: dict[fx.Node, int
 
 
 def _without_first(nodes: Sequence[fx.Node]) -> Sequence[fx.Node]:
-    """Without norms at the beginning that alone read what they are given, which would stay until the end."""
+    """Without norms and sums at the beginning that alone read what they are given: it would stay until the
+    end.
+    """
     first = next((at for at, node in enumerate(nodes) if not _ends_inputs(node, nodes)), len(nodes))
     return nodes[first:]
 
 
 def _ends_inputs(norm: fx.Node, nodes: Collection[fx.Node]) -> bool:
     read = [each for each in values_read(norm) if each not in nodes]
-    return isinstance(norm.target, HeldNorm) and any(set(each.users) == {norm} for each in read)
+    return isinstance(norm.target, HeldNorm | HeldAdd) and any(set(each.users) == {norm} for each in read)
 
 
 def _split_of(node: fx.Node) -> fx.Node | None:

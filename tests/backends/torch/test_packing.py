@@ -73,13 +73,11 @@ def test_the_faster_one_is_found_and_asked_for_once(monkeypatch: pytest.MonkeyPa
     def round_of(*seconds: float) -> list[float]:
         return [tick for each in seconds for tick in (0.0, each)]
 
-    rounds = [
-        round_of(2.0, 1.0, 3.0),
-        round_of(2.0, 1.92, 3.0),
-        round_of(2.0, 1.9, 1.99),
-        round_of(1.0, 1.9, 1.01),
-    ]
-    ticks = iter([tick for each in rounds for tick in each * packing._ROUNDS])
+    far, *close = (
+        round_of(*each) * packing._ROUNDS
+        for each in ((2.0, 1.0, 3.0), (2.0, 1.92, 3.0), (2.0, 1.91, 1.99), (1.0, 1.9, 1.01))
+    )
+    ticks = iter([*far, *(tick for each in close for tick in each * 3)])
     monkeypatch.setattr(packing, "perf_counter", lambda: next(ticks))
     assert packing.packing(16, 24, 40, ours=True) == "oneDNN"
     assert packing.packing(9, 24, 40, ours=True) == "oneDNN", "of the same class of rows"

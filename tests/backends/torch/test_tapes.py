@@ -1,4 +1,4 @@
-"""Graphs of real models in 8 bits: their layers are one call, which computes what the operators do."""
+"""Graphs of real models: their layers are one call, which computes what the operators do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2Model, ViTConfig, ViTModel, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from effcompile.backends.torch import TorchEager
+from effcompile.backends.torch import TorchEager, edit
 from effcompile.backends.torch.called import Called
 from effcompile.backends.torch.tapes import with_tapes
 from effcompile.capture import capture
@@ -50,13 +50,15 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.parametrize(("held", "most"), [("int8_token", 0.05), ("fp32", 2e-6)])
 @pytest.mark.parametrize("make", [gpt2, vit, whisper])
-def test_its_layers_are_one_call(make: Any) -> None:
+def test_its_layers_are_one_call(make: Any, held: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edit, "packing", lambda *dims, ours: "ours")
     torch.manual_seed(0)
     model, inputs = make()
     model = model.eval()
     program = capture(model, (), inputs)
-    tags = {site.site: "int8_token" for site in linears(program)}
+    tags = {site.site: held for site in linears(program)}
     tags |= {site.site: "sdpa_fp32" for site in attentions(program)}
     lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [program.flat_inputs()])  # type: ignore[arg-type]
     assert isinstance(lowered._called, Called)
@@ -70,7 +72,8 @@ def test_its_layers_are_one_call(make: Any) -> None:
         with torch.no_grad():
             wanted, found = lowered.run(*asked)[0], lowered(*asked)[0]
             original = model(**{**inputs, **dict(zip(inputs, asked, strict=False))})[0]
-        assert error(found, original) < 0.05 and abs(error(found, original) - error(wanted, original)) < 0.01
+        assert error(found, original) < most
+        assert abs(error(found, original) - error(wanted, original)) < most / 5
     assert all(map(torch.equal, before, given)), "no input was written to"
     assert all(kept is not None for tape in tapes if len(tape._steps) > 9 for kept in tape._kept.values())
 
