@@ -62,10 +62,11 @@ def _is_residual(add: fx.Node) -> bool:
     """Whether it is of two values of one shape in fp32, and stands beside what holds its weights."""
     if add.kwargs or not all(isinstance(each, fx.Node) and each.op != "get_attr" for each in add.args):
         return False
-    near = [*add.all_input_nodes, *add.users]
-    alike = len({sizes(each) for each in (add, *add.all_input_nodes)}) == 1
-    fp32 = all(dtype_of(each) == torch.float32 for each in add.all_input_nodes)
-    return alike and fp32 and any(isinstance(each.target, _HELD) for each in near)
+    three = (add, *add.all_input_nodes)
+    known = all(isinstance(each.meta.get("val"), torch.Tensor) for each in three)
+    alike = known and len({sizes(each) for each in three}) == 1
+    near = any(isinstance(each.target, _HELD) for each in (*add.all_input_nodes, *add.users))
+    return near and alike and all(dtype_of(each) == torch.float32 for each in three)
 
 
 def _joins(node: fx.Node, run: NodeRun) -> bool:
