@@ -15,6 +15,7 @@ from torch_formats import lacking, where_there
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.torch import TorchEager, load, numerics
+from effcompile.backends.torch import edit as torch_edit
 from effcompile.backends.torch.edit import edit
 from effcompile.capture import capture
 from effcompile.core.errors import FormatError, LoweringError, UsageError
@@ -182,7 +183,10 @@ def test_static_int8_without_calibration_is_an_error(program: Program) -> None:
 
 
 @pytest.mark.skipif(lacking("int8_static") is not None, reason=str(lacking("int8_static")))
-def test_static_ranges_stand_in_no_code_that_is_compiled_and_give_the_same_bytes(program: Program) -> None:
+def test_static_ranges_stand_in_no_code_that_is_compiled_and_give_the_same_bytes(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_edit, "packing", lambda *dims, ours: "none")
     tags = {site.site: form("int8_static") for site in linears(program)[:2]}
     calibration = [[ids_of(2, 16, seed)] for seed in range(3)]
     plain, compiled = (
