@@ -81,7 +81,7 @@ def _fastest(m: int, k: int, n: int, threads: int, ways: tuple[Packing, ...]) ->
         copies = min(_MOST_COPIES, _ALL_BYTES * _MANY // (4 * n * k * max(m, _MANY)))
         plain = [torch.ones(n, k) for _ in range(max(1, copies))]
         bodies = {
-            way: _multiplied(way, x, [packed(way, weight, m) for weight in plain], bias)
+            way: multiplied(way, x, [packed(way, weight, m) for weight in plain], bias)
             for way in ("none", *ways)
         }
         best = dict.fromkeys(bodies, float("inf"))
@@ -100,7 +100,7 @@ def _is_close(seconds: Iterable[float]) -> bool:
     return second < _CLOSE * least
 
 
-def _multiplied(way: Packing, x: Tensor, held: Sequence[Tensor], bias: Tensor) -> Callable[[], object]:
+def multiplied(way: Packing, x: Tensor, held: Sequence[Tensor], bias: Tensor) -> Callable[[], object]:
     """All products of x; ours as a model has them."""
     if way != "ours":
         return lambda: [product(way, x, weight, bias) for weight in held]
