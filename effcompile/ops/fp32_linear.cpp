@@ -13,6 +13,7 @@ namespace {
 constexpr int PANEL = 32;         // outputs that are interleaved
 constexpr int TILE = VECS * W;    // outputs of a register tile
 constexpr int64_t DEPTH = 768;    // of a part of K: 96 KiB of a panel
+constexpr int64_t CHAIN = 384;    // steps that are summed one after the other: longer sums are less exact
 constexpr int UNROLLED = 8;       // steps of K between two fetches
 constexpr int64_t LINE = 64;      // bytes of a line of a cache
 constexpr int AHEAD = 8 * PANEL;  // numbers of W that are fetched before they are multiplied
@@ -55,40 +56,44 @@ struct Linear {
     // R rows from `row` on times the outputs [from, from + TILE), added to what y has but for the first part.
     template <int R>
     void tile(const Part& part, int64_t row, int64_t from, Fetched next) const {
-        V sums[R][VECS];
         float* to = y + row * n + from;
         const int64_t left = n - from;
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) {
-                if (part.begin) sums[r][v] = some_of(to + r * n + v * W, left - v * W);
-                else sums[r][v] = bias ? some_of(bias + from + v * W, left - v * W) : V{}, __builtin_prefetch(to + r * n + v * W, 1);
-            }
         const float* a = part.x + (row - part.top) * (part.end - part.begin);
         const float* b = weight + from / PANEL * PANEL * k + part.begin * PANEL + from % PANEL;
-        const auto step = [&]() __attribute__((always_inline)) {
-            V w[VECS];
+        for (int r = 0; r < R; r++)
+            for (int64_t c = 0; c < TILE; c += LINE / 4) __builtin_prefetch(to + r * n + c, 1);
+        for (int64_t begin = part.begin; begin < part.end; begin += CHAIN) {
+            V sums[R][VECS] = {};
+            const auto step = [&]() __attribute__((always_inline)) {
+                V w[VECS];
 #pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) w[v] = load(b + v * W);
-            for (int64_t c = 0; c < TILE; c += LINE / 4) __builtin_prefetch(b + AHEAD + c);
+                for (int v = 0; v < VECS; v++) w[v] = load(b + v * W);
+                for (int64_t c = 0; c < TILE; c += LINE / 4) __builtin_prefetch(b + AHEAD + c);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECS; v++) sums[r][v] = multiply_add(sums[r][v], a + r, w[v]);
+                a += R, b += PANEL;
+            };
+            const int64_t end = std::min(part.end, begin + CHAIN);
+            int64_t at = begin;
+            for (; at + UNROLLED <= end; at += UNROLLED) {
+                for (int64_t line = 0; line < next.lines; line++, next.from += LINE) __builtin_prefetch(next.from, 0, 2);
+#pragma GCC unroll 4
+                for (int i = 0; i < UNROLLED; i++) step();
+            }
+            for (; at < end; at++) step();
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-                for (int v = 0; v < VECS; v++) sums[r][v] = multiply_add(sums[r][v], a + r, w[v]);
-            a += R, b += PANEL;
-        };
-        int64_t at = part.begin;
-        for (; at + UNROLLED <= part.end; at += UNROLLED) {
-            for (int64_t line = 0; line < next.lines; line++, next.from += LINE) __builtin_prefetch(next.from, 0, 2);
-#pragma GCC unroll 4
-            for (int i = 0; i < UNROLLED; i++) step();
+                for (int v = 0; v < VECS; v++) {
+                    float* here = to + r * n + v * W;
+                    const int64_t some = std::max<int64_t>(left - v * W, 0);
+                    if (begin) sums[r][v] += some_of(here, some);
+                    else if (bias) sums[r][v] += some_of(bias + from + v * W, some);
+                    put(here, sums[r][v], some);
+                }
         }
-        for (; at < part.end; at++) step();
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) put(to + r * n + v * W, sums[r][v], std::max<int64_t>(left - v * W, 0));
     }
 
     template <int R>
