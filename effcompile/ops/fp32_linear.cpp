@@ -57,7 +57,6 @@ struct Linear {
     template <int R>
     void tile(const Part& part, int64_t row, int64_t from, Fetched next) const {
         float* to = y + row * n + from;
-        const int64_t left = n - from;
         const float* a = part.x + (row - part.top) * (part.end - part.begin);
         const float* b = weight + from / PANEL * PANEL * k + part.begin * PANEL + from % PANEL;
         for (int r = 0; r < R; r++)
@@ -83,17 +82,19 @@ struct Linear {
                 for (int i = 0; i < UNROLLED; i++) step();
             }
             for (; at < end; at++) step();
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-                for (int v = 0; v < VECS; v++) {
-                    float* here = to + r * n + v * W;
-                    const int64_t some = std::max<int64_t>(left - v * W, 0);
-                    if (begin) sums[r][v] += some_of(here, some);
-                    else if (bias) sums[r][v] += some_of(bias + from + v * W, some);
-                    put(here, sums[r][v], some);
-                }
+            write(&sums[0][0], R, row, from, begin);
         }
+    }
+
+    // A tile's sums over steps of K from `begin` on.
+    __attribute__((noinline)) void write(const V* sums, int rows, int64_t row, int64_t from, int64_t begin) const {
+        for (int r = 0; r < rows; r++)
+            for (int64_t o = from; o < from + TILE; o += W, sums++) {
+                float* to = y + (row + r) * n + o;
+                const int64_t some = std::max<int64_t>(n - o, 0);
+                if (begin) put(to, *sums + some_of(to, some), some);
+                else put(to, bias ? *sums + some_of(bias + o, some) : *sums, some);
+            }
     }
 
     template <int R>
