@@ -122,7 +122,8 @@ class Wanted:
         """Planned, lowered, verified and measured."""
         from effcompile.modes import carry_out
 
-        made = carry_out(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
+        with self.loaded.telling():
+            made = carry_out(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
         made.plan = self._noted(made.plan)
         return made
 
@@ -130,7 +131,9 @@ class Wanted:
         """Decided; nothing is lowered."""
         from effcompile.modes import make_plan
 
-        return self._noted(make_plan(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs))
+        with self.loaded.telling():
+            made = make_plan(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
+        return self._noted(made)
 
     def for_target(self, target: str) -> Wanted:
         """The same asked of another machine."""
@@ -140,7 +143,9 @@ class Wanted:
         """Plans along the memory-time front."""
         from effcompile.modes import make_frontier
 
-        return make_frontier(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs, points)
+        model, args, kwargs = self.loaded.model, self.loaded.args, self.loaded.kwargs
+        with self.loaded.telling():
+            return make_frontier(self.request, model, args, kwargs, points)
 
     def _noted(self, plan: Plan) -> Plan:
         """With what was done to the model or its inputs before it was planned."""

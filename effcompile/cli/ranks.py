@@ -226,15 +226,16 @@ def verify(
 
         with steps.step("load the model"):
             loaded = load(spec, Reading(training=True))
-        proof = verify_plan(
-            loaded_plan,
-            loaded.model.train(),
-            loaded.args,
-            loaded.kwargs,
-            ranks=ranks,
-            loss=loaded.loss,
-            progress=steps,
-        )
+        with loaded.telling():
+            proof = verify_plan(
+                loaded_plan,
+                loaded.model.train(),
+                loaded.args,
+                loaded.kwargs,
+                ranks=ranks,
+                loss=loaded.loss,
+                progress=steps,
+            )
     if as_json:
         console.emit(_data(proof))
     else:

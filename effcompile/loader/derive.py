@@ -4,48 +4,41 @@ meet first.
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from effcompile.core.errors import InputsError
 from effcompile.core.reasons import Because, Reason
-from effcompile.core.types import Args, Kwargs
+from effcompile.core.types import Args, Kwargs, Value
+from effcompile.loader.figures import GIVE, Figures, settings
 from effcompile.loader.images_in_text import image_token, with_image
+from effcompile.loader.labels import labels, left_out
+from effcompile.loader.pictures import boxes, flattened_patches, images, masked_patches
+from effcompile.loader.recordings import recording
+from effcompile.loader.series import series
 from effcompile.loader.source import Reading
 
-_TOKENS, _IMAGE, _SAMPLES = 128, 224, 16000
-#: Names under which configurations of different families have the same figure.
-_LENGTHS = (
-    "max_position_embeddings", "n_positions", "block_size", "max_seq_len", "max_seq_length", "context_length",
-    "max_target_positions",
-)  # fmt: skip
-_CHANNELS = ("num_channels", "in_channels", "in_chans", "channels")
-_SIZES = ("image_size", "img_size", "sample_size", "input_size")
-_CHARACTERS, _FRAMES = 4, 200
-#: Features of a frame, where frames come before features.
-_SPECTRA = ("input_feat_per_channel", "feature_projection_input_dim")
-#: Models with tokens whose labels are one class an example.
-_OF_EXAMPLES = ("SequenceClassification", "ImageClassification", "MultipleChoice", "NextSentencePrediction")
-#: Models whose labels are boxes, frames or depths: given by nobody but the user.
-_OTHER_LABELS = ("ObjectDetection", "AudioFrameClassification", "DepthEstimation")
-_GIVE = (
-    "Define `inputs` beside `model`: a dict of keyword arguments, a tuple of positional ones, or one tensor"
-)
+_IMAGE, _SAMPLES = 224, 16000
+_TEXTS = ("input_ids", "idx", "tokens")
+_AUDIO = ("input_values", "input_features")
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Inputs, and what the report says of them."""
+    """Inputs, and what the report says of them.
+
+    Attributes:
+        told: how each was made, its sizes, type and range, and how to give others; for an error that they
+            meet. '' where the user gave them.
+    """
 
     args: Args
     kwargs: Kwargs = field(default_factory=dict)
     notes: tuple[Reason, ...] = ()
+    told: str = ""
 
 
 def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
@@ -53,126 +46,126 @@ def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
     some.
 
     Raises:
-        InputsError: neither a configuration nor a first layer tells what the model takes.
+        InputsError: neither a configuration nor a first layer tells what the model takes, or not all that its
+            forward needs.
     """
     maker = _Maker(model, reading)
     made = maker.diffusion() or maker.by_name() or maker.by_first_layer()
     if made is None:
         raise InputsError(
             f"{where} defines no `inputs`, and neither a configuration nor the first layer of "
-            f"{type(model).__name__} tells them. {_GIVE}."
+            f"{type(model).__name__} tells them. {GIVE}."
         )
-    shapes = ", ".join(
-        f"{name} {_described(value)}" for name, value in made.items() if isinstance(value, torch.Tensor)
-    )
+    if not maker.by_position:
+        maker.check_complete(made, where)
+    tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+    shapes = ", ".join(f"{name} {_described(value)}" for name, value in tensors.items())
     text = (
         "inputs were not given, and made from the model's {name}: {name}; random values, so give yours "
         "for true errors"
     )
-    note = Because(text, (maker.source, shapes))
+    notes = [Because(text, (maker.source, shapes))]
+    missing = left_out(maker, made)
+    if missing:
+        notes.append(Because("labels were not made: {name}; give yours for a true loss", (missing,)))
+    ranged = ", ".join(f"{name} {_described(value)}{_range(value)}" for name, value in tensors.items())
+    told = (
+        f"No inputs were given: effcompile made these from the model's {maker.source}: {ranged}."
+        f"{f' Not made: {missing}, which only you can tell.' if missing else ''} {GIVE}; --shape 2x64 sets "
+        "the batch and the length (or the image's side) of those that are made."
+    )
     if maker.by_position:
-        return Derived(tuple(made.values()), notes=(note,))
-    return Derived((), made, (note,))
+        return Derived(tuple(made.values()), notes=tuple(notes), told=told)
+    return Derived((), made, tuple(notes), told)
 
 
-class _Maker:
+class _Maker(Figures):
     """Makes inputs of one model."""
 
     def __init__(self, model: nn.Module, reading: Reading) -> None:
-        self.model, self.training = model, reading.training
-        self.config = _settings(getattr(model, "config", None)) or _settings(
-            getattr(model, "pretrained_cfg", None)
-        )
-        self.parameters = inspect.signature(model.forward).parameters
-        self.batch, self.length = reading.shape or (1, 0)
-        self.generator = torch.Generator().manual_seed(0)
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        super().__init__(model, reading)
         self.source, self.by_position = "configuration", False
 
     # ------------------------------------------------------------ by the names of the forward's arguments
 
-    def by_name(self) -> dict[str, torch.Tensor] | None:
+    def by_name(self) -> dict[str, Value] | None:
         """Of a model with a configuration: each argument that is known by name and must be there."""
         if not self.config:
             return None
-        made: dict[str, torch.Tensor] = {}
+        made: dict[str, Value] = series(self)
         for name in self.parameters:
-            value = self._named(name)
-            if value is not None:
-                made[name] = value
+            if name not in made:
+                made |= self._named(name, made)
         if {"input_ids", "pixel_values"} <= made.keys() and image_token(self.config) is not None:
-            vision = _settings(self.config.get("vision_config"))
+            vision = settings(self.config.get("vision_config"))
             made = with_image(self.model, self.parameters, self.config, vision, made)
         if "MultipleChoice" in type(self.model).__name__:
             made = {name: torch.stack((value, value), 1) for name, value in made.items()}
         if self.training and made:
-            made |= self._labels(made)
-            made |= self._of_pairs()
+            made |= labels(self, made)
+            made |= {"return_loss": True} if "return_loss" in self.parameters else {}
         return made or None
 
-    def _named(self, name: str) -> torch.Tensor | None:
+    def check_complete(self, made: Kwargs, where: str) -> None:
+        """Raises: InputsError: the forward needs another argument, which nothing tells."""
+        for name, parameter in self.parameters.items():
+            plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if plain and self.needs(name) and name not in made:
+                described = f" ({self.documents[name]})" if name in self.documents else ""
+                raise InputsError(
+                    f"{where} defines no `inputs`, and the configuration of {type(self.model).__name__} does "
+                    f"not tell what its forward needs as `{name}`{described}. {GIVE}."
+                )
+
+    def _named(self, name: str, made: Kwargs) -> dict[str, torch.Tensor]:
+        """The argument of this name, if it is known and asked for beside those that are made."""
+        text, audio = bool(self.vocabulary()), not made.keys() & {"pixel_values", *_AUDIO}
         match name:
-            case "input_ids" | "idx" | "tokens" if self._vocabulary():
-                return self._ids(self._vocabulary())
-            case "decoder_input_ids" if self.config.get("is_encoder_decoder"):
-                return self._ids(self._vocabulary())
-            case "attention_mask" if self._vocabulary() and not self._images_only():
-                return torch.ones(self.batch, self._tokens(), dtype=torch.long)
-            case "pixel_values":
-                return self._images()
-            case "input_values" | "input_features" if "pixel_values" not in self.parameters:
-                sizes = self._recording(name)
-                return None if sizes is None else self._floats(self.batch, *sizes)
-        return None
+            case "input_ids" | "idx" | "tokens" if text:
+                return {name: self._ids(name, "text")}
+            case "decoder_input_ids" if self.config.get("is_encoder_decoder") and self.vocabulary("decoder"):
+                return {name: self._ids(name, "decoder")}
+            case "attention_mask" if text and not self._images_only():
+                return {name: torch.ones(self.batch, self.tokens(), dtype=torch.long)}
+            case "bbox" if text:
+                return {name: boxes(self)}
+            case "pixel_values" | "pixel_values_videos" if name == "pixel_values" or self.needs(name):
+                return {name: images(self)}
+            case "flattened_patches":
+                found = flattened_patches(self)
+                return {} if found is None else {name: found}
+            case "bool_masked_pos" if self.needs(name) or self._masks_patches():
+                found = masked_patches(self)
+                return {} if found is None else {name: found}
+            case "input_values" | "input_features" if audio and self._hears():
+                return recording(self, name)
+            case "decoder_input_values" if self.config.get("is_encoder_decoder"):
+                sizes = self._documented(name)
+                return {} if sizes is None else {name: self.floats(*sizes)}
+        return {}
 
-    def _recording(self, name: str) -> tuple[int, ...] | None:
-        """Sizes of one recording: samples, those of each channel, or frames of a spectrum."""
-        config, samples = self.config, self.length or _SAMPLES
-        frames = min(self.length or _FRAMES, config.get("max_source_positions", _FRAMES))
-        match name:
-            case "input_values" if "frequency_stride" in config:  # a spectrogram cut into patches
-                return config["max_length"], config["num_mel_bins"]
-            case "input_values" if "audio_channels" in config or "downsampling_ratios" in config:  # codecs
-                return config.get("audio_channels", 1), samples
-            case "input_values":
-                return (samples,)
-            case "input_features" if "num_mel_bins" in config:
-                return config["num_mel_bins"], 2 * config.get("max_source_positions", 1500)
-        width = next((config[each] for each in _SPECTRA if isinstance(config.get(each), int)), None)
-        return None if width is None else (frames, width)
+    def _ids(self, name: str, kind: str) -> torch.Tensor:
+        """[batch, tokens], or with the axes of codebooks that the docstring names."""
+        sizes = self._documented(name)
+        return self.ids(self.vocabulary(kind), sizes)
 
-    def _labels(self, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the loss is computed from: token ids of a language model, classes of a classifier."""
-        ids = made.get(
-            "decoder_input_ids",
-            next((made[name] for name in ("input_ids", "idx", "tokens") if name in made), None),
-        )
-        name = next((name for name in ("labels", "targets", "target") if name in self.parameters), None)
-        if name is None:
-            spans = [each for each in ("start_positions", "end_positions") if each in self.parameters]
-            return dict.fromkeys(spans, torch.arange(self.batch) % self._tokens())
-        classes = int(
-            self.config.get("num_labels", 0)
-            or getattr(getattr(self.model, "config", None), "num_labels", 0)
-            or 0
-        )
-        kind = type(self.model).__name__
-        if ids is not None and not any(task in kind for task in _OF_EXAMPLES):
-            return {name: ids % classes if "TokenClassification" in kind and classes else ids.clone()}
-        shape: tuple[int, ...] = (self.batch,)
-        if kind.endswith("ForCTC"):  # a text beside each recording; 0 is the blank
-            classes, shape = self._vocabulary() - 1, (self.batch, _CHARACTERS)
-        elif "SemanticSegmentation" in kind and "pixel_values" in made:
-            shape = (self.batch, *made["pixel_values"].shape[-2:])
-        if classes < 1 or kind.endswith(_OTHER_LABELS):
-            return {}
-        drawn = torch.randint(classes, shape, generator=self.generator)
-        return {name: drawn + 1 if kind.endswith("ForCTC") else drawn}
+    def _documented(self, name: str) -> tuple[int, ...] | None:
+        described = self.documents.get(name)
+        return None if described is None else self.dimensions(described.dimensions, None)
 
-    def _of_pairs(self) -> dict[str, torch.Tensor]:
-        """Whether a text's second sentence follows the first: of heads that are trained on that, too."""
-        named = [each for each in ("next_sentence_label", "sentence_order_label") if each in self.parameters]
-        return {name: torch.randint(2, (self.batch,), generator=self.generator) for name in named}
+    def _hears(self) -> bool:
+        """Whether a recording belongs to the inputs: it is all there is, or has settings of its own, and no
+        token of the text stands for it.
+        """
+        alone = not self.vocabulary() or self._images_only()
+        of_text = any(name.startswith("audio_token") for name in self.config)
+        return "pixel_values" not in self.parameters and (alone or (self.has_part("audio") and not of_text))
+
+    def _masks_patches(self) -> bool:
+        return self.training and "MaskedImageModeling" in type(self.model).__name__
+
+    def _images_only(self) -> bool:
+        return not set(_TEXTS) & set(self.parameters)
 
     # ------------------------------------------------------------ diffusers
 
@@ -183,13 +176,13 @@ class _Maker:
         sample = next((name for name in ("sample", "hidden_states") if name in self.parameters), None)
         if not type(self.model).__module__.startswith("diffusers.") or sample is None:
             return None
-        size = self._sizes() or (64, 64)
-        made = {sample: self._floats(self.batch, self._channels(), *size)}
+        size = self.sizes() or (64, 64)
+        made = {sample: self.floats(self.batch, self.channels(), *size)}
         if "timestep" in self.parameters:
             made["timestep"] = torch.full((self.batch,), 500)
         width = self.config.get("cross_attention_dim") or self.config.get("joint_attention_dim")
         if "encoder_hidden_states" in self.parameters and isinstance(width, int):
-            made["encoder_hidden_states"] = self._floats(self.batch, 77, width)
+            made["encoder_hidden_states"] = self.floats(self.batch, 77, width)
         if "class_labels" in self.parameters and isinstance(self.config.get("num_embeds_ada_norm"), int):
             made["class_labels"] = torch.randint(
                 self.config["num_embeds_ada_norm"], (self.batch,), generator=self.generator
@@ -223,94 +216,43 @@ class _Maker:
             return None
         self.source, length = "d_model", self.length or 32
         shape = (self.batch, length) if transformer.batch_first else (length, self.batch)
-        return {name: self._floats(*shape, transformer.d_model) for name in needed}
+        return {name: self.floats(*shape, transformer.d_model) for name in needed}
 
     def _met_by(self, layer: nn.Module) -> torch.Tensor | None:
         """What a layer takes; None where it has no say."""
         match layer:
             case nn.Embedding():
                 self.source = "first layer, an embedding"
-                return self._ids(layer.num_embeddings)
+                return self.ids(layer.num_embeddings)
             case nn.Conv2d():
                 self.source = "first layer, a convolution"
-                return self._floats(
-                    self.batch, layer.in_channels, *(self._sizes() or (self.length or _IMAGE,) * 2)
+                return self.floats(
+                    self.batch, layer.in_channels, *(self.sizes() or (self.length or _IMAGE,) * 2)
                 )
             case nn.Conv1d():
                 self.source = "first layer, a convolution"
-                return self._floats(self.batch, layer.in_channels, self.length or _SAMPLES)
+                return self.floats(self.batch, layer.in_channels, self.length or _SAMPLES)
             case nn.TransformerEncoderLayer() | nn.MultiheadAttention():
                 attention = layer.self_attn if isinstance(layer, nn.TransformerEncoderLayer) else layer
                 self.source = "d_model"
                 order = (self.batch, self.length or 32)
-                return self._floats(*(order if attention.batch_first else order[::-1]), attention.embed_dim)
+                return self.floats(*(order if attention.batch_first else order[::-1]), attention.embed_dim)
             case nn.Linear():
                 self.source = "first layer, a linear"
-                return self._floats(self.batch, *([self.length] * bool(self.length)), layer.in_features)
+                return self.floats(self.batch, *([self.length] * bool(self.length)), layer.in_features)
             case nn.LayerNorm():
                 self.source = "first layer, a norm"
-                return self._floats(self.batch, self.length or 32, *layer.normalized_shape)
+                return self.floats(self.batch, self.length or 32, *layer.normalized_shape)
         return None
-
-    # ------------------------------------------------------------ figures
-
-    def _vocabulary(self) -> int:
-        found = _settings(self.config.get("text_config")).get("vocab_size") or self.config.get("vocab_size")
-        return found if isinstance(found, int) else 0
-
-    def _images_only(self) -> bool:
-        return not {"input_ids", "idx", "tokens"} & set(self.parameters)
-
-    def _tokens(self) -> int:
-        text = {**self.config, **_settings(self.config.get("text_config"))}
-        known = [text[name] for name in _LENGTHS if isinstance(text.get(name), int) and text[name] > 0]
-        return self.length or min([_TOKENS, *known])
-
-    def _channels(self) -> int:
-        vision = {**self.config, **_settings(self.config.get("vision_config"))}
-        size = vision.get("input_size")
-        named = next((vision[name] for name in _CHANNELS if isinstance(vision.get(name), int)), 3)
-        return int(size[0]) if isinstance(size, (tuple, list)) and len(size) == 3 else named
-
-    def _sizes(self) -> tuple[int, int] | None:
-        """Height and width of an image."""
-        if self.length:
-            return self.length, self.length
-        vision = {**self.config, **_settings(self.config.get("vision_config"))}
-        owned = {name: getattr(self.model, name, None) for name in _SIZES}
-        for size in (*(vision.get(name) for name in _SIZES), *owned.values()):
-            if isinstance(size, int):
-                return size, size
-            if isinstance(size, (tuple, list)) and size and all(isinstance(s, int) for s in size):
-                return int(size[-2 % len(size)]), int(size[-1])
-        return None
-
-    def _images(self) -> torch.Tensor:
-        return self._floats(self.batch, self._channels(), *(self._sizes() or (_IMAGE, _IMAGE)))
-
-    def _ids(self, rows: int) -> torch.Tensor:
-        if rows < 1:
-            raise InputsError(
-                f"{type(self.model).__name__} has a table of {rows} rows to look up in. {_GIVE}."
-            )
-        return torch.randint(rows, (self.batch, self._tokens()), generator=self.generator)
-
-    def _floats(self, *sizes: int) -> torch.Tensor:
-        if math.prod(sizes) > 1 << 31:
-            raise InputsError(
-                f"The model's settings make an input of {' × '.join(map(str, sizes))} numbers. {_GIVE}."
-            )
-        return torch.randn(sizes, generator=self.generator).to(self.dtype)
-
-
-def _settings(value: object) -> dict[str, Any]:
-    """A configuration as a mapping, whatever object a library makes of it; {} for none."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    made = getattr(value, "to_dict", None)
-    found = made() if callable(made) else getattr(value, "__dict__", {})
-    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _described(tensor: torch.Tensor) -> str:
     return f"[{' × '.join(map(str, tensor.shape))}] {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _range(tensor: torch.Tensor) -> str:
+    """From its smallest to its largest value."""
+    if not tensor.numel() or tensor.is_meta:
+        return ""
+    low, high = (bound.item() for bound in (tensor.min(), tensor.max()))
+    return f" ({low:.3g} to {high:.3g})" if tensor.is_floating_point() else f" ({int(low)} to {int(high)})"

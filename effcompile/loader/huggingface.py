@@ -187,4 +187,5 @@ def _loaded(source: ModelSource, model: nn.Module, made: Derived, notes: tuple[R
         args=made.args,
         kwargs=made.kwargs,
         notes=(*made.notes, *notes),
+        told=made.told,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from effcompile.core.errors import InputsError
+from effcompile.core.errors import CaptureError, InputsError
 from effcompile.core.reasons import Reason
 from effcompile.core.types import Inputs, Kwargs
 
@@ -31,6 +32,7 @@ class Loaded:
         stages: of a run, as written in the file, () for none. inputs_at: a stage → its example inputs.
         goal: a Goal or a mapping of its fields, as written in the file, or None.
         notes: what was done that the user did not write, for the report.
+        told: of inputs that were derived, what they are and how to give others; '' of the user's own.
     """
 
     path: Path
@@ -45,6 +47,17 @@ class Loaded:
     inputs_at: Callable[[Any], Any] | None = None
     goal: Any = None
     notes: tuple[Reason, ...] = ()
+    told: str = ""
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error that the model meets at inputs of our making says that they are, and which."""
+        try:
+            yield
+        except (InputsError, CaptureError) as error:
+            if self.told and self.told not in str(error):
+                error.args = (f"{error}\n  {self.told}", *error.args[1:])
+            raise
 
 
 def as_inputs(value: object, what: str = "inputs") -> Inputs:

@@ -75,6 +75,7 @@ def load_file(source: ModelSource, reading: Reading) -> Loaded:
             stages=stages,
             inputs_at=at if isinstance(given, functools.partial) else None,
             notes=made.notes,
+            told=made.told,
         )
 
 

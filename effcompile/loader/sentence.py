@@ -94,7 +94,13 @@ def load_sentence(source: ModelSource, reading: Reading) -> Loaded:
     kwargs = {name: made.kwargs[name] for name in ("input_ids", "attention_mask")}
     model = Embedder(encoder, after).eval()
     return Loaded(
-        path=source.path, name="Embedder", model=model, args=(), kwargs=kwargs, notes=(*made.notes, *notes)
+        path=source.path,
+        name="Embedder",
+        model=model,
+        args=(),
+        kwargs=kwargs,
+        notes=(*made.notes, *notes),
+        told=made.told,
     )
 
 

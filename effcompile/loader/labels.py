@@ -1,0 +1,98 @@
+"""Labels of example inputs: what a model's head computes its loss from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from effcompile.loader.figures import Figures
+
+_IDS = ("input_ids", "idx", "tokens")
+_NAMES = ("labels", "targets", "target")
+_CHARACTERS = 4
+#: Models with tokens whose labels are one class an example.
+_OF_EXAMPLES = ("SequenceClassification", "ImageClassification", "MultipleChoice", "NextSentencePrediction")
+#: Models whose labels are boxes, frames or depths: given by nobody but the user.
+_OTHER = ("ObjectDetection", "AudioFrameClassification", "DepthEstimation")
+
+
+def labels(figures: Figures, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Token ids of a language model, classes of a classifier, or what the forward's docstring describes; {}
+    where only the user can tell them: lists of boxes, depths.
+
+    Args:
+        figures: of the model.
+        made: its other inputs.
+    """
+    name = next((each for each in _NAMES if each in figures.parameters), None)
+    found = _spans(figures) if name is None else _named(figures, name, made)
+    for each in ("next_sentence_label", "sentence_order_label"):  # does the second follow the first?
+        if each in figures.parameters:
+            found[each] = figures.ids(2, (figures.batch,))
+    return found
+
+
+def left_out(figures: Figures, made: Mapping[str, object]) -> str:
+    """What the labels are that were not made; '' where they were, or there are none."""
+    name = next((each for each in _NAMES if each in figures.parameters), None)
+    if name is None or name in made or not figures.training:
+        return ""
+    return f"{name} ({figures.documents[name]})" if name in figures.documents else name
+
+
+def _spans(figures: Figures) -> dict[str, torch.Tensor]:
+    """Where an answer starts and ends."""
+    named = [each for each in ("start_positions", "end_positions") if each in figures.parameters]
+    return dict.fromkeys(named, torch.arange(figures.batch) % figures.tokens())
+
+
+def _named(figures: Figures, name: str, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    kind, classes = type(figures.model).__name__, figures.classes()
+    ids = made.get("decoder_input_ids", next((made[each] for each in _IDS if each in made), None))
+    described = figures.documents.get(name)
+    if kind.endswith(_OTHER) or (described and described.kind.startswith("list")):
+        return {}
+    if kind.endswith("ForCTC"):  # a text beside each recording; 0 is the blank
+        drawn = figures.ids(figures.vocabulary() - 1, (figures.batch, _CHARACTERS))
+        return {name: drawn + 1}
+    if "TokenClassification" in kind and ids is not None:
+        return {name: ids % classes if classes else ids.clone()}
+    if any(task in kind for task in _OF_EXAMPLES) or ("AudioClassification" in kind):
+        return {name: _of_examples(figures, classes)} if classes else {}
+    height, width = made["pixel_values"].shape[-2:] if "pixel_values" in made else (0, 0)
+    if "SemanticSegmentation" in kind and height and classes:
+        return {name: figures.ids(classes, (figures.batch, height, width))}
+    if described is None or not described.dimensions:
+        if ids is not None:
+            return {name: ids.clone()}
+        return {name: figures.ids(classes, (figures.batch,))} if classes else {}
+    shape = figures.dimensions(described.dimensions, (height, width) if height else None)
+    found = None if shape is None else _of_shape(figures, shape, described.whole, ids)
+    return {} if found is None else {name: found}
+
+
+def _of_examples(figures: Figures, classes: int) -> torch.Tensor:
+    """One class of each; a number, or each class or not, where the configuration calls the problem that."""
+    problem = figures.config.get("problem_type")
+    if problem == "multi_label_classification":
+        return figures.ids(2, (figures.batch, classes)).to(figures.dtype)
+    if (classes == 1 and problem is None) or problem == "regression":
+        return figures.floats(figures.batch, *([classes] * (classes > 1)))
+    return figures.ids(classes, (figures.batch,))
+
+
+def _of_shape(
+    figures: Figures, shape: tuple[int, ...], whole: bool, ids: torch.Tensor | None
+) -> torch.Tensor | None:
+    """As a docstring describes them: classes, ids, or shares between 0 and 1 where they are no integers."""
+    classes = figures.classes()
+    if len(shape) == 1:
+        return figures.ids(classes, shape) if classes else None
+    if not whole:
+        return figures.ids(2, shape).to(figures.dtype)
+    if ids is not None and shape == tuple(ids.shape):
+        answers = "QuestionAnswering" in type(figures.model).__name__  # whether a token is part of one
+        return ids % 2 if answers and "decoder_input_ids" not in figures.parameters else ids.clone()
+    rows = figures.vocabulary("decoder" if "decoder_input_ids" in figures.parameters else "text")
+    return figures.ids(rows, shape) if ids is not None and rows else None
