@@ -13,7 +13,7 @@ from torch import nn
 from effcompile.core.errors import InputsError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs, Value
-from effcompile.loader.figures import GIVE, Figures, settings
+from effcompile.loader.figures import GIVE, ModelSizes, settings
 from effcompile.loader.images_in_text import image_token, with_image
 from effcompile.loader.labels import labels, left_out
 from effcompile.loader.pictures import boxes, flattened_patches, images, masked_patches
@@ -79,7 +79,7 @@ def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
     return Derived((), made, tuple(notes), told)
 
 
-class _Maker(Figures):
+class _Maker(ModelSizes):
     """Makes inputs of one model."""
 
     def __init__(self, model: nn.Module, reading: Reading) -> None:
@@ -139,7 +139,8 @@ class _Maker(Figures):
                 return {} if found is None else {name: found}
             case "input_values" | "input_features" if audio and self._hears():
                 return recording(self, name)
-            case "decoder_input_values" if self.config.get("is_encoder_decoder"):
+            # in training the model takes its labels, shifted
+            case "decoder_input_values" if self.config.get("is_encoder_decoder") and not self.training:
                 sizes = self._documented(name)
                 return {} if sizes is None else {name: self.floats(*sizes)}
         return {}
@@ -159,7 +160,8 @@ class _Maker(Figures):
         """
         alone = not self.vocabulary() or self._images_only()
         of_text = any(name.startswith("audio_token") for name in self.config)
-        return "pixel_values" not in self.parameters and (alone or (self.has_part("audio") and not of_text))
+        beside = bool(settings(self.config.get("audio_config"))) and not of_text
+        return "pixel_values" not in self.parameters and (alone or beside)
 
     def _masks_patches(self) -> bool:
         return self.training and "MaskedImageModeling" in type(self.model).__name__
@@ -255,4 +257,6 @@ def _range(tensor: torch.Tensor) -> str:
     if not tensor.numel() or tensor.is_meta:
         return ""
     low, high = (bound.item() for bound in (tensor.min(), tensor.max()))
+    if low == high:
+        return f" (all {low:.3g})"
     return f" ({low:.3g} to {high:.3g})" if tensor.is_floating_point() else f" ({int(low)} to {int(high)})"

@@ -44,7 +44,7 @@ GIVE = (
 )
 
 
-class Figures:
+class ModelSizes:
     """What one model's configuration says of its inputs, for a batch and a length as they were asked.
 
     Attributes:
@@ -78,10 +78,6 @@ class Figures:
         for name in PARTS[kind]:
             found |= settings(self.config.get(name))
         return found
-
-    def has_part(self, kind: str) -> bool:
-        """Whether one part of the model has settings of its own."""
-        return any(settings(self.config.get(name)) for name in PARTS[kind])
 
     def number(self, names: Sequence[str], kind: str = "") -> int:
         """The first of some settings that is a number above 0; 0 for none."""
@@ -129,7 +125,8 @@ class Figures:
 
     def frames(self) -> int:
         """Images of a video; 0 where the model takes single ones."""
-        return self.number(_FRAMES, "vision")
+        still = "Image" in type(self.model).__name__  # of a family that has heads for videos, too
+        return 0 if still else self.number(_FRAMES, "vision")
 
     def sizes(self) -> tuple[int, int] | None:
         """Height and width of an image."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from effcompile.loader.figures import Figures
+from effcompile.loader.figures import ModelSizes
 
 _IDS = ("input_ids", "idx", "tokens")
 _NAMES = ("labels", "targets", "target")
@@ -17,7 +17,7 @@ _OF_EXAMPLES = ("SequenceClassification", "ImageClassification", "MultipleChoice
 _OTHER = ("ObjectDetection", "AudioFrameClassification", "DepthEstimation")
 
 
-def labels(figures: Figures, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def labels(figures: ModelSizes, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Token ids of a language model, classes of a classifier, or what the forward's docstring describes; {}
     where only the user can tell them: lists of boxes, depths.
 
@@ -33,7 +33,7 @@ def labels(figures: Figures, made: Mapping[str, torch.Tensor]) -> dict[str, torc
     return found
 
 
-def left_out(figures: Figures, made: Mapping[str, object]) -> str:
+def left_out(figures: ModelSizes, made: Mapping[str, object]) -> str:
     """What the labels are that were not made; '' where they were, or there are none."""
     name = next((each for each in _NAMES if each in figures.parameters), None)
     if name is None or name in made or not figures.training:
@@ -41,13 +41,21 @@ def left_out(figures: Figures, made: Mapping[str, object]) -> str:
     return f"{name} ({figures.documents[name]})" if name in figures.documents else name
 
 
-def _spans(figures: Figures) -> dict[str, torch.Tensor]:
+def _spans(figures: ModelSizes) -> dict[str, torch.Tensor]:
     """Where an answer starts and ends."""
     named = [each for each in ("start_positions", "end_positions") if each in figures.parameters]
-    return dict.fromkeys(named, torch.arange(figures.batch) % figures.tokens())
+    drawn = (torch.arange(figures.batch) + 1) % figures.tokens()  # 0 is no answer to some
+    described = figures.documents.get("start_positions")
+    if (
+        described is not None
+        and len(described.dimensions) == 2
+        and "question_positions" in figures.parameters
+    ):
+        named, drawn = [*named, "question_positions"], drawn[:, None]  # of several questions, one
+    return dict.fromkeys(named, drawn)
 
 
-def _named(figures: Figures, name: str, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _named(figures: ModelSizes, name: str, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     kind, classes = type(figures.model).__name__, figures.classes()
     ids = made.get("decoder_input_ids", next((made[each] for each in _IDS if each in made), None))
     described = figures.documents.get(name)
@@ -67,12 +75,14 @@ def _named(figures: Figures, name: str, made: Mapping[str, torch.Tensor]) -> dic
         if ids is not None:
             return {name: ids.clone()}
         return {name: figures.ids(classes, (figures.batch,))} if classes else {}
-    shape = figures.dimensions(described.dimensions, (height, width) if height else None)
+    names = described.dimensions
+    column = len(names) == 2 and names[1] == "1"  # of one class an example, which losses take in a row
+    shape = figures.dimensions(names[:1] if column else names, (height, width) if height else None)
     found = None if shape is None else _of_shape(figures, shape, described.whole, ids)
     return {} if found is None else {name: found}
 
 
-def _of_examples(figures: Figures, classes: int) -> torch.Tensor:
+def _of_examples(figures: ModelSizes, classes: int) -> torch.Tensor:
     """One class of each; a number, or each class or not, where the configuration calls the problem that."""
     problem = figures.config.get("problem_type")
     if problem == "multi_label_classification":
@@ -83,7 +93,7 @@ def _of_examples(figures: Figures, classes: int) -> torch.Tensor:
 
 
 def _of_shape(
-    figures: Figures, shape: tuple[int, ...], whole: bool, ids: torch.Tensor | None
+    figures: ModelSizes, shape: tuple[int, ...], whole: bool, ids: torch.Tensor | None
 ) -> torch.Tensor | None:
     """As a docstring describes them: classes, ids, or shares between 0 and 1 where they are no integers."""
     classes = figures.classes()

@@ -6,21 +6,21 @@ import math
 
 import torch
 
-from effcompile.loader.figures import Figures
+from effcompile.loader.figures import ModelSizes
 
 _IMAGE = 224
 _PAGE = 1000  # boxes of words are in thousandths of a page
 _PATCHES = 128  # of an image that comes as its patches, at most
 
 
-def images(figures: Figures) -> torch.Tensor:
+def images(figures: ModelSizes) -> torch.Tensor:
     """[batch, channels, height, width], of a video [batch, frames, channels, height, width]."""
     still = (figures.channels(), *(figures.sizes() or (_IMAGE, _IMAGE)))
     frames = figures.frames()
     return figures.floats(figures.batch, *([frames] * bool(frames)), *still)
 
 
-def masked_patches(figures: Figures) -> torch.Tensor | None:
+def masked_patches(figures: ModelSizes) -> torch.Tensor | None:
     """Which patches are hidden, [batch, patches]: as many of each example, the first half; None where the
     settings do not tell how many there are.
     """
@@ -35,7 +35,7 @@ def masked_patches(figures: Figures) -> torch.Tensor | None:
     return (torch.arange(count) < count // 2).expand(figures.batch, count).contiguous()
 
 
-def boxes(figures: Figures) -> torch.Tensor:
+def boxes(figures: ModelSizes) -> torch.Tensor:
     """Left, top, right and bottom of each token's box, [batch, tokens, 4]: whole thousandths of the page, or
     shares of it where the docstring asks for no integers.
     """
@@ -47,17 +47,17 @@ def boxes(figures: Figures) -> torch.Tensor:
     return found if whole else (found / edge).to(figures.dtype)
 
 
-def flattened_patches(figures: Figures) -> torch.Tensor | None:
+def flattened_patches(figures: ModelSizes) -> torch.Tensor | None:
     """Patches of an image with their row and column, counted from 1, before their pixels; None where the
     settings do not tell how long one is.
     """
-    vision = figures.part("vision")
-    patch, rows = vision.get("patch_size"), vision.get("seq_len")
-    if not isinstance(patch, int) or not isinstance(rows, int):
+    width = figures.number(("patch_embed_hidden_size",), "vision")
+    rows = figures.number(("seq_len",), "vision")
+    if not width or not rows:
         return None
     count = min(rows, figures.length or _PATCHES)
     wide = max(math.isqrt(count), 1)
     at = torch.arange(count)
     places = torch.stack((at // wide + 1, at % wide + 1), 1).to(figures.dtype)
-    pixels = figures.floats(figures.batch, count, figures.channels() * patch**2)
+    pixels = figures.floats(figures.batch, count, width)
     return torch.cat((places.expand(figures.batch, -1, -1), pixels), dim=-1)

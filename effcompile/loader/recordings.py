@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from effcompile.loader.figures import Figures
+from effcompile.loader.figures import ModelSizes
 
 _SAMPLES, _FRAMES = 16000, 200
 #: Features of a frame, where frames come before features.
 _SPECTRA = ("input_feat_per_channel", "feature_projection_input_dim")
 
 
-def recording(figures: Figures, name: str) -> dict[str, torch.Tensor]:
+def recording(figures: ModelSizes, name: str) -> dict[str, torch.Tensor]:
     """A recording a row under the name of its argument; {} where the settings do not tell its sizes."""
     sizes = _sizes(figures, name)
     made = {} if sizes is None else {name: figures.floats(figures.batch, *sizes)}
@@ -20,7 +20,7 @@ def recording(figures: Figures, name: str) -> dict[str, torch.Tensor]:
     return made
 
 
-def _sizes(figures: Figures, name: str) -> tuple[int, ...] | None:
+def _sizes(figures: ModelSizes, name: str) -> tuple[int, ...] | None:
     """Of one recording."""
     config, samples = figures.part("audio"), figures.length or _SAMPLES
     frames = min(figures.length or _FRAMES, config.get("max_source_positions", _FRAMES))

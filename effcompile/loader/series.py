@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from effcompile.loader.figures import Figures
+from effcompile.loader.figures import ModelSizes
 
 
-def series(figures: Figures) -> dict[str, torch.Tensor]:
+def series(figures: ModelSizes) -> dict[str, torch.Tensor]:
     """Of a configuration with a `context_length`, {} of others: [batch, time], with an axis of channels where
     there are several.
     """
