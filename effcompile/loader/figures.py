@@ -60,8 +60,12 @@ class ModelSizes:
         self.parameters = inspect.signature(model.forward).parameters
         self.documents: Mapping[str, Documented] = documented(model)
         # one row is no contrast: the loss between pairs would be 0, and so would its gradients
-        contrast = reading.training and "return_loss" in self.parameters
-        self.batch, self.length = reading.shape or (2 if contrast else 1, 0)
+        contrast = "return_loss" in self.parameters
+        # nor has it a variance, where an image is a number a channel
+        compared = contrast or any(
+            isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()
+        )
+        self.batch, self.length = reading.shape or (2 if reading.training and compared else 1, 0)
         self.generator = torch.Generator().manual_seed(0)
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -71,7 +72,9 @@ def _named(figures: ModelSizes, name: str, made: Mapping[str, torch.Tensor]) -> 
     height, width = made["pixel_values"].shape[-2:] if "pixel_values" in made else (0, 0)
     if "SemanticSegmentation" in kind and height and classes:
         return {name: figures.ids(classes, (figures.batch, height, width))}
-    if described is None or not described.dimensions:
+    # the docstrings of some that write texts (T5) say that a label is one class of an example
+    wrong = described is not None and len(described.dimensions) == 1 and _writes(figures)
+    if described is None or not described.dimensions or wrong:
         if ids is not None:
             return {name: ids.clone()}
         return {name: figures.ids(classes, (figures.batch,))} if classes else {}
@@ -80,6 +83,14 @@ def _named(figures: ModelSizes, name: str, made: Mapping[str, torch.Tensor]) -> 
     shape = figures.dimensions(names[:1] if column else names, (height, width) if height else None)
     found = None if shape is None else _of_shape(figures, shape, described.whole, ids)
     return {} if found is None else {name: found}
+
+
+def _writes(figures: ModelSizes) -> bool:
+    """Whether the model's head is over its vocabulary."""
+    head = getattr(figures.model, "get_output_embeddings", None)
+    with contextlib.suppress(NotImplementedError):
+        return callable(head) and head() is not None
+    return False
 
 
 def _of_examples(figures: ModelSizes, classes: int) -> torch.Tensor:

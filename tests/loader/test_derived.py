@@ -133,6 +133,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], bool]] = {
     "text to text": (
         pair("EncoderDecoder", transformers.BertConfig(**TEXT)), "decoder_input_ids", (24,), True,
     ),
+    "a docstring that is wrong": (
+        made("T5ForConditionalGeneration", "T5Config", vocab_size=64, d_model=32, d_kv=16, d_ff=32,
+             num_layers=1, num_heads=2),
+        "labels", (128,), True,
+    ),
     "image to text": (
         pair("VisionEncoderDecoder", transformers.ViTConfig(**SEEN)), "pixel_values", (3, 32, 32), True,
     ),
