@@ -29,8 +29,11 @@ typed: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/mypy tests/test_overloads.py
 
+# mypy takes longer: meanwhile Python compiles all tests of a fresh clone once, which else both processes below
+# do, each for itself, 14 s long.
 forks: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(FORKS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --collect-only -q tests > /dev/null
 
 # Takes hours: about as many random cases of training and of inference (2,000 of files), drawn anew at every
 # run; the suite runs a few fixed ones. tests/fuzz/soak.py runs one kind of them from a seed, goes on after a
