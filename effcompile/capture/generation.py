@@ -382,8 +382,10 @@ def _counts(model: HFModel, tokens: torch.Tensor) -> bool:
     mask[:, :2] = 0
     plain = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     counted = (mask.cumsum(1) - 1).clamp(min=0)
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    asked = dict(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True, **last)
     found, *candidates = (
-        model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True, **given).logits[:, -1]
+        model(**asked, **given).logits[:, -1]
         for given in ({}, {"position_ids": plain}, {"position_ids": counted})
     )
     errors = [float((found - one).abs().max()) for one in candidates]

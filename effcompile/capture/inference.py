@@ -25,6 +25,7 @@ from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat, torch_compat_aot
 from effcompile.core.errors import EffcompileError, InputsError, InternalError
+from effcompile.core.garbage import uncollected
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import first_line, stage
 from effcompile.core.torch_compat_export import fakes_made_anew
@@ -276,7 +277,7 @@ def _export(subject: _Subject, attempt: _Attempt) -> Program:
     given = [(leaf.name, leaf.tensor) for leaf in subject.leaves]
     known = KnownValues(subject.model, given) if attempt.knowing else None
     anew = fakes_made_anew(_seldom_alike(subject.model, attempt))
-    with torch_compat.quiet_export(), anew, around_forward(subject.model, known):
+    with torch_compat.quiet_export(), anew, around_forward(subject.model, known), uncollected():
         exported, module = functional(
             torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False)
         )

@@ -9,11 +9,15 @@ sign) / −2^(bits−1) (`quantize_matmul_4bits` / `_8bits`). Tests compare each
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from effcompile.ir.formats import WeightFormat
 from effcompile.ops import group_codes, int13_codes
 
+#: Weights that are rounded at a time.
+_AT_ONCE = 1 << 18
 #: Range of a tensor: (least, greatest).
 Range = tuple[float, float]
 
@@ -100,12 +104,24 @@ def weight(w_nk: torch.Tensor, held: WeightFormat, peak: float | None = None) ->
     if held.activation == "int8 groups":
         return group_codes.rounded(w_nk, held.bits)
     if held.scale == "group":
-        return grouped(w_nk, held.bits, held.group)
+        return _some_rows_at_once(lambda rows: grouped(rows, held.bits, held.group), w_nk)
     if held.scale == "tensor":
-        return per_tensor(w_nk, peak)
+        peak = peak_of(w_nk) if peak is None else peak
+        return _some_rows_at_once(lambda rows: per_tensor(rows, peak), w_nk)
     if held.scale == "channel":
-        return per_channel(w_nk, _most(held))
-    return bf16(w_nk) if held.bits == 16 else w_nk
+        return _some_rows_at_once(lambda rows: per_channel(rows, _most(held)), w_nk)
+    return _some_rows_at_once(bf16, w_nk) if held.bits == 16 else w_nk
+
+
+def _some_rows_at_once(rounded: Callable[[torch.Tensor], torch.Tensor], w_nk: torch.Tensor) -> torch.Tensor:
+    """What rounds each row by itself, of so many rows at a time that what it makes meanwhile stays in the
+    cache: the same numbers.
+    """
+    made = torch.empty_like(w_nk, memory_format=torch.contiguous_format)
+    some = max(1, _AT_ONCE // max(1, w_nk[:1].numel()))
+    for rows, place in zip(w_nk.split(some), made.split(some), strict=True):
+        place.copy_(rounded(rows))
+    return made
 
 
 def activation(x: torch.Tensor, held: WeightFormat, within: Range | None) -> torch.Tensor:

@@ -360,7 +360,8 @@ def _from_gradients(
         for group, gradients in enumerate(record.gradients):
             drawn = gradients.get(site.node, [])
             for g in drawn:
-                of_rows = (g * delta).reshape(samples, -1, delta.shape[-1]).sum(dim=2)
+                moved = g.to(delta.dtype, copy=True).mul_(delta)  # torch multiplies two dtypes slowly
+                of_rows = moved.reshape(samples, -1, delta.shape[-1]).sum(dim=2)
                 squares[group] += float(of_rows.sum(dim=1).square().sum()) / len(drawn)
                 rows[group] += float(of_rows.square().sum()) / len(drawn)
             draws[group] += samples * len(drawn)
@@ -372,8 +373,7 @@ def _from_gradients(
 
 def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, torch.Tensor]]) -> Drawn:
     """The error by running the model with δ added, for sites behind which nothing can be differentiated."""
-    moved: dict[int, float] = defaultdict(float)
-    norms: dict[int, float] = defaultdict(float)
+    moved, norms = defaultdict[int, float](float), defaultdict[int, float](float)
     for record, delta in deltas:
         with torch.no_grad():
             outputs = floating(

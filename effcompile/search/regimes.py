@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from effcompile.estimate.timeline import timeline
@@ -38,15 +38,16 @@ class Regime:
 class Regimes:
     """How a model is called, and what memory has to hold for it.
 
-    weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: of those
-    what a runtime that copies what it is given to go on from holds once more. own_seconds, own_bytes: of what
-    runs as it stands in the model, once, and its weights, which are in weight_bytes.
+    weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: says of
+    those what a runtime that copies what it is given to go on from holds once more; asked for such a one
+    alone. own_seconds, own_bytes: of what runs as it stands in the model, once, and its weights, which are in
+    weight_bytes.
     """
 
     each: tuple[Regime, ...]
     weight_bytes: int
     kept_bytes: int
-    copied_bytes: int = 0
+    copied_bytes: Callable[[], int] = int
     own_seconds: float = 0.0
     own_bytes: int = 0
 
@@ -78,7 +79,7 @@ class Regimes:
 
     def kept(self, backend: str) -> int:
         """Bytes beside the weights at the highest instant on a backend."""
-        return self.kept_bytes + (0 if backend in IN_PLACE else self.copied_bytes)
+        return self.kept_bytes + (0 if backend in IN_PLACE else self.copied_bytes())
 
 
 def merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iterator[Choice]:

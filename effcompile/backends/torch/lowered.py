@@ -31,6 +31,7 @@ from effcompile.backends.torch.pack import (
 )
 from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
 from effcompile.core.errors import FormatError, LoweringError, UsageError
+from effcompile.core.garbage import uncollected
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
 from effcompile.core.types import Forward, Outputs
 from effcompile.ir.export import reexport
@@ -104,11 +105,12 @@ class TorchLowered:
         content = io.BytesIO()
         try:
             # into memory first: on a full disk torch's own file writer does not raise but aborts the process
-            torch.export.save(
-                _without_source_paths(reexport(self.program)),
-                content,
-                extra_files={_HEADER: json.dumps(header)},
-            )
+            with uncollected():  # what planning left is looked through again and again meanwhile, for nothing
+                torch.export.save(
+                    _without_source_paths(reexport(self.program)),
+                    content,
+                    extra_files={_HEADER: json.dumps(header)},
+                )
         except Exception as error:
             raise LoweringError(
                 f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend."

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache, partial
 
 import torch
 
@@ -47,10 +48,8 @@ def regimes_of(
     positions = shape_of(before[0].program.tensor_results()[0])[1] if before else 0
     step = behind(step, positions) if before else step
     seen = planned_images(sight)
-    beside, copied = (
-        workspace(step, goal.batch, context, chunk, lean=lean, images=seen) for lean in (True, False)
-    )
-    chunk = min(chunk, prompt)
+    inside = partial(workspace, step, goal.batch, context, chunk, images=seen)
+    beside, chunk = inside(), min(chunk, prompt)
     at = lambda end, count: filled(step, step.program, batch=goal.batch, context=end, new=count)  # noqa: E731
     kept = step.layout.nbytes(context, goal.batch, positions) + beside
     for regime in before[:1]:  # its output, and its mask, which every token is given
@@ -82,7 +81,7 @@ def regimes_of(
         ),
         weight_bytes=stored_bytes(*(graph.module for graph in graphs)) + (sight.weight_bytes if sight else 0),
         kept_bytes=max(kept, *encoding, 0),
-        copied_bytes=step.layout.nbytes(context, goal.batch) + copied - beside,
+        copied_bytes=cache(lambda: step.layout.nbytes(context, goal.batch) + inside(lean=False) - beside),
         own_seconds=sight.seconds() if sight and beside_call else 0.0,
         own_bytes=sight.weight_bytes if sight else 0,
     )
