@@ -4,14 +4,10 @@ Executable would.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from effcompile.ir.returned import Returned
-
-#: How torch.export says what must be so of sizes.
-_SIZE = re.compile(r"L(?P<place>(\['\w+'\]|\[\d+\])+)\.size\(\)\[(?P<axis>\d+)\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,39 +100,3 @@ class Signature:
 
 def _at(sizes: Mapping[str, int]) -> str:
     return f" at {', '.join(f'{name}={size}' for name, size in sizes.items())}" if sizes else ""
-
-
-def told(
-    guard: str, sizes: Mapping[str, Sequence[int | str]], bounds: Mapping[str, tuple[int, int | None]]
-) -> bool:
-    """Whether a guard of torch.export follows from fixed sizes, equal names and bounds: a comparison of a
-    size with another or a number.
-
-    `sizes`: of the tensor at a place (`['batch']['mask']`). Guards of plain values follow, for these are
-    fixed.
-    """
-    if ".size()" not in guard:
-        return True
-    left, comparison, right = (*re.split(r" (==|<=|>=|<|>) ", guard, maxsplit=1), "", "")[:3]
-    a, b = _side(left, sizes), _side(right, sizes)
-    if not comparison or a is None or b is None:
-        return False
-    if isinstance(a, int) and isinstance(b, int):
-        return True  # of fixed sizes, and so of the example's
-    if a == b:
-        return comparison in ("==", "<=", ">=")
-    if isinstance(a, str) and isinstance(b, int):
-        low, high = bounds.get(a, (0, None))
-        above = high is not None and (high <= b if comparison == "<=" else high < b)
-        below = low >= b if comparison == ">=" else low > b
-        return above if comparison in ("<=", "<") else below if comparison in (">=", ">") else False
-    return False
-
-
-def _side(text: str, sizes: Mapping[str, Sequence[int | str]]) -> int | str | None:
-    """A number, or what the size of an axis is."""
-    if text.isdigit():
-        return int(text)
-    found = _SIZE.fullmatch(text)
-    axes = sizes.get(found["place"]) if found else None
-    return axes[int(found["axis"])] if found and axes is not None and int(found["axis"]) < len(axes) else None

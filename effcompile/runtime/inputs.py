@@ -17,7 +17,8 @@ from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.export import allowed, domain_of, size_at, sizes_of
 from effcompile.ir.guards import Guard
 from effcompile.ir.program import Program, TensorSpec
-from effcompile.ir.signature import Signature, TensorInput, told
+from effcompile.ir.signature import Signature, TensorInput
+from effcompile.ir.size_guards import taken
 from effcompile.ir.structure import returned_of
 from effcompile.ir.values import check_counts, check_values, counted
 
@@ -94,6 +95,8 @@ class GraphInputs:
             place.guarded.removeprefix("inputs"): spec.shape
             for spec, (place, _) in zip(program.inputs, call.tensors, strict=True)
         }
+        example = sizes_of(program)
+        known = taken(domain.guards, sizes, domain.bounds)
         return Signature(
             parameters=call.positional,
             inputs=tuple(
@@ -113,10 +116,13 @@ class GraphInputs:
             ),
             fixed=call.texts(given=True),
             left_out=call.texts(given=False),
-            bounds={name: (low if low > 2 else 1, high) for name, (low, high) in domain.bounds.items()},
+            bounds={
+                name: (1 if known is None and low <= 2 else min(low, example.get(name, low)), high)
+                for name, (low, high) in (domain.bounds if known is None else known).items()
+            },
             not_one=tuple(tuple(sorted(names)) for names in domain.not_one),
-            example=sizes_of(program),
-            related=not all(told(guard, sizes, domain.bounds) for guard in domain.guards)
+            example=example,
+            related=known is None
             or any(
                 isinstance(dim, str) and not dim.isidentifier() for shape in sizes.values() for dim in shape
             ),

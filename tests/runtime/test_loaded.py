@@ -127,6 +127,31 @@ def test_it_refuses_what_its_executable_would(folder: Path) -> None:
     assert run.eval().to("cpu") is run
 
 
+class Flat(nn.Module):
+    """Rows of all examples are one axis, which the mask's sizes divide again, as GPT-2's linears do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(10, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        rows = self.linear(self.embed(ids).view(-1, 8))
+        return rows.view(*mask.shape, 8) * mask[..., None]
+
+
+def test_sizes_that_hang_together_by_arithmetic_alone_are_free(tmp_path: Path) -> None:
+    """Torch's guards of them, `(batch * seq) % batch == 0`, had all other sizes refused once it was saved."""
+    ids, mask = torch.randint(0, 10, (2, 5)), torch.ones(2, 5, dtype=torch.long)
+    executable = effcompile.optimize(Flat().eval(), (ids, mask), backend="torch-eager", target="cpu-generic")
+    loaded = effcompile.load(executable.save(tmp_path / "saved"))
+    for sizes in ((2, 5), (1, 5), (3, 9)):
+        given = torch.randint(0, 10, sizes), torch.ones(sizes, dtype=torch.long)
+        assert torch.equal(loaded(*given), executable(*given))
+    for run in (executable, loaded):
+        with pytest.raises(GuardError, match="seq"):
+            run(ids[:, :1], mask[:, :1])
+
+
 def test_copies_and_pickles_of_a_loaded_one(folder: Path, tmp_path: Path) -> None:
     run = effcompile.load(folder)
     wanted = run(X, SCALE)["pair"].first

@@ -17,7 +17,7 @@ import effcompile
 from effcompile.compiler import Artifact, open_artifact
 from effcompile.core.errors import EffcompileError, FormatError, UsageError
 from effcompile.ir.plan import Plan
-from effcompile.ir.signature import told
+from effcompile.ir.size_guards import taken, told
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -135,6 +135,15 @@ def test_the_signature_is_read_back_as_it_was_written(opened: Artifact, tmp_path
         ("L['z'].size()[0] == 1", False),
         ("L['d']['k'].size()[0] == L['x'].size()[0]", True),
         ("L['alpha'] == 2.0", True),
+        ("(L['x'].size()[0]*L['y'].size()[0]) % L['y'].size()[0] == 0", True),
+        ("(L['x'].size()[0]*L['y'].size()[0]) // L['y'].size()[0] == L['y'].size()[1]", True),
+        ("8*L['x'].size()[0] == 16*L['y'].size()[1] or (4*L['x'].size()[0] % 4) == 0", True),
+        ("8*L['x'].size()[0] == 16*L['y'].size()[1] or (3*L['x'].size()[0] % 4) == 0", False),
+        ("L['y'].size()[0] < L['y'].size()[0]*L['y'].size()[1]", True),
+        ("8*max(1, L['x'].size()[0]) == 8*L['x'].size()[0]", True),
+        ("8*max(3, L['x'].size()[0]) == 8*L['x'].size()[0]", False),
+        ("L['y'].size()[0] % L['y'].size()[1] == 0", False),
+        ("L['x'].size()[1] == 8 and L['y'].size()[0] == 3", False),
     ],
 )
 def test_guards_that_follow_from_the_rest(guard: str, follows: bool) -> None:
@@ -144,3 +153,12 @@ def test_guards_that_follow_from_the_rest(guard: str, follows: bool) -> None:
         )
         is follows
     )
+
+
+def test_an_axis_is_one_where_all_guards_hold_there() -> None:
+    sizes, bounds = {"['x']": ("batch", "seq"), "['y']": ("batch",)}, {"batch": (2, None), "seq": (2, 64)}
+    inside, apart = "L['x'].size()[0] == L['y'].size()[0]", "L['y'].size()[0] < "
+    apart += "L['x'].size()[0]*L['x'].size()[1]"
+    assert taken([inside], sizes, bounds) == {"batch": (1, None), "seq": (1, 64)}
+    assert taken([inside, apart], sizes, bounds) == {"batch": (1, None), "seq": (2, 64)}
+    assert taken([inside, "L['x'].size()[0] == 7"], sizes, bounds) is None

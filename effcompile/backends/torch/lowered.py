@@ -146,7 +146,9 @@ def load_flat(path: Path) -> tuple[Callable[..., list[torch.Tensor]], fx.Graph]:
 
     Raises what `load` does.
     """
-    exported, run = _loaded(path)
+    # an Artifact takes the calls that its plan says; the guards of what was exported again are narrower, of a
+    # batch of 1 (`seq < batch * seq`), than what the model was compared at
+    exported, run = _loaded(path, guarded=False)
     given = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
 
     def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -194,11 +196,12 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
     return exported, header["engine"]
 
 
-def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Forward]:
+def _loaded(path: Path, *, guarded: bool = True) -> tuple[torch.export.ExportedProgram, Forward]:
+    """What a file holds, and runs; `guarded`: where torch's guards hold alone."""
     exported, engine = _exported(path)
     inductor = engine == "inductor"
     # Dynamo cannot trace export's guards and hooks, and makes its own
-    module = exported.module(check_guards=not inductor)
+    module = exported.module(check_guards=guarded and not inductor)
     assert isinstance(module, fx.GraphModule)
     run = (
         _compiled_when_called(fx.GraphModule(module, module.graph), path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.torch import TorchEager, load, numerics
 from effcompile.backends.torch import edit as torch_edit
 from effcompile.backends.torch.edit import edit
+from effcompile.backends.torch.lowered import ARTIFACT, load_flat
 from effcompile.capture import capture
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.goal import Goal
@@ -234,3 +236,20 @@ def test_int8_products_that_are_cut_at_16_bits_are_not_offered(monkeypatch: pyte
         "int8_channel",
         "int8_static",
     ]
+
+
+def test_an_artifact_holds_its_calls_to_its_plan_alone(tmp_path: Path) -> None:
+    """Exported again, a Llama has the guard `seq < batch * seq`: a saved one failed at a batch of 1."""
+
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if x.shape[0] * x.shape[1] > 2 * x.shape[1] + 1 else 1 + x
+
+    free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(Rows(), (torch.ones(4, 5),), dynamic_shapes=free)
+    path, header = tmp_path / ARTIFACT, {"effcompile.json": json.dumps({"engine": "eager"})}
+    torch.export.save(exported, path, extra_files=header)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        load(path)(torch.ones(1, 5))
+    run, _ = load_flat(path)
+    assert torch.equal(run(torch.ones(1, 5))[0], torch.full((1, 5), 2.0))

@@ -1,0 +1,158 @@
+"""Whether a comparison of sizes, as torch.export writes its guards, holds wherever an artifact is called.
+
+Both sides are polynomials in the names of free axes: `(batch*seq) % batch == 0` is 0 == 0 where equal names
+are equal sizes, though torch has a symbol for each tensor's. Loads without torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+#: How torch.export says what must be so of sizes.
+_SIZE = re.compile(r"L(?P<place>(\['\w+'\]|\[\d+\])+)\.size\(\)\[(?P<axis>\d+)\]")
+
+#: Factors, in order → how often their product is in the sum; a number has no factors.
+Polynomial = dict[tuple[str, ...], int]
+Bounds = Mapping[str, tuple[int, int | None]]
+
+
+def told(guard: str, sizes: Mapping[str, Sequence[int | str]], bounds: Bounds) -> bool:
+    """Whether a guard follows from fixed sizes, equal names and bounds.
+
+    `sizes`: of the tensor at a place (`['batch']['mask']`). Guards of plain values follow, for these are
+    fixed.
+    """
+    if ".size()" not in guard:
+        return True
+    names: dict[str, int | str] = {}
+
+    def named(found: re.Match[str]) -> str:
+        axes, axis = sizes.get(found["place"], ()), int(found["axis"])
+        names[name := f"_{len(names)}"] = axes[axis] if axis < len(axes) else ""
+        return name
+
+    try:
+        tree = ast.parse(_SIZE.sub(named, guard), mode="eval").body
+        return _holds(tree, names, bounds)
+    except (SyntaxError, _UntoldError):
+        return False
+
+
+def taken(guards: Sequence[str], sizes: Mapping[str, Sequence[int | str]], bounds: Bounds) -> Bounds | None:
+    """The least and greatest sizes that an artifact takes, None where those of its example alone are known.
+
+    Tracing assumes every free size to be at least 2; an axis is 1 where all guards hold there, too.
+    """
+    if not all(told(guard, sizes, bounds) for guard in guards):
+        return None
+    ones = {name: (1, high) for name, (low, high) in bounds.items() if low <= 2}
+    ones = {n: b for n, b in ones.items() if all(told(g, sizes, {**bounds, n: b}) for g in guards)}
+    together = {**bounds, **ones}
+    return together if all(told(guard, sizes, together) for guard in guards) else bounds
+
+
+class _UntoldError(Exception):
+    """Arithmetic that is not done here."""
+
+
+def _holds(tree: ast.expr, names: Mapping[str, int | str], bounds: Bounds) -> bool:
+    if isinstance(tree, ast.BoolOp):
+        parts = (_holds(part, names, bounds) for part in tree.values)
+        return any(parts) if isinstance(tree.op, ast.Or) else all(parts)
+    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
+        raise _UntoldError
+    apart = _sum(_read(tree.left, names, bounds), _read(tree.comparators[0], names, bounds), -1)
+    apart = _without_common(apart)
+    low, high = _least(apart, bounds), -_least(_sum({}, apart, -1), bounds)
+    match tree.ops[0]:
+        case ast.GtE():
+            return low >= 0
+        case ast.Gt():
+            return low > 0
+        case ast.LtE():
+            return high <= 0
+        case ast.Lt():
+            return high < 0
+        case ast.NotEq():
+            return low > 0 or high < 0
+        case ast.Eq():
+            return low == high == 0
+    return False
+
+
+def _read(tree: ast.expr, names: Mapping[str, int | str], bounds: Bounds) -> Polynomial:
+    match tree:
+        case ast.Constant(value=int(number)):
+            return _number(number)
+        case ast.Name(id=name) if name in names and names[name] != "":
+            size = names[name]
+            return _number(size) if isinstance(size, int) else {(size,): 1}
+        case ast.BinOp(left=left, op=op, right=right):
+            return _arithmetic(_read(left, names, bounds), op, _read(right, names, bounds))
+        case ast.Call(func=ast.Name(id="max" | "Max"), args=[first, second]):
+            a, b = _read(first, names, bounds), _read(second, names, bounds)
+            if _least(_sum(a, b, -1), bounds) >= 0:
+                return a
+            if _least(_sum(b, a, -1), bounds) >= 0:
+                return b
+    raise _UntoldError
+
+
+def _arithmetic(a: Polynomial, op: ast.operator, b: Polynomial) -> Polynomial:
+    match op:
+        case ast.Add() | ast.Sub():
+            return _sum(a, b, 1 if isinstance(op, ast.Add) else -1)
+        case ast.Mult():
+            found: Polynomial = {}
+            for factors, count in a.items():
+                found = _sum(found, {tuple(sorted(factors + f)): count * n for f, n in b.items()}, 1)
+            return found
+        case ast.FloorDiv() | ast.Mod() if len(b) == 1:
+            ((divisor, by),) = b.items()
+            whole = _divided(a, divisor, by)
+            return whole if isinstance(op, ast.FloorDiv) else {}
+    raise _UntoldError
+
+
+def _divided(a: Polynomial, divisor: tuple[str, ...], by: int) -> Polynomial:
+    """What is left of each product; none may leave a rest."""
+    found: Polynomial = {}
+    for factors, count in a.items():
+        left = Counter(factors)
+        left.subtract(divisor)
+        if count % by or any(n < 0 for n in left.values()):
+            raise _UntoldError
+        found[tuple(sorted(left.elements()))] = count // by
+    return found
+
+
+def _sum(a: Polynomial, b: Polynomial, times: int) -> Polynomial:
+    total = {factors: a.get(factors, 0) + times * b.get(factors, 0) for factors in {**a, **b}}
+    return {factors: count for factors, count in total.items() if count}
+
+
+def _without_common(a: Polynomial) -> Polynomial:
+    """Of the same sign, as sizes are positive: without the factors that are in every product."""
+    common = [Counter(factors) for factors in a] or [Counter[str]()]
+    least = common[0]
+    for each in common[1:]:
+        least = least & each
+    return _divided(a, tuple(least.elements()), 1)
+
+
+def _number(value: int) -> Polynomial:
+    return {(): value} if value else {}
+
+
+def _least(polynomial: Polynomial, bounds: Bounds) -> float:
+    """What it is not below, sizes being positive."""
+    total = 0.0
+    for factors, count in polynomial.items():
+        ends = [bounds.get(name, (0, None)) for name in factors]
+        sizes = [low if count > 0 else math.inf if high is None else high for low, high in ends]
+        total += count * math.prod(sizes)
+    return total
