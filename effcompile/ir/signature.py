@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from effcompile.ir.returned import Returned
+from effcompile.ir.size_guards import holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Signature:
         bounds: name of an axis → its least and greatest size (None: any).
         not_one: sets of axes that may not all be 1.
         example: sizes of the axes when the plan was made.
+        guards: what else must hold of the sizes in each call, as Python writes it, in names of axes.
         related: the sizes hang together in ways that are not told here, so that only those of the example are
             known to be right.
         returns: the structure of what a call returns; None: it is not told, and the tensors are returned as
@@ -58,6 +60,7 @@ class Signature:
     bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     not_one: tuple[tuple[str, ...], ...] = ()
     example: Mapping[str, int] = field(default_factory=dict)
+    guards: tuple[str, ...] = ()
     related: bool = False
     returns: Returned | None = None
 
@@ -90,6 +93,9 @@ class Signature:
                 return f"{name} = {size}; the artifact takes {low} to {'any' if high is None else high}"
         if any(names and all(sizes.get(name) == 1 for name in names) for names in self.not_one):
             return f"the artifact was seen not to be the model at {_at(sizes).removeprefix(' at ')}"
+        broken = next((guard for guard in self.guards if not holds(guard, sizes)), None)
+        if broken is not None:
+            return f"the artifact takes sizes of which {broken} is true, and it is not{_at(sizes)}"
         if self.related and any(sizes[name] != self.example.get(name) for name in sizes):
             return (
                 "sizes of this model hang together, so that its artifact takes those of its example "

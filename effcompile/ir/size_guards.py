@@ -1,4 +1,5 @@
-"""Whether a comparison of sizes, as torch.export writes its guards, holds wherever an artifact is called.
+"""Whether a comparison of sizes, as torch.export writes its guards, holds wherever an artifact is called, or
+in one call.
 
 Both sides are polynomials in the names of free axes: `(batch*seq) % batch == 0` is 0 == 0 where equal names
 are equal sizes, though torch has a symbol for each tensor's. Loads without torch.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 #: How torch.export says what must be so of sizes.
 _SIZE = re.compile(r"L(?P<place>(\['\w+'\]|\[\d+\])+)\.size\(\)\[(?P<axis>\d+)\]")
@@ -26,46 +28,107 @@ def told(guard: str, sizes: Mapping[str, Sequence[int | str]], bounds: Bounds) -
     `sizes`: of the tensor at a place (`['batch']['mask']`). Guards of plain values follow, for these are
     fixed.
     """
-    if ".size()" not in guard:
-        return True
-    names: dict[str, int | str] = {}
-
-    def named(found: re.Match[str]) -> str:
-        axes, axis = sizes.get(found["place"], ()), int(found["axis"])
-        names[name := f"_{len(names)}"] = axes[axis] if axis < len(axes) else ""
-        return name
-
-    try:
-        tree = ast.parse(_SIZE.sub(named, guard), mode="eval").body
-        return _holds(tree, names, bounds)
-    except (SyntaxError, _UntoldError):
-        return False
+    return ".size()" not in guard or _follows(_in_names(guard, sizes), bounds)
 
 
-def taken(guards: Sequence[str], sizes: Mapping[str, Sequence[int | str]], bounds: Bounds) -> Bounds | None:
-    """The least and greatest sizes that an artifact takes, None where those of its example alone are known.
+def taken(
+    guards: Sequence[str], sizes: Mapping[str, Sequence[int | str]], bounds: Bounds
+) -> tuple[Bounds, tuple[str, ...]] | None:
+    """The least and greatest sizes that an artifact takes, and what else must hold in each call, in names of
+    axes; None where its example's sizes alone are known to be right.
 
     Tracing assumes every free size to be at least 2; an axis is 1 where all guards hold there, too.
     """
-    if not all(told(guard, sizes, bounds) for guard in guards):
+    named = [_in_names(guard, sizes) for guard in guards if ".size()" in guard]
+    asked = tuple(guard for guard in named if not _follows(guard, bounds))
+    if not all(_is_arithmetic(guard, bounds) for guard in asked):
         return None
+    always = [guard for guard in named if guard not in asked]
     ones = {name: (1, high) for name, (low, high) in bounds.items() if low <= 2}
-    ones = {n: b for n, b in ones.items() if all(told(g, sizes, {**bounds, n: b}) for g in guards)}
+    ones = {n: b for n, b in ones.items() if all(_follows(g, {**bounds, n: b}) for g in always)}
     together = {**bounds, **ones}
-    return together if all(told(guard, sizes, together) for guard in guards) else bounds
+    return together if all(_follows(guard, together) for guard in always) else bounds, asked
+
+
+def holds(guard: str, sizes: Mapping[str, int]) -> bool:
+    """Whether what `taken` left to be asked is so at these sizes; what nobody can read is not."""
+    try:
+        return bool(_value(ast.parse(guard, mode="eval").body, sizes))
+    except (*_NO_TEXT, _UntoldError, ZeroDivisionError):
+        return False
+
+
+#: What Python's parser raises of a text that is no expression, or too deep a one.
+_NO_TEXT = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+def _in_names(guard: str, sizes: Mapping[str, Sequence[int | str]]) -> str:
+    """The guard with names and numbers for sizes; what is none of an input stays as it is."""
+
+    def named(found: re.Match[str]) -> str:
+        axes, axis = sizes.get(found["place"], ()), int(found["axis"])
+        size = str(axes[axis]) if axis < len(axes) else found[0]
+        return size if size.isidentifier() or size.isdecimal() else f"({size})"
+
+    return _SIZE.sub(named, guard)
+
+
+def _follows(guard: str, bounds: Bounds) -> bool:
+    try:
+        return _holds(ast.parse(guard, mode="eval").body, bounds)
+    except (*_NO_TEXT, _UntoldError):
+        return False
+
+
+def _is_arithmetic(guard: str, names: Collection[str]) -> bool:
+    """Whether `holds` can tell of it, at sizes of these names."""
+    try:
+        _value(ast.parse(guard, mode="eval").body, dict.fromkeys(names, 2))
+    except ZeroDivisionError:
+        return True
+    except (*_NO_TEXT, _UntoldError):
+        return False
+    return True
+
+
+def _value(tree: ast.expr, sizes: Mapping[str, int]) -> int:
+    """Of an expression in whole numbers; of a comparison 1 where it holds."""
+    match tree:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name) if name in sizes:
+            return sizes[name]
+        case ast.UnaryOp(op=ast.USub(), operand=of):
+            return -_value(of, sizes)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _EXACT:
+            return _EXACT[type(op)](_value(left, sizes), _value(right, sizes))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _EXACT:
+            return _EXACT[type(op)](_value(left, sizes), _value(right, sizes))
+        case ast.BoolOp(op=op, values=parts):
+            return (any if isinstance(op, ast.Or) else all)([_value(part, sizes) for part in parts])
+        case ast.Call(func=ast.Name(id="max" | "Max" | "min" | "Min" as name), args=[first, second]):
+            return (max if name.lower() == "max" else min)(_value(first, sizes), _value(second, sizes))
+    raise _UntoldError
+
+
+_EXACT: Mapping[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
+    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
 
 
 class _UntoldError(Exception):
     """Arithmetic that is not done here."""
 
 
-def _holds(tree: ast.expr, names: Mapping[str, int | str], bounds: Bounds) -> bool:
+def _holds(tree: ast.expr, bounds: Bounds) -> bool:
     if isinstance(tree, ast.BoolOp):
-        parts = (_holds(part, names, bounds) for part in tree.values)
+        parts = (_holds(part, bounds) for part in tree.values)
         return any(parts) if isinstance(tree.op, ast.Or) else all(parts)
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
         raise _UntoldError
-    apart = _sum(_read(tree.left, names, bounds), _read(tree.comparators[0], names, bounds), -1)
+    apart = _sum(_read(tree.left, bounds), _read(tree.comparators[0], bounds), -1)
     apart = _without_common(apart)
     low, high = _least(apart, bounds), -_least(_sum({}, apart, -1), bounds)
     match tree.ops[0]:
@@ -84,17 +147,16 @@ def _holds(tree: ast.expr, names: Mapping[str, int | str], bounds: Bounds) -> bo
     return False
 
 
-def _read(tree: ast.expr, names: Mapping[str, int | str], bounds: Bounds) -> Polynomial:
+def _read(tree: ast.expr, bounds: Bounds) -> Polynomial:
     match tree:
         case ast.Constant(value=int(number)):
             return _number(number)
-        case ast.Name(id=name) if name in names and names[name] != "":
-            size = names[name]
-            return _number(size) if isinstance(size, int) else {(size,): 1}
+        case ast.Name(id=name):
+            return {(name,): 1}
         case ast.BinOp(left=left, op=op, right=right):
-            return _arithmetic(_read(left, names, bounds), op, _read(right, names, bounds))
+            return _arithmetic(_read(left, bounds), op, _read(right, bounds))
         case ast.Call(func=ast.Name(id="max" | "Max"), args=[first, second]):
-            a, b = _read(first, names, bounds), _read(second, names, bounds)
+            a, b = _read(first, bounds), _read(second, bounds)
             if _least(_sum(a, b, -1), bounds) >= 0:
                 return a
             if _least(_sum(b, a, -1), bounds) >= 0:

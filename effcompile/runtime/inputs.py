@@ -118,10 +118,11 @@ class GraphInputs:
             left_out=call.texts(given=False),
             bounds={
                 name: (1 if known is None and low <= 2 else min(low, example.get(name, low)), high)
-                for name, (low, high) in (domain.bounds if known is None else known).items()
+                for name, (low, high) in (domain.bounds if known is None else known[0]).items()
             },
             not_one=tuple(tuple(sorted(names)) for names in domain.not_one),
             example=example,
+            guards=known[1] if known is not None else (),
             related=known is None
             or any(
                 isinstance(dim, str) and not dim.isidentifier() for shape in sizes.values() for dim in shape

@@ -152,6 +152,31 @@ def test_sizes_that_hang_together_by_arithmetic_alone_are_free(tmp_path: Path) -
             run(ids[:, :1], mask[:, :1])
 
 
+class Cut(nn.Module):
+    """Has rows for so many tokens, the last of which stand beside a shorter text's, as MPT's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.linear = nn.Parameter(torch.randn(16, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.rows[max(0, 16 - x.shape[1]) :]
+
+
+def test_sizes_that_hang_together_in_another_way_are_asked_of_each_call(tmp_path: Path) -> None:
+    """They were those of the example alone, once it was saved."""
+    executable = effcompile.optimize(
+        Cut().eval(), (torch.randn(2, 5, 8),), backend="torch-eager", target="cpu-generic"
+    )
+    loaded = effcompile.load(executable.save(tmp_path / "saved"))
+    for seq in (5, 9, 16):
+        x = torch.randn(3, seq, 8)
+        assert torch.equal(loaded(x), executable(x))
+    for run in (executable, loaded):
+        with pytest.raises(GuardError, match="17"):
+            run(torch.randn(3, 17, 8))
+
+
 def test_copies_and_pickles_of_a_loaded_one(folder: Path, tmp_path: Path) -> None:
     run = effcompile.load(folder)
     wanted = run(X, SCALE)["pair"].first

@@ -5,6 +5,7 @@ Executable would.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import effcompile
 from effcompile.compiler import Artifact, open_artifact
 from effcompile.core.errors import EffcompileError, FormatError, UsageError
 from effcompile.ir.plan import Plan
-from effcompile.ir.size_guards import taken, told
+from effcompile.ir.size_guards import holds, taken, told
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -159,6 +160,30 @@ def test_an_axis_is_one_where_all_guards_hold_there() -> None:
     sizes, bounds = {"['x']": ("batch", "seq"), "['y']": ("batch",)}, {"batch": (2, None), "seq": (2, 64)}
     inside, apart = "L['x'].size()[0] == L['y'].size()[0]", "L['y'].size()[0] < "
     apart += "L['x'].size()[0]*L['x'].size()[1]"
-    assert taken([inside], sizes, bounds) == {"batch": (1, None), "seq": (1, 64)}
-    assert taken([inside, apart], sizes, bounds) == {"batch": (1, None), "seq": (2, 64)}
-    assert taken([inside, "L['x'].size()[0] == 7"], sizes, bounds) is None
+    assert taken([inside], sizes, bounds) == ({"batch": (1, None), "seq": (1, 64)}, ())
+    assert taken([inside, apart], sizes, bounds) == ({"batch": (1, None), "seq": (2, 64)}, ())
+
+
+def test_what_does_not_follow_is_asked_in_each_call() -> None:
+    sizes, bounds = {"['x']": ("batch", "seq"), "['y']": ("3*seq",)}, {"batch": (2, None), "seq": (2, 64)}
+    cut = "L['x'].size()[1] == 16 - max(0, 16 - L['x'].size()[1])"
+    asked = ("seq == 16 - max(0, 16 - seq)", "12 // (3*seq) == 0")
+    assert taken([cut, "12 // L['y'].size()[0] == 0"], sizes, bounds) == (
+        {"batch": (1, None), "seq": (1, 64)},
+        asked,
+    )
+    for unread in ("L['x'].size()[0] ** 2 == 4", "L['z'].size()[0] == 2", "L['x'].size()[0] =="):
+        assert taken([unread], sizes, bounds) is None
+    assert [holds(asked[0], {"seq": seq}) for seq in (1, 16, 17)] == [True, True, False]
+    nobodys = ("", "seq ==", "__import__('os')", "seq ** 99 > 1", "seq // 0 == 0", "(" * 9999, "(1,) * seq")
+    assert not any(holds(text, {"seq": 5}) for text in nobodys)
+
+
+def test_a_call_whose_sizes_do_not_hang_together_is_told(opened: Artifact) -> None:
+    signature = replace(opened.signature, guards=("batch % 2 == 0",))
+    shapes = [tuple(2 if size == "batch" else size for size in each.sizes) for each in signature.inputs]
+    odd = [tuple(3 if size == "batch" else size for size in each.sizes) for each in signature.inputs]
+    assert "batch % 2 == 0" not in str(signature.refusal(shapes))
+    assert "takes sizes of which batch % 2 == 0 is true, and it is not at batch=3" in str(
+        signature.refusal(odd)
+    )
