@@ -2,7 +2,7 @@
 interleaved run a model.
 
     python benchmarks/encoders.py [--models vit,minilm,t5,whisper] [--errors 0,0.01,0.031] [--threads 1]
-    [--rounds 7]
+    [--rounds 7] [--only "fp32"]
 
 Peers: torch eager and compiled with freezing, in fp32 and bf16; ONNX Runtime in fp32 and with dynamic int8;
 OpenVINO in fp32, by its bf16 hint and by NNCF's int8 of 8 random calibration inputs. A peer counts at a limit
@@ -54,6 +54,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--errors", type=words, default=["0", "0.01", "0.031"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", type=words, default=[""], help="peers whose name contains one of these")
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"--models {', '.join(sorted(unknown))}: known are {', '.join(MODELS)}")
@@ -73,6 +74,8 @@ def _of_model(name: str, options: argparse.Namespace) -> None:
         wanted = model(**inputs)[0].clone()
     ways: dict[str, Call] = {}
     for peer, make in PEERS.items():
+        if not any(part in peer for part in options.only):
+            continue
         try:
             ways[peer] = make(model, inputs)
             ways[peer]()

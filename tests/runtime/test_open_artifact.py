@@ -181,9 +181,10 @@ def test_what_does_not_follow_is_asked_in_each_call() -> None:
 
 def test_a_call_whose_sizes_do_not_hang_together_is_told(opened: Artifact) -> None:
     signature = replace(opened.signature, guards=("batch % 2 == 0",))
+    inputs = signature.inputs
 
     def said(batch: int) -> str:
-        sizes = {n: 4 for each in signature.inputs for n in each.sizes} | {"batch": batch}
+        sizes = {n: 4 for each in inputs for n in each.sizes} | {"batch": batch}
         shapes = [
             tuple(sizes[n] if isinstance(n, str) else n for n in each.sizes) for each in signature.inputs
         ]
