@@ -13,7 +13,7 @@ from torch import nn
 from effcompile.core.errors import InputsError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs, Value
-from effcompile.loader.figures import GIVE, ModelSizes, settings
+from effcompile.loader.figures import GIVE, TEXTS, ModelSizes, settings
 from effcompile.loader.images_in_text import image_token, with_image
 from effcompile.loader.labels import labels, left_out
 from effcompile.loader.pictures import boxes, flattened_patches, images, masked_patches
@@ -22,7 +22,6 @@ from effcompile.loader.series import series
 from effcompile.loader.source import Reading
 
 _IMAGE, _SAMPLES = 224, 16000
-_TEXTS = ("input_ids", "idx", "tokens")
 _AUDIO = ("input_values", "input_features")
 
 
@@ -167,7 +166,7 @@ class _Maker(ModelSizes):
         return self.training and "MaskedImageModeling" in type(self.model).__name__
 
     def _images_only(self) -> bool:
-        return not set(_TEXTS) & set(self.parameters)
+        return not set(TEXTS) & set(self.parameters)
 
     # ------------------------------------------------------------ diffusers
 

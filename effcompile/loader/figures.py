@@ -17,6 +17,8 @@ from effcompile.loader.documented import Documented, documented
 from effcompile.loader.source import Reading
 
 _TOKENS = 128
+#: What ids of a text are called.
+TEXTS = ("input_ids", "idx", "tokens")
 #: Names under which configurations of different families have the same figure.
 _LENGTHS = (
     "max_position_embeddings", "n_positions", "block_size", "max_seq_len", "max_seq_length", "context_length",

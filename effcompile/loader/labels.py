@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from effcompile.loader.figures import ModelSizes
+from effcompile.loader.figures import TEXTS, ModelSizes
 
-_IDS = ("input_ids", "idx", "tokens")
 _NAMES = ("labels", "targets", "target")
 _CHARACTERS = 4
 #: Models with tokens whose labels are one class an example.
@@ -58,7 +57,7 @@ def _spans(figures: ModelSizes) -> dict[str, torch.Tensor]:
 
 def _named(figures: ModelSizes, name: str, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     kind, classes = type(figures.model).__name__, figures.classes()
-    ids = made.get("decoder_input_ids", next((made[each] for each in _IDS if each in made), None))
+    ids = made.get("decoder_input_ids", next((made[each] for each in TEXTS if each in made), None))
     described = figures.documents.get(name)
     if kind.endswith(_OTHER) or (described and described.kind.startswith("list")):
         return {}
