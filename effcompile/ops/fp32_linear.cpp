@@ -16,6 +16,7 @@ constexpr int64_t DEPTH = 768;    // of a part of K: 96 KiB of a panel
 constexpr int64_t CHAIN = 384;    // steps that are summed one after the other: longer sums are less exact
 constexpr int UNROLLED = 8;       // steps of K between two fetches
 constexpr int64_t LINE = 64;      // bytes of a line of a cache
+constexpr int LINES = (TILE * 4 + LINE - 1) / LINE;
 constexpr int AHEAD = 8 * PANEL;  // numbers of W that are fetched before they are multiplied
 
 static_assert(ROWS <= W, "a block of rows is transposed at once");
@@ -59,8 +60,7 @@ struct Linear {
         float* to = y + row * n + from;
         const float* a = part.x + (row - part.top) * (part.end - part.begin);
         const float* b = weight + from / PANEL * PANEL * k + part.begin * PANEL + from % PANEL;
-        for (int r = 0; r < R; r++)
-            for (int64_t c = 0; c < TILE; c += LINE / 4) __builtin_prefetch(to + r * n + c, 1);
+        int asked = 0;  // lines of y that are fetched: all at once would keep those of W waiting
         for (int64_t begin = part.begin; begin < part.end; begin += CHAIN) {
             V sums[R][VECS] = {};
             const auto step = [&]() __attribute__((always_inline)) {
@@ -77,6 +77,7 @@ struct Linear {
             const int64_t end = std::min(part.end, begin + CHAIN);
             int64_t at = begin;
             for (; at + UNROLLED <= end; at += UNROLLED) {
+                if (asked < R * LINES) __builtin_prefetch(to + asked / LINES * n + asked % LINES * (LINE / 4), 1), asked++;
                 for (int64_t line = 0; line < next.lines; line++, next.from += LINE) __builtin_prefetch(next.from, 0, 2);
 #pragma GCC unroll 4
                 for (int i = 0; i < UNROLLED; i++) step();
