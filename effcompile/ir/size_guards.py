@@ -22,15 +22,6 @@ Polynomial = dict[tuple[str, ...], int]
 Bounds = Mapping[str, tuple[int, int | None]]
 
 
-def told(guard: str, sizes: Mapping[str, Sequence[int | str]], bounds: Bounds) -> bool:
-    """Whether a guard follows from fixed sizes, equal names and bounds.
-
-    `sizes`: of the tensor at a place (`['batch']['mask']`). Guards of plain values follow, for these are
-    fixed.
-    """
-    return ".size()" not in guard or _follows(_in_names(guard, sizes), bounds)
-
-
 def taken(
     guards: Sequence[str], sizes: Mapping[str, Sequence[int | str]], bounds: Bounds
 ) -> tuple[Bounds, tuple[str, ...]] | None:
@@ -38,6 +29,9 @@ def taken(
     axes; None where its example's sizes alone are known to be right.
 
     Tracing assumes every free size to be at least 2; an axis is 1 where all guards hold there, too.
+
+    `sizes`: of the tensor at a place (`['batch']['mask']`). Guards of plain values follow, for these are
+    fixed.
     """
     named = [_in_names(guard, sizes) for guard in guards if ".size()" in guard]
     asked = tuple(guard for guard in named if not _follows(guard, bounds))

@@ -16,12 +16,11 @@ from effcompile.core.types import Args, Kwargs, Value
 from effcompile.loader.figures import GIVE, TEXTS, ModelSizes, settings
 from effcompile.loader.images_in_text import image_token, with_image
 from effcompile.loader.labels import labels, left_out
-from effcompile.loader.pictures import boxes, flattened_patches, images, masked_patches
-from effcompile.loader.recordings import recording
+from effcompile.loader.pictures import IMAGE, boxes, flattened_patches, images, masked_patches
+from effcompile.loader.recordings import SAMPLES, recording
 from effcompile.loader.series import series
 from effcompile.loader.source import Reading
 
-_IMAGE, _SAMPLES = 224, 16000
 _AUDIO = ("input_values", "input_features")
 
 
@@ -228,11 +227,11 @@ class _Maker(ModelSizes):
             case nn.Conv2d():
                 self.source = "first layer, a convolution"
                 return self.floats(
-                    self.batch, layer.in_channels, *(self.sizes() or (self.length or _IMAGE,) * 2)
+                    self.batch, layer.in_channels, *(self.sizes() or (self.length or IMAGE,) * 2)
                 )
             case nn.Conv1d():
                 self.source = "first layer, a convolution"
-                return self.floats(self.batch, layer.in_channels, self.length or _SAMPLES)
+                return self.floats(self.batch, layer.in_channels, self.length or SAMPLES)
             case nn.TransformerEncoderLayer() | nn.MultiheadAttention():
                 attention = layer.self_attn if isinstance(layer, nn.TransformerEncoderLayer) else layer
                 self.source = "d_model"

@@ -8,14 +8,14 @@ import torch
 
 from effcompile.loader.figures import ModelSizes
 
-_IMAGE = 224
+IMAGE = 224
 _PAGE = 1000  # boxes of words are in thousandths of a page
 _PATCHES = 128  # of an image that comes as its patches, at most
 
 
 def images(figures: ModelSizes) -> torch.Tensor:
     """[batch, channels, height, width], of a video [batch, frames, channels, height, width]."""
-    still = (figures.channels(), *(figures.sizes() or (_IMAGE, _IMAGE)))
+    still = (figures.channels(), *(figures.sizes() or (IMAGE, IMAGE)))
     frames = figures.frames()
     return figures.floats(figures.batch, *([frames] * bool(frames)), *still)
 

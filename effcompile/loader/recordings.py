@@ -6,7 +6,7 @@ import torch
 
 from effcompile.loader.figures import ModelSizes
 
-_SAMPLES, _FRAMES = 16000, 200
+SAMPLES, _FRAMES = 16000, 200
 #: Features of a frame, where frames come before features.
 _SPECTRA = ("input_feat_per_channel", "feature_projection_input_dim")
 
@@ -22,7 +22,7 @@ def recording(figures: ModelSizes, name: str) -> dict[str, torch.Tensor]:
 
 def _sizes(figures: ModelSizes, name: str) -> tuple[int, ...] | None:
     """Of one recording."""
-    config, samples = figures.part("audio"), figures.length or _SAMPLES
+    config, samples = figures.part("audio"), figures.length or SAMPLES
     frames = min(figures.length or _FRAMES, config.get("max_source_positions", _FRAMES))
     mel = figures.number(("num_mel_bins",), "audio")
     match name:

@@ -1,18 +1,16 @@
 // Linears in fp32 of weights that stay: y = f(x W^T + bias), W packed once, x packed in each call.
 //
-// Compiled as int8_linear.cpp is. W is held in panels of 32 outputs, [N / 32][K][32], x in blocks of ROWS rows, [K][rows of the block], so that a
-// tile reads both one after the other (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", ACM TOMS 34, 2008). What a
-// core waits for is the next part of W: each tile has its share of that fetched into the L2 cache, which a hardware prefetcher does only
-// when it is read.
+// Compiled as int8_linear.cpp is, with PANEL, outputs that are interleaved, and DEPTH, of a part of K. W is held as [N / PANEL][K][PANEL], x in
+// blocks of ROWS rows, [K][rows of the block], so that a tile reads both one after the other (Goto and van de Geijn, "Anatomy of
+// high-performance matrix multiplication", ACM TOMS 34, 2008). What a core waits for is the next part of W: each tile has its share of that
+// fetched into the L2 cache, which a hardware prefetcher does only when it is read.
 
 #define KIND 0
 #include "integers.h"
 
 namespace {
 
-constexpr int PANEL = 32;         // outputs that are interleaved
 constexpr int TILE = VECS * W;    // outputs of a register tile
-constexpr int64_t DEPTH = 768;    // of a part of K: 96 KiB of a panel
 constexpr int64_t CHAIN = 384;    // steps that are summed one after the other: longer sums are less exact
 constexpr int UNROLLED = 8;       // steps of K between two fetches
 constexpr int64_t LINE = 64;      // bytes of a line of a cache

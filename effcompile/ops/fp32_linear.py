@@ -37,7 +37,7 @@ _TILES = {
     **dict.fromkeys(("avx_vnni", "avx2"), (8, 6, 2)),
     **dict.fromkeys(("neon_i8mm", "neon_dotprod", "neon"), (4, 4, 4)),
 }
-#: Outputs of a panel; numbers of a part of K, as the kernel takes them.
+#: Outputs of a panel; numbers of a part of K: 96 KiB of a panel.
 _PANEL, _DEPTH = 32, 768
 #: Share of a core's L2 cache that rows of x take which are multiplied with all panels.
 _SHARE = 3 / 8
@@ -61,7 +61,7 @@ def told() -> str:
 def macros(isa: str) -> dict[str, int]:
     """What `fp32_linear.cpp` is compiled with for an instruction set."""
     width, rows, vecs = _TILES[isa]
-    return {"WIDTH": width, "ROWS": rows, "VECS": vecs}
+    return {"WIDTH": width, "ROWS": rows, "VECS": vecs, "PANEL": _PANEL, "DEPTH": _DEPTH}
 
 
 class FloatKernels:

@@ -174,13 +174,11 @@ def _float(
 def _wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
     dims = len(x), x.shape[1], len(weight)
     way = "none" if engine == "stock" or x.is_cuda else packing(*dims, ours=engine == "eager")
-    if way == "ours":
-        return _OnWeights(functools.partial(product, way, x), (packed(way, weight, len(x)), bias))
     if way == "none":
         own, multiplied = weight.clone(), few_rows.linear if engine == "eager" else F.linear
         return lambda: multiplied(x, own, bias)
-    held = packed(way, weight, len(x))
-    return lambda: product(way, x, held, bias)
+    held, run = packed(way, weight, len(x)), functools.partial(product, way, x)
+    return _OnWeights(run, (held, bias)) if way == "ours" else functools.partial(run, held, bias)
 
 
 def _int8(held: WeightFormat, drawn: _Drawn, engine: str) -> Body:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from effcompile.backends.torch.regions import FEW
 from effcompile.core import torch_compat
 from effcompile.machine import huge_pages
 from effcompile.ops import fp32_linear
@@ -23,8 +24,6 @@ Packing = Literal["none", "oneDNN", "ours"]
 #: Below this many rows MKL's unpacked product is faster than oneDNN's packed one (768×3072, Zen 4: 0.17
 #: against 0.20 ms at 1 row).
 ROWS = 4
-#: Up to so many rows regions read plain weights (regions.py).
-_FEW = 8
 #: What is timed has at most so many rows and bytes of a weight, from which on times are in proportion.
 _MOST_ROWS, _MOST_BYTES = 1024, 8 << 20
 #: A part of a weight is so many columns, or a multiple: an odd number would favour one of both.
@@ -49,7 +48,7 @@ def packing(m: int, k: int, n: int, *, ours: bool) -> Packing:
     1.14); on Zen 4 oneDNN's was the faster one.
     """
     ways = list[Packing](["oneDNN"] * torch_compat.has_onednn())
-    if ours and m > _FEW and not isinstance(fp32_linear.kernels(), str):
+    if ours and m > FEW and not isinstance(fp32_linear.kernels(), str):
         ways.append("ours")
     if m < ROWS or not ways:
         return "none"
