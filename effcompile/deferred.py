@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.compiler import Request, TrainingExecutable
+from effcompile.core.autocast import autocasts
 from effcompile.core.errors import GuardError, InputsError, UsageError
 from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
@@ -150,7 +151,7 @@ class Deferred(_PassesForItsModel, SetOnModel):
             _structure(args, kwargs),
             shapes := _shapes(args, kwargs),
             _differentiated(args, kwargs),
-            _autocast(),
+            autocasts(),
         )
         if key not in self.executables:
             with PLANNING:
@@ -352,15 +353,6 @@ def left_out(planned: Planned) -> frozenset[str]:
     """The fields of what the model returns that its step does not; none in inference, which returns all."""
     steps = planned.runner.steps if isinstance(planned, TrainingExecutable) else ()
     return frozenset(name.split(".")[0] for step in steps for name in step.dropped)
-
-
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """(device, dtype) of each torch.autocast that is on."""
-    return tuple(
-        (device, torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    )
 
 
 def _structure(args: Args, kwargs: Kwargs) -> tuple[str | None, ...]:

@@ -9,7 +9,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,6 +30,7 @@ from effcompile.backends.torch.pack import (
     put_plain_aside,
 )
 from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
+from effcompile.core.autocast import Autocasts, autocasts, named, of_names, within
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.garbage import uncollected
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
@@ -62,7 +63,7 @@ _HEADER = "effcompile.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLowered:
-    """See `backends.base.Lowered`. `program` is the edited one, which `save` exports."""
+    """See `backends.base.Lowered`. `program`: the edited one, which `save` exports. `autocast`: around it."""
 
     program: Program
     engine: str
@@ -70,6 +71,7 @@ class TorchLowered:
     applied: Mapping[str, Form]
     settings: Mapping[str, Any]
     weight_bytes: int
+    autocast: Autocasts = field(default_factory=autocasts)
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         with torch.inference_mode(False), torch.no_grad():
@@ -102,6 +104,7 @@ class TorchLowered:
             LoweringError: torch cannot export the program.
         """
         header = {"format": "effcompile-torch", "version": 1, "engine": self.engine}
+        header |= {"autocast": named(self.autocast)}
         content = io.BytesIO()
         try:
             # into memory first: on a full disk torch's own file writer does not raise but aborts the process
@@ -175,8 +178,8 @@ def open_flat(path: Path) -> fx.GraphModule:
     return by_few_rows(pack(fx.GraphModule(module, graph)))
 
 
-def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
-    """What a file holds, and the engine that it was made for."""
+def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str, Autocasts]:
+    """What a file holds, the engine that it was made for, and the autocast that it was planned in."""
     if not path.is_file():
         raise UsageError(f"There is no {str(path)!r}. Give the folder that `effcompile optimize -o` wrote.")
     torch_compat.allow_tracing_packing()
@@ -184,6 +187,7 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
     try:
         exported = torch.export.load(path, extra_files=files)
         header = json.loads(files[_HEADER])
+        autocast = of_names(header.get("autocast", {}))
     except Exception as error:
         raise FormatError(
             f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again."
@@ -193,12 +197,12 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
     packets = {getattr(node.target, "overloadpacket", None) for node in exported.graph.nodes}
     if int8 & packets and products_saturate():
         raise made_elsewhere(path)
-    return exported, header["engine"]
+    return exported, header["engine"], autocast
 
 
 def _loaded(path: Path, *, guarded: bool = True) -> tuple[torch.export.ExportedProgram, Forward]:
     """What a file holds, and runs; `guarded`: where torch's guards hold alone."""
-    exported, engine = _exported(path)
+    exported, engine, autocast = _exported(path)
     inductor = engine == "inductor"
     # Dynamo cannot trace export's guards and hooks, and makes its own
     module = exported.module(check_guards=guarded and not inductor)
@@ -210,7 +214,7 @@ def _loaded(path: Path, *, guarded: bool = True) -> tuple[torch.export.ExportedP
     )
 
     def call(*args: object, **kwargs: object) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), within(autocast):
             return run(*args, **kwargs)
 
     return exported, call

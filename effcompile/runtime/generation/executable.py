@@ -23,7 +23,7 @@ from effcompile.runtime.artifact import check_pickled
 from effcompile.runtime.generation import files, shell
 from effcompile.runtime.generation.drafts import with_drafts
 from effcompile.runtime.generation.eye import Eye
-from effcompile.runtime.generation.stepper import Stepper, whole_numbers
+from effcompile.runtime.generation.stepper import Stepper, check_tokens, whole_numbers
 from effcompile.runtime.generation.steps import LoweredStep, carried_out
 from effcompile.runtime.planned import PlannedModel, SetOnModel
 
@@ -50,6 +50,9 @@ class LoweredEncoder(nn.Module):
         first = given.get(self._names[0])
         if first is None or self._step.encoder is None:
             raise InputsError(f"The encoder takes {', '.join(self._names)}.")
+        if self._names[0] == "input_ids":
+            check_tokens("input_ids", first)
+            given["input_ids"] = first.to(torch.int64)
         if "attention_mask" in self._names and "attention_mask" not in given:
             given["attention_mask"] = torch.ones_like(first)
         if "attention_mask" in self._names:

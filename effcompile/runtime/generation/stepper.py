@@ -94,16 +94,7 @@ class Stepper:
                 f"A planned step takes {boundary.tokens}; embeddings in their place are not planned for.",
                 place="inputs",
             )
-        if (
-            not isinstance(tokens, torch.Tensor)
-            or tokens.dim() != 2
-            or not tokens.numel()
-            or tokens.dtype not in _WHOLE
-        ):
-            raise GuardError(
-                f"{boundary.tokens} must be token ids: a tensor [rows × tokens] of whole numbers, not empty.",
-                place="inputs",
-            )
+        check_tokens(boundary.tokens, tokens)
         unknown = [
             name
             for name, value in given.items()
@@ -223,6 +214,15 @@ def whole_numbers(given: torch.Tensor, name: str) -> torch.Tensor:
     if given.is_floating_point() and bool((given != given.round()).any()):
         raise GuardError(f"{name} has fractions; the plan takes whole numbers.", place=f"inputs[{name!r}]")
     return given.to(torch.int64)
+
+
+def check_tokens(name: str, tokens: object) -> None:
+    """Raises GuardError for what is no token ids [rows × tokens]."""
+    whole = isinstance(tokens, torch.Tensor) and tokens.dtype in _WHOLE
+    if not isinstance(tokens, torch.Tensor) or not whole or tokens.dim() != 2 or not tokens.numel():
+        raise GuardError(
+            f"{name} must be token ids: a tensor [rows × tokens] of whole numbers, not empty.", place="inputs"
+        )
 
 
 def _rows(

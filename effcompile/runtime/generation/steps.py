@@ -22,6 +22,7 @@ from effcompile.backends.torch.still import still
 from effcompile.capture.caches import HFCache, fill, held, records, seen_by
 from effcompile.capture.generation import Boundary
 from effcompile.capture.images import ImageToken
+from effcompile.core.autocast import within
 from effcompile.core.errors import GuardError
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 from effcompile.ir.program import TensorSpec
@@ -220,7 +221,7 @@ def carried_out(run: Run, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor
     Raises:
         LoweringError: it cannot run with these tensors.
     """
-    with torch.no_grad():
+    with torch.no_grad(), within():
         return carried(
             "A planned step",
             lambda: run(*flat),
