@@ -31,6 +31,8 @@ LIMIT = 1e-5
 
 #: Elements that are compared at a time: in float64, several times over, they take some 2 MiB.
 _PIECE = 1 << 15
+#: Sums of squares in fp32 from which on what is rounded to 0 is nothing beside them.
+_DOUBTFUL = 1e-12
 
 #: How another length is made from the example's, in the order of trial.
 _STEPS: tuple[Callable[[int], int], ...] = (
@@ -274,6 +276,11 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
         return math.inf
     apart = size = 0.0
     for ours, theirs in zip(*(t.detach().reshape(-1).split(_PIECE) for t in (found, wanted)), strict=True):
+        if ours.dtype is torch.float32:  # whose differences are as exact as they are
+            moved, held = float((gap := ours - theirs).dot(gap)), float(theirs.dot(theirs))
+            if _DOUBTFUL < held < math.inf and moved < math.inf:  # nothing is too small or too large for it
+                apart, size = apart + moved, size + held
+                continue
         a, b = ours.to(torch.float64), theirs.to(torch.float64)
         moved, held = float((a - b).square_().sum()), float(b.square().sum())
         if not math.isfinite(moved + held):

@@ -5,7 +5,6 @@ a whole context.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from effcompile.ir.formats import FP32
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.proof.generation.ends import at_the_ends
+from effcompile.proof.generation.prompts import LONG, of_two_parts, seconds_of, undecided
 from effcompile.runtime.generation.executable import LoweredEncoder
 from effcompile.runtime.generation.eye import Eye
 from effcompile.runtime.generation.stepper import Stepper
@@ -43,12 +43,6 @@ from effcompile.sites.parts import embeddings, linears
 
 ORIGINAL = "original"
 _ROUNDS = 5
-#: Seconds of a prompt from which on the first call of each counts, too: two are enough.
-_LONG = 1.0
-#: And from which on one call of each will do, where there is nothing to choose between.
-_ALONE = 4.0
-#: Times as long as the fastest: a call of so much more is not asked again which one it is.
-_SLOW = 2.0
 #: What is read beside the tokens, and its bytes: more than caches hold.
 _READ, _STREAM = "read", 1 << 27
 
@@ -69,11 +63,12 @@ class Seconds:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved:
     """Seconds of the model itself and of each lowered step, by name; bytes a second of a plain read beside
-    their tokens, 0 on a GPU.
+    their tokens, 0 on a GPU. `read`: tokens of the prompt that the model itself was given.
     """
 
     each: Mapping[str, Seconds]
     stream: float
+    read: int
 
 
 def compared(
@@ -99,11 +94,16 @@ def compared(
             name: partial(_prefill, model, run, {key: ids, **extra}, ready, name)
             for name, run in runs.items()
         }
-        called = {name: [_seconds(prefill)] for name, prefill in prefills.items()}
-        for name in _undecided({name: seconds for name, (seconds,) in called.items()}):
-            called[name].append(_seconds(prefills[name]))
-        if max(map(max, called.values())) < _LONG:
-            called = interleaved(prefills, 2, repeats=1)
+        timers = {name: partial(seconds_of, prefill) for name, prefill in prefills.items()}
+        parts = None if extra or sight else of_two_parts(partial(_read, model), model, _layout(steps), ids)
+        if parts is not None:
+            ready[ORIGINAL] = parts.cache
+            timers[ORIGINAL] = partial(getattr, parts, "seconds")
+        called = {name: [timer()] for name, timer in timers.items()}
+        for name in undecided({name: seconds for name, (seconds,) in called.items()}):
+            called[name].append(timers[name]())
+        if max(map(max, called.values())) < LONG:
+            called, parts = interleaved(prefills, 2, repeats=1), None
         first = {name: min(times) for name, times in called.items()}
         encoders: dict[str, Callable[[], object]] = {ORIGINAL: _encoder(model)} if source else {}
         encoders |= {name: LoweredEncoder(step, tuple(source)) for name, step in steps.items() if source}
@@ -136,32 +136,29 @@ def compared(
             for name in runs
         },
         stream=buffer.nbytes / each[_READ],
+        read=parts.tokens if parts else prompt,
     )
-
-
-def _undecided(seconds: Mapping[str, float]) -> list[str]:
-    """Those whose prompts are read once more: all but long ones that take twice as long as another, and none
-    where both are so long that what else the machine does is in each alike, and there is one beside the
-    model.
-    """
-    if len(seconds) == 2 and min(seconds.values()) > _ALONE:
-        return []
-    return [name for name, each in seconds.items() if each < max(_LONG, _SLOW * min(seconds.values()))]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _original(model: HFModel, **given: Any) -> Outputs:
     return model(**given, use_cache=True, return_dict=True)
 
 
-def _prefill(model: HFModel, run: Forward, given: Kwargs, ready: dict[str, HFCache], name: str) -> None:
-    """`ready`: the cache that it leaves, by name, for the tokens behind it."""
-    cache = new_cache(model)
+def _read(model: HFModel, ids: torch.Tensor, cache: HFCache) -> None:
+    """The model itself reads a text, behind what the cache holds."""
+    _prefill(model, partial(_original, model), {"input_ids": ids}, {}, "", cache)
+
+
+def _layout(steps: Mapping[str, LoweredStep]) -> CacheLayout:
+    """Of a cache as the model has it, which all of them share but for how rows are held."""
+    return next(iter(steps.values())).layout
+
+
+def _prefill(
+    model: HFModel, run: Forward, given: Kwargs, ready: dict[str, HFCache], name: str, behind: HFCache = None
+) -> None:
+    """`ready`: the cache that it leaves, by name, for the tokens behind it. `behind`: what it begins with."""
+    cache = new_cache(model) if behind is None else behind
     keep = {"logits_to_keep": 1} if _keeps(model) else {}
     run(**given, **keep, **{cache_name(model): cache})
     _awaited(model.device)
@@ -316,6 +313,17 @@ def told(
             prefill_before=goal.batch * prompt / theirs.prefill,
             decode=goal.batch / mine.decode,
             decode_before=goal.batch / theirs.decode,
+        ),
+        *(
+            [
+                Because(
+                    "the model itself read {} of the prompt's {} tokens, at its beginning and its end; its "
+                    "time for the rest follows from these",
+                    (found.read, prompt),
+                )
+            ]
+            if found.read < prompt
+            else []
         ),
         Because(
             "a token reads {bytes} of weights and cache: {bytes} a second",

@@ -12,7 +12,7 @@ from generation_models import captured
 import effcompile
 from effcompile.compiler.generation import build
 from effcompile.core.findings import NotBuilt
-from effcompile.proof.generation import measured
+from effcompile.proof.generation import measured, prompts
 from effcompile.proof.generation.measured import Interleaved, Seconds
 
 pytest.importorskip("onnxruntime")
@@ -27,7 +27,7 @@ def test_what_is_far_from_the_best_is_built_where_running_leaves_it_open(
     def timed(model: Any, steps: Any, *_: Any) -> Interleaved:
         compared.append(list(steps))
         each = {name: Seconds(prefill=takes, decode=takes) for name in (measured.ORIGINAL, *steps)}
-        return Interleaved(each=each, stream=0.0)
+        return Interleaved(each=each, stream=0.0, read=8)
 
     monkeypatch.setattr(build, "SHORTLIST", 0.0)
     monkeypatch.setattr(measured, "compared", timed)
@@ -41,7 +41,29 @@ def test_what_is_far_from_the_best_is_built_where_running_leaves_it_open(
 
 
 def test_long_prompts_are_read_twice_only_where_it_may_decide() -> None:
-    found = measured._undecided({measured.ORIGINAL: 7.0, "a": 2.0, "b": 3.9, "c": 4.1})
+    found = prompts.undecided({measured.ORIGINAL: 7.0, "a": 2.0, "b": 3.9, "c": 4.1})
     assert found == ["a", "b"]
-    assert measured._undecided({measured.ORIGINAL: 0.9, "a": 0.1}) == [measured.ORIGINAL, "a"]
-    assert measured._undecided({measured.ORIGINAL: 9.0, "a": 4.1}) == []  # nothing to choose between
+    assert prompts.undecided({measured.ORIGINAL: 0.9, "a": 0.1}) == [measured.ORIGINAL, "a"]
+    assert prompts.undecided({measured.ORIGINAL: 9.0, "a": 4.1}) == []  # nothing to choose between
+
+
+def test_a_long_prompt_of_the_model_itself_is_timed_by_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token takes 1 and what stands before it: the first and the last quarter say what the whole takes."""
+    model, step = captured("llama")
+    lengths: list[tuple[int, int]] = []
+    now = iter([0.0, 512 * 1.0 + 512**2 / 2, 0.0, 512 * 1.0 + (2048**2 - 1536**2) / 2])
+
+    def read(ids: torch.Tensor, cache: Any) -> None:
+        lengths.append((cache.get_seq_length(), ids.shape[1]))
+        made = torch.zeros(1, 2, ids.shape[1], 8)
+        for layer in range(2):
+            cache.update(made, made, layer)
+
+    monkeypatch.setattr(prompts.time, "perf_counter", lambda: next(now))
+    ids = torch.ones((1, 2048), dtype=torch.int64)
+    found = prompts.of_two_parts(read, model, step.layout, ids)
+    assert found is not None
+    assert lengths == [(0, 512), (1536, 512)]
+    assert found.seconds == pytest.approx(2048 + 2048**2 / 2)
+    assert (found.tokens, found.cache.get_seq_length()) == (1024, 2048)
+    assert prompts.of_two_parts(read, model, step.layout, ids[:, :1024]) is None  # read soon
