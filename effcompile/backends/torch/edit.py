@@ -18,6 +18,7 @@ from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.backends.torch.chains import fuse_chains, narrow_projections
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.backends.torch.followers import FOLLOWS, fuse_followers
+from effcompile.backends.torch.packed_before import packed_as
 from effcompile.backends.torch.packing import packing
 from effcompile.backends.torch.tidy import tidy, without_flattening
 from effcompile.core import torch_compat
@@ -275,10 +276,13 @@ def _int8(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
 
 def _int8_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     """Ours, which quantises x itself; nothing but fp32 goes in."""
+    made = packed_as(site.site, held, weight, lambda: _in_bytes(weight))
+    return _ours(editor, site, int8_linear.default, *map(editor.constant, made))
+
+
+def _in_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = numerics.quantize_rows(weight.float())
-    return _ours(
-        editor, site, int8_linear.default, editor.constant(pack(codes)), editor.constant(scales.flatten())
-    )
+    return pack(codes), scales.flatten()
 
 
 def _int13_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
@@ -290,8 +294,11 @@ def _int13_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: 
 
 def _groups(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     """The same with a scale for each group of both."""
-    packed = group_codes.pack(*group_codes.quantize(weight, held.bits), held.bits)
-    return _ours(editor, site, group_linear.default, editor.constant(packed), site.n)
+    bits = held.bits
+    made = packed_as(
+        site.site, held, weight, lambda: (group_codes.pack(*group_codes.quantize(weight, bits), bits),)
+    )
+    return _ours(editor, site, group_linear.default, *map(editor.constant, made), site.n)
 
 
 def _ours(editor: _Editor, site: LinearSite, product: Callable[..., object], *weight: object) -> fx.Node:

@@ -11,6 +11,7 @@ from typing import Unpack
 
 from effcompile.backends import usable_for_steps
 from effcompile.backends.base import Backend, Lowered
+from effcompile.backends.torch.packed_before import Packed, keeping
 from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.capture.images import forgetting
 from effcompile.compiler.generation.lower import lower_step
@@ -333,8 +334,11 @@ def _settle(
         with bench.progress.step(f"price and solve for {backend.name}"):
             return search.plan_for(backend, constraints)
 
+    packed: Packed = {}
+
     def run(plan: Plan, constraints: Constraints) -> tuple[Generated, Constraints | None]:
-        outcome, peak = _lowered(bench, backend, plan, told)
+        with keeping(packed, plan.forms()):
+            outcome, peak = _lowered(bench, backend, plan, told)
         passed = all(check.passed for check in outcome.plan.checks)
         over, last = excess(peak, bench.goal.memory), constraints.round == _ROUNDS
         if passed and not over:
