@@ -127,6 +127,28 @@ def test_it_refuses_what_its_executable_would(folder: Path) -> None:
     assert run.eval().to("cpu") is run
 
 
+def test_it_runs_in_the_autocast_that_it_was_planned_in(folder: Path, tmp_path: Path) -> None:
+    """Whatever its caller's is: the casts of one stand in no graph."""
+    linear, x = nn.Linear(8, 8).eval(), torch.randn(3, 8)
+    loaded = effcompile.load(folder)
+    wanted = loaded(X, SCALE)["pair"][0]
+    goal: dict[str, Any] = {
+        "target": "cpu-generic",
+        "backend": "torch-eager",
+        "max_error": 0.05,
+        "passes": [],
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(loaded(X, SCALE)["pair"][0], wanted)
+        planned = effcompile.optimize(linear, inputs=(x,), **goal)
+        narrow = planned(x)
+        assert narrow.dtype is torch.bfloat16
+        opened = effcompile.load(planned.save(tmp_path / "narrow"))
+    assert torch.equal(opened(x), narrow)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(opened(x), narrow)
+
+
 class Flat(nn.Module):
     """Rows of all examples are one axis, which the mask's sizes divide again, as GPT-2's linears do."""
 

@@ -4,6 +4,7 @@ tokenizer where it has one.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,12 +108,20 @@ def write(
         safetensors.torch.save_file(
             {str(lowered.image.id): lowered.image.row.cpu().contiguous()}, folder / _IMAGE
         )
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    configs = [
-        folder / name for name in ("config.json", "generation_config.json") if (folder / name).exists()
-    ]
-    return (*found, folder / HEADER, *configs, *_tokenizer(folder, model))
+    return (*found, folder / HEADER, *_configs(folder, model), *_tokenizer(folder, model))
+
+
+def _configs(folder: Path, model: HFModel) -> tuple[Path, Path]:
+    """As the model has them. save_pretrained refuses what generate() takes with a warning (a temperature where
+    nothing is drawn), and one that is marked as made from a model's config loses its further entries when it
+    is read (Whisper's languages).
+    """
+    of_model, of_generation = folder / "config.json", folder / "generation_config.json"
+    told = copy.deepcopy(model.generation_config)
+    told._from_model_config = False
+    model.config.to_json_file(of_model)
+    told.to_json_file(of_generation)
+    return of_model, of_generation
 
 
 def _tokenizer(folder: Path, model: HFModel) -> list[Path]:

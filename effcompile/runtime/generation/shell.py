@@ -69,8 +69,11 @@ def empty(
 ) -> nn.Module:
     """The same of a model that is not there: its class and its configs, no weights.
 
-    `device`: of the step's own. `inner`: of a model of images and text, see `inside`.
+    `device`: of the step's own. `inner`: of a model of images and text, see `inside`; a class with a
+    generate() of its own reads settings of its inner modules (Whisper strides), which have no data.
     """
+    if inner is None and kind.generate is not GenerationMixin.generate:
+        inner = _without_data(kind, config)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     made = kind.__new__(_class(kind, forward, encoder, device, dtype))
     nn.Module.__init__(made)
@@ -83,10 +86,14 @@ def empty(
 
 def inside(kind: HFClass, config: Any) -> HFModel:
     """The inner model of a model of images and text, without data: generate() calls its methods."""
-    with torch.device("meta"):
-        inner = kind(config).base_model
+    inner = _without_data(kind, config)
     inner.get_video_features = _blind
     return inner
+
+
+def _without_data(kind: HFClass, config: Any) -> HFModel:
+    with torch.device("meta"):
+        return kind(config).base_model
 
 
 def _blind(pixel_values_videos: torch.Tensor | None = None, **kwargs: object) -> Never:

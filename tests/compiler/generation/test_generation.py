@@ -238,13 +238,31 @@ def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
 
 
 def test_an_opened_one_is_pickled_and_copied(llama: Planned, tmp_path: Path) -> None:
-    """Both open the folder once more, of whatever kind; the settings go along."""
+    """Both open the folder once more, of whatever kind; the settings go along. A caller's autocast does not
+    reach its graph.
+    """
     opened = effcompile.load(llama[1].save(tmp_path / "out"))
+    logits = opened(ids(1, 5)).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(opened(ids(1, 5)).logits, logits)
     opened.generation_config.max_new_tokens = 5
     wanted = opened.generate(ids(2, 9), do_sample=False)
     assert wanted.shape == (2, 14)
     for other in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
         assert torch.equal(other.generate(ids(2, 9), do_sample=False), wanted)
+
+
+def test_settings_of_generate_are_saved_as_they_are(
+    llama: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those, too, that transformers itself refuses to save, and entries that only the model's class knows."""
+    told = copy.deepcopy(llama[0].generation_config)
+    monkeypatch.setattr(llama[0], "generation_config", told)
+    told.temperature, told.top_k, told.repetition_penalty, told.lang_to_id = 0.3, 5, 1.3, {"<|en|>": 6}
+    opened = effcompile.load(llama[1].save(tmp_path / "out"))
+    for name in ("temperature", "top_k", "repetition_penalty", "lang_to_id", "eos_token_id", "pad_token_id"):
+        assert getattr(opened.generation_config, name) == getattr(told, name)
+    assert torch.equal(*(each.generate(ids(2, 9), max_new_tokens=8) for each in (opened, llama[1])))
 
 
 def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:
@@ -278,9 +296,13 @@ def test_a_forward_with_what_the_encoder_reads() -> None:
     torch.testing.assert_close(*more, rtol=1e-5, atol=1e-5)
     with pytest.raises(effcompile.EffcompileError, match="needs encoder_outputs"):
         executable(decoder_input_ids=ids(2, 3))
+    for wrong in (ids(2, 7).float(), ids(7), ids(2, 0)):
+        with pytest.raises(effcompile.GuardError, match="input_ids must be token ids"):
+            executable.generate(wrong, max_new_tokens=2)
 
 
-def test_whisper_finds_the_language_by_itself() -> None:
+def test_whisper_finds_the_language_by_itself(tmp_path: Path) -> None:
+    """Opened again, too: its generate() reads strides of the encoder, which is not there."""
     torch.manual_seed(0)
     sizes = {"d_model": 32, "vocab_size": 80, "max_source_positions": 1500, "pad_token_id": 0}
     parts = {
@@ -299,5 +321,7 @@ def test_whisper_finds_the_language_by_itself() -> None:
     told.task_to_id = {"transcribe": 65, "translate": 66}
     planned = model, bare((model, capture_step(model)), context=64)[1]
     sound = torch.randn(2, 80, 3000)
+    opened = effcompile.load(planned[1].save(tmp_path / "out"))
     for how in ({}, {"language": "de", "task": "translate"}):
-        same(planned, sound, max_new_tokens=12, do_sample=False, **how)
+        wanted = same(planned, sound, max_new_tokens=12, do_sample=False, **how)
+        assert torch.equal(opened.generate(sound, max_new_tokens=12, do_sample=False, **how), wanted)
