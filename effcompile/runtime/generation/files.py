@@ -98,8 +98,8 @@ def write(
             graphs.setdefault(name, SavedGraph(file=new.name, inputs=_names(programs[name])))
         inner.rmdir()
     header = Header(
-        kind=type(model).__name__, boundary=lowered.boundary, layout=lowered.layout, room=lowered.room,
-        inputs=lowered.inputs, graphs=graphs, tables=dict(lowered.tables),
+        kind=_opened_as(type(model)).__name__, boundary=lowered.boundary, layout=lowered.layout,
+        room=lowered.room, inputs=lowered.inputs, graphs=graphs, tables=dict(lowered.tables),
         eye=lowered.eye_inputs,
     )  # fmt: skip
     (folder / HEADER).write_bytes(msgspec.json.encode(header))
@@ -111,10 +111,23 @@ def write(
     return (*found, folder / HEADER, *_configs(folder, model), *_tokenizer(folder, model))
 
 
+def _opened_as(kind: HFClass) -> HFClass:
+    """The class of transformers whose generate() is the model's: its own, or that of which a user's class
+    changes no more than the forward, which is planned. Another is itself, which `kind_of` refuses.
+    """
+    for each in kind.__mro__:
+        if getattr(transformers, each.__name__, None) is each:
+            return each if getattr(each, "config_class", None) is kind.config_class else kind
+        changed = {name for name in vars(each) if not name.startswith("__")}
+        if changed - {"forward", "config_class"}:  # the latter is set on each subclass
+            break
+    return kind
+
+
 def _configs(folder: Path, model: HFModel) -> tuple[Path, Path]:
-    """As the model has them. save_pretrained refuses what generate() takes with a warning (a temperature where
-    nothing is drawn), and one that is marked as made from a model's config loses its further entries when it
-    is read (Whisper's languages).
+    """As the model has them. save_pretrained refuses what generate() takes with a warning (a temperature
+    where nothing is drawn), and one that is marked as made from a model's config loses its further entries
+    when it is read (Whisper's languages).
     """
     of_model, of_generation = folder / "config.json", folder / "generation_config.json"
     told = copy.deepcopy(model.generation_config)
@@ -201,7 +214,8 @@ def kind_of(header: Header) -> HFClass:
     if not isinstance(kind, type):
         raise FormatError(
             f"transformers {transformers.__version__} has no {header.kind}, whose generate() the folder is "
-            "opened with. Install the version that the plan was made with (plan.json, versions)."
+            "opened with. Install the version that the plan was made with (plan.json, versions); a class of "
+            "your own opens again where it changes nothing but __init__ and forward."
         )
     return kind
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import effcompile
 from effcompile.capture.generation import capture_step
 from effcompile.ops import row_program
+from effcompile.runtime.generation import files
 
 
 @pytest.fixture(scope="module", params=["gemma3_text", "t5"])
@@ -250,6 +252,24 @@ def test_an_opened_one_is_pickled_and_copied(llama: Planned, tmp_path: Path) -> 
     assert wanted.shape == (2, 14)
     for other in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
         assert torch.equal(other.generate(ids(2, 9), do_sample=False), wanted)
+
+
+def test_a_class_of_ones_own_opens_as_the_one_that_it_is_of(llama: Planned, tmp_path: Path) -> None:
+    """Where it changes no more than what is planned."""
+    model = llama[0]
+
+    class Mine(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    class Other(Mine):
+        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    assert files._opened_as(Mine) is type(model) and files._opened_as(Other) is Other
+    header = files.read(llama[1].save(tmp_path / "out"))[1]
+    with pytest.raises(effcompile.EffcompileError, match=r"has no Other.*nothing but __init__ and forward"):
+        files.kind_of(msgspec.structs.replace(header, kind="Other"))
 
 
 def test_settings_of_generate_are_saved_as_they_are(
