@@ -315,7 +315,7 @@ class Tape:
         if rooms is None:
             return None
         places, nbytes = rooms
-        seconds = self._seconds()
+        seconds = self._seconds(calls)
         packed = (_Call * len(calls))(
             *(_packed(told, number, seconds.get(number, 0), places) for number, told in calls.items())
         )
@@ -325,19 +325,22 @@ class Tape:
         keeps = tuple(kept for told in calls.values() for kept in told.keeps)
         return _Kept(packed, len(calls), results, nbytes + LINE, keeps)
 
-    def _seconds(self) -> dict[int, int]:
-        """Operator that makes two things → the number of the second."""
+    def _seconds(self, calls: dict[int, KernelTold]) -> dict[int, int]:
+        """Operator that makes two things → the number of the second; one past all where no step asks for it:
+        the kernel writes it all the same, and to no place that is another's.
+        """
+        asked = {step.reads[0]: number for number, step in self._numbered() if step.does is Second}
         return {
-            step.reads[0]: number
-            for number, step in self._numbered()
-            if step.does is Second and step.reads[0] is not None
+            at: asked.get(at, len(self._last) + at) for at, told in calls.items() if told.second is not None
         }
 
     def _lives(self, values: Sequence[TapeValue], calls: dict[int, KernelTold]) -> dict[int, Life]:
         """Of what operators make, of their scratch (by a number below 0), and of inputs that are given up."""
         lives = {at: Life(values[at].nbytes, at, self._last[at]) for at in calls}
         lives |= {-at: Life(told.scratch, at, at) for at, told in calls.items() if told.scratch}
-        lives |= {at: Life(values[at].nbytes, first, self._last[at]) for first, at in self._seconds().items()}
+        for at, second in self._seconds(calls).items():
+            last = self._last[second] if second < len(self._last) else at
+            lives[second] = Life(4 * math.prod(calls[at].second or ()), at, last)
         free = [at for at in self._given_up if values[at].dense]
         return lives | {at: Life(values[at].nbytes, 0, self._last[at]) for at in free}
 

@@ -221,11 +221,8 @@ def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Cont
     """Seconds of a form; None where the backend has no kernel for it."""
     if form not in _SEEING:
         cost = price(context, f"attention/{form}", *site.dims)
-        return (
-            _sum_of_parts(site, context)
-            if cost is None and form == "math" and (site.eager or site.ours)
-            else cost
-        )
+        # one of SDPA stays one, eager as the model's is, where the backend has no kernel that takes it apart
+        return _sum_of_parts(site, context) if cost is None and form == "math" and site.ours else cost
     b, h, sq, sk, d = site.dims
     visible = (
         sk // 2

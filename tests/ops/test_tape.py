@@ -140,6 +140,18 @@ def test_norms() -> None:
         torch.testing.assert_close(both(x, x.flip(0))[0], held(x, x.flip(0)))
 
 
+def test_a_sum_that_nothing_reads_lies_where_nothing_else_does() -> None:
+    """The last norm makes one: it was written over the first input, a caller's own, or what lay there."""
+    final = HeldRmsNorm(torch.randn(WIDTH), 1e-6, pair=True)
+    steps = [TapeStep(HeldAdd(), (0, 1)), TapeStep(final, (2, 1)), TapeStep(HeldAdd(), (3, 2))]
+    for given_up in ((), (0,)):
+        x, y = torch.randn(2, 3, 70, WIDTH)
+        before, right = x.clone(), by_torch(steps, [3, 4], x, y)
+        found = Tape(steps, 2, [3, 4], given_up)(x, y)
+        assert given_up or torch.equal(x, before)
+        assert all(map(torch.equal, found, right))
+
+
 def test_sums() -> None:
     """Of dense values of one shape by the kernel; of others as torch has them."""
     run, twice = (Tape([TapeStep(HeldAdd(), reads)], 2, [2]) for reads in ((0, 1), (1, 1)))

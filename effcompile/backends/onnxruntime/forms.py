@@ -122,6 +122,7 @@ def pack_attention(graph: ir.Graph, attention: ir.Node) -> bool:
     after = _merged_heads(attention)
     if q is None or k is None or v is None or after is None:
         return False
+    *between, merged = after
     (q_value, heads), (k_value, kv_heads), (v_value, v_heads) = q, k, v
     if kv_heads != v_heads or len(attention.outputs) > 1:
         return False
@@ -138,8 +139,8 @@ def pack_attention(graph: ir.Graph, attention: ir.Node) -> bool:
     _copy_type(attention.outputs[0], packed.outputs[0], with_shape=False)
     packed.outputs[0].name = f"{attention.outputs[0].name}_packed"
     graph.insert_before(attention, packed)
-    ir.convenience.replace_all_uses_with(after.outputs[0], packed.outputs[0])
-    graph.remove([after, attention], safe=True)
+    ir.convenience.replace_all_uses_with(merged.outputs[0], packed.outputs[0])
+    graph.remove([merged, *reversed(between), attention], safe=True)
     return True
 
 
@@ -167,14 +168,32 @@ def _before_split_heads(value: ir.Value | None) -> tuple[ir.Value, int] | None:
     return x, heads
 
 
-def _merged_heads(attention: ir.Node) -> ir.Node | None:
-    """The Transpose(0 2 1 3) after an attention, when only Reshapes that do not copy dimensions read it."""
-    users = [use.node for use in attention.outputs[0].uses()]
-    if len(users) != 1 or users[0].op_type != "Transpose" or not _swaps_heads(users[0]):
+def _merged_heads(attention: ir.Node) -> list[ir.Node] | None:
+    """The Transpose(0 2 1 3) after an attention, when only Reshapes that do not copy dimensions read it;
+    before it the Reshapes to the same shape that lie between (Wav2Vec2 writes one).
+    """
+    path: list[ir.Node] = []
+    node = attention
+    while not path or _keeps_shape(node):
+        users = [use.node for use in node.outputs[0].uses()]
+        if len(users) != 1 or node.outputs[0].is_graph_output():
+            return None
+        node = users[0]
+        path.append(node)
+    if node.op_type != "Transpose" or not _swaps_heads(node):
         return None
-    readers = [use.node for use in users[0].outputs[0].uses()]
+    readers = [use.node for use in node.outputs[0].uses()]
     merges = bool(readers) and all(r.op_type == "Reshape" and not _copies_dims(r) for r in readers)
-    return users[0] if merges and not users[0].outputs[0].is_graph_output() else None
+    return path if merges and not node.outputs[0].is_graph_output() else None
+
+
+def _keeps_shape(node: ir.Node) -> bool:
+    """True for a Reshape to the shape that its input is known to have."""
+    if node.op_type != "Reshape" or node.inputs[0] is None:
+        return False
+    was, now = node.inputs[0].shape, node.outputs[0].shape
+    known = was is not None and all(isinstance(dim, int) or dim.value is not None for dim in was)
+    return known and was == now
 
 
 def _swaps_heads(transpose: ir.Node) -> bool:

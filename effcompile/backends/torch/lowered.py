@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import io
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -29,12 +30,13 @@ from effcompile.backends.torch.pack import (
     packed_weights,
     put_plain_aside,
 )
+from effcompile.backends.torch.shaped import Shaped
 from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
 from effcompile.core.autocast import Autocasts, autocasts, named, of_names, within
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.garbage import uncollected
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
-from effcompile.core.types import Forward, Outputs
+from effcompile.core.types import Forward
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program, stored_bytes
@@ -59,6 +61,16 @@ from effcompile.ops.int13_linear import told as int13_told
 
 ARTIFACT = "model.pt2"
 _HEADER = "effcompile.json"
+
+
+class _Header(NamedTuple):
+    """Of a file: the engine that it was made for, the autocast that it was planned in, and the shapes of its
+    example; None where an older one does not tell.
+    """
+
+    engine: str
+    autocast: Autocasts
+    shapes: Sequence[list[int]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +117,7 @@ class TorchLowered:
         """
         header = {"format": "effcompile-torch", "version": 1, "engine": self.engine}
         header |= {"autocast": named(self.autocast)}
+        header |= {"shapes": [list(tensor.shape) for tensor in self.program.flat_inputs()]}
         content = io.BytesIO()
         try:
             # into memory first: on a full disk torch's own file writer does not raise but aborts the process
@@ -134,8 +147,8 @@ def _without_source_paths(exported: torch.export.ExportedProgram) -> torch.expor
 
 
 def load(path: Path) -> Forward:
-    """The saved artifact as a callable with the original model's signature; compiled at the first call for
-    Inductor.
+    """The saved artifact as a callable with the original model's signature. For Inductor it is compiled at
+    the first call of the example's shapes, and runs uncompiled at others.
 
     Raises:
         UsageError: no such file. FormatError: not a model.pt2 of effcompile.
@@ -168,8 +181,7 @@ def open_flat(path: Path) -> fx.GraphModule:
 
     Raises what `load` does.
     """
-    exported = _exported(path)[0]
-    module = exported.module(check_guards=False)
+    module = _exported(path)[0].module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(module.graph, values)
@@ -178,16 +190,16 @@ def open_flat(path: Path) -> fx.GraphModule:
     return by_few_rows(pack(fx.GraphModule(module, graph)))
 
 
-def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str, Autocasts]:
-    """What a file holds, the engine that it was made for, and the autocast that it was planned in."""
+def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
+    """What a file holds, and what is said of it."""
     if not path.is_file():
         raise UsageError(f"There is no {str(path)!r}. Give the folder that `effcompile optimize -o` wrote.")
     torch_compat.allow_tracing_packing()
     files = {_HEADER: ""}
     try:
         exported = torch.export.load(path, extra_files=files)
-        header = json.loads(files[_HEADER])
-        autocast = of_names(header.get("autocast", {}))
+        said = json.loads(files[_HEADER])
+        header = _Header(said["engine"], of_names(said.get("autocast", {})), said.get("shapes"))
     except Exception as error:
         raise FormatError(
             f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again."
@@ -197,24 +209,24 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str, Autocasts]
     packets = {getattr(node.target, "overloadpacket", None) for node in exported.graph.nodes}
     if int8 & packets and products_saturate():
         raise made_elsewhere(path)
-    return exported, header["engine"], autocast
+    return exported, header
 
 
 def _loaded(path: Path, *, guarded: bool = True) -> tuple[torch.export.ExportedProgram, Forward]:
     """What a file holds, and runs; `guarded`: where torch's guards hold alone."""
-    exported, engine, autocast = _exported(path)
-    inductor = engine == "inductor"
+    exported, header = _exported(path)
+    inductor = header.engine == "inductor"
     # Dynamo cannot trace export's guards and hooks, and makes its own
     module = exported.module(check_guards=guarded and not inductor)
     assert isinstance(module, fx.GraphModule)
     run = (
-        _compiled_when_called(fx.GraphModule(module, module.graph), path)
+        _compiled_when_called(module, path, header.shapes)
         if inductor
         else called(by_few_rows(pack(module)))
     )
 
     def call(*args: object, **kwargs: object) -> Any:
-        with torch.inference_mode(False), torch.no_grad(), within(autocast):
+        with torch.inference_mode(False), torch.no_grad(), within(header.autocast):
             return run(*args, **kwargs)
 
     return exported, call
@@ -261,7 +273,9 @@ def lower_inductor(program: Program) -> TorchLowered:
     return TorchLowered(
         program=program,
         engine="inductor",
-        run=_Shaped(program, compiled, packed),
+        run=Shaped(
+            [list(t.shape) for t in program.flat_inputs()], compiled, lambda: pack(flatten(program), packed)
+        ),
         applied=found.confirm(found.applied(program, module), module, kept),
         settings={
             "threads": torch.get_num_threads(),
@@ -296,36 +310,14 @@ def _kernels(program: Program) -> dict[str, str]:
     }
 
 
-class _Shaped:
-    """The compiled function at the shapes it was compiled for; at any other the same graph, packed and
-    uncompiled.
-
-    So a new sequence length costs a slower call, not half a minute of compiling. `packed`: the weights that
-    both hold.
-    """
-
-    def __init__(
-        self, program: Program, compiled: Callable[..., object], packed: Sequence[torch.Tensor]
-    ) -> None:
-        self._program, self._compiled, self._packed = program, compiled, packed
-        self._shapes = [(t.shape, t.dtype, t.device) for t in program.flat_inputs()]
-        self._eager: fx.GraphModule | None = None
-
-    def __call__(self, *inputs: torch.Tensor) -> Outputs:
-        if [(t.shape, t.dtype, t.device) for t in inputs] == self._shapes:
-            # it was compiled for what is none
-            return self._compiled(*(t.clone() if t.is_inference() else t for t in inputs))
-        if self._eager is None:
-            self._eager = pack(flatten(self._program), self._packed)
-        return self._eager(*inputs)
-
-
-def _compiled_when_called(module: fx.GraphModule, path: Path) -> Forward:
-    """The graph of a file, compiled at the first call; its code is kept by the file's bytes, for the next
-    process that loads it.
+def _compiled_when_called(module: fx.GraphModule, path: Path, shapes: Sequence[list[int]] | None) -> Forward:
+    """The graph of a file, compiled at the first call of these shapes (of any, where a file does not tell);
+    its code is kept by the file's bytes, for the next process that loads it.
     """
     with path.open("rb") as content:
         bytes_of = hashlib.file_digest(content, "sha256").hexdigest()
+    packed = packed_weights(module)
+    elsewhere = packed_elsewhere(_copied(module), packed)
     made = list[Forward]()
 
     def call(*args: object, **kwargs: object) -> Any:
@@ -334,10 +326,14 @@ def _compiled_when_called(module: fx.GraphModule, path: Path) -> Forward:
         code = f"{bytes_of} {_what_compiles(torch.get_num_threads())}"
         with torch_compat_inductor.read_as_compiled(lambda _: (), code) as (reader, _):  # one at a time
             if not made:
-                made.append(_compile(module, reader))
+                made.append(_compile(elsewhere, reader))
             return made[0](*args, **kwargs)
 
-    return call
+    return Shaped(shapes, call, lambda: pack(_copied(module), packed))
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def _compile(module: fx.GraphModule, reader: Any | None) -> Forward:
