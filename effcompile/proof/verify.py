@@ -227,11 +227,15 @@ def worst(checks: Sequence[Check]) -> float:
 
 def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
     failed = partial(Check, name=case.name, error=math.inf, limit=goal.tolerance)
+    given = [tensor.clone() for tensor in case.inputs]
     try:
         with torch.no_grad():  # as the reference
             outputs = run(*case.args, **case.kwargs)
     except EffcompileError as failure:
         return failed(note=Failed(message=str(failure)))
+    for spec, before, now in zip(program.inputs, given, case.inputs, strict=True):
+        if not torch.allclose(before, now, rtol=0, atol=0, equal_nan=now.is_floating_point()):
+            return failed(note=Because("it writes into its input {name}", (spec.name,)))
     found = _read(_tensors(outputs), goal)
     mask = _mask(program, case.inputs)
     if len(found) != len(case.outputs):

@@ -55,6 +55,19 @@ def test_a_result_of_another_kind_fails(kind: str) -> None:
     assert all(str(check.note).startswith(which) and " instead of " in str(check.note) for check in checks)
 
 
+def test_what_writes_into_its_inputs_fails() -> None:
+    program = capture(model := Alike().eval(), (), inputs())
+    goal = Goal(max_error=0.5)
+
+    def lowered(x: Tensor, attention_mask: Tensor) -> list[Tensor]:
+        found = list(program.module(x=x, attention_mask=attention_mask))
+        x[0, 0] += 1
+        return found
+
+    checks = verify(lowered, program, references(program, model, goal), goal)
+    assert {str(check.note) for check in checks} == {"it writes into its input x"}
+
+
 def test_what_the_goal_does_not_read_may_be_left_out() -> None:
     program = capture(model := Alike().eval(), (), inputs())
     goal = Goal(reads="last")
