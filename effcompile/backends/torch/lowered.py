@@ -21,6 +21,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import read_back as found
+from effcompile.backends.torch.at_shapes import AtShapes
 from effcompile.backends.torch.called import called
 from effcompile.backends.torch.pack import (
     by_few_rows,
@@ -30,7 +31,6 @@ from effcompile.backends.torch.pack import (
     packed_weights,
     put_plain_aside,
 )
-from effcompile.backends.torch.shaped import Shaped
 from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
 from effcompile.core.autocast import Autocasts, autocasts, named, of_names, within
 from effcompile.core.errors import FormatError, LoweringError, UsageError
@@ -273,7 +273,7 @@ def lower_inductor(program: Program) -> TorchLowered:
     return TorchLowered(
         program=program,
         engine="inductor",
-        run=Shaped(
+        run=AtShapes(
             [list(t.shape) for t in program.flat_inputs()], compiled, lambda: pack(flatten(program), packed)
         ),
         applied=found.confirm(found.applied(program, module), module, kept),
@@ -329,7 +329,7 @@ def _compiled_when_called(module: fx.GraphModule, path: Path, shapes: Sequence[l
                 made.append(_compile(elsewhere, reader))
             return made[0](*args, **kwargs)
 
-    return Shaped(shapes, call, lambda: pack(_copied(module), packed))
+    return AtShapes(shapes, call, lambda: pack(_copied(module), packed))
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

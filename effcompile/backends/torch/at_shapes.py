@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from effcompile.core.types import Forward
 
 
-class Shaped:
+class AtShapes:
     """The compiled function at the shapes it was compiled for; at any other the same graph, packed and
     uncompiled.
 
