@@ -17,6 +17,7 @@ from effcompile.passes.attention import Attention
 from effcompile.passes.last_token_logits import Logits
 from effcompile.passes.norm_gelu_fusion import Fuse
 from effcompile.report.reasons import words
+from effcompile.sites.attention.normalise import EAGER
 from effcompile.sites.parts import attentions, gelus, linears
 
 LAST = Goal(max_error=0.05, reads="last")
@@ -34,6 +35,19 @@ def test_attention_offers_the_forms_that_exist_and_pay(bert: Program) -> None:
     }
     site = next(iter(choices))
     assert Attention().apply(bert, plan_with({site: "packed"})).tags == {site: form("packed")}
+
+
+def test_one_node_stays_one_where_the_backend_has_no_separate_kernels(bert: Program) -> None:
+    """ONNX Runtime was told `math` of an eager model, for the price of the parts, and held SDPA."""
+    eager = bert.editable("eager")
+    for found in attentions(eager):
+        found.node.meta[EAGER] = True
+
+    def price(call: KernelCall) -> float | None:
+        return {"attention/sdpa": 2e-3, "matmul/fp32": 1e-5, "softmax/fp32": 1e-5}.get(call.kernel)
+
+    choices, _ = split(Attention(int8=False).propose(eager, context(price, goal=Goal())))
+    assert choices and all([o.name for o in c.options] == ["sdpa"] for c in choices.values())
 
 
 def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: Program) -> None:
