@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,8 @@ class Shaped:
         self._for_sizes: Any = None
         self._for_any: Any = None
         self.compiled: Any = None  # of the first call
+        # a request holds the results of its last call: of two threads, one would be given the other's
+        self._one_at_a_time = Lock()
 
     def infer(self, arrays: Sequence[Array]) -> list[Array]:
         """One call.
@@ -59,13 +62,14 @@ class Shaped:
         names = (port.get_any_name() for port in self._model.inputs)
         check_numbers(dict(zip(names, arrays, strict=True)))
         sizes = tuple(array.shape for array in arrays)
-        if self._sizes is None:
-            self._for_sizes = self._request(self._sized(sizes))
-            self._sizes = sizes
-        if sizes != self._sizes and self._for_any is None:
-            self._for_any = self._request(self._model)
-        request = self._for_sizes if sizes == self._sizes else self._for_any
-        outputs = list(request.infer(list(arrays), share_inputs=True).values())
+        with self._one_at_a_time:
+            if self._sizes is None:
+                self._for_sizes = self._request(self._sized(sizes))
+                self._sizes = sizes
+            if sizes != self._sizes and self._for_any is None:
+                self._for_any = self._request(self._model)
+            request = self._for_sizes if sizes == self._sizes else self._for_any
+            outputs = list(request.infer(list(arrays), share_inputs=True).values())
         if self._flagged and not bool(outputs.pop()):
             raise LoweringError(
                 "An index that the model computes from these inputs is negative or too large for what is "
