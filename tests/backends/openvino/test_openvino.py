@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,19 @@ assert lowered.peak_bytes([x]) > lowered.weight_bytes
 
 
 @installed
+def test_threads_that_call_at_once_are_given_their_own_results() -> None:
+    """A request holds the results of its last call, which was another thread's."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)).eval()
+    x = torch.randn(64, 64)
+    lowered = OpenVino().lower(capture(model, (x,), {}), None, [[x]])
+    given = [x * (at + 1) for at in range(3)]
+    right = [lowered(each)[0] for each in given]
+    with ThreadPoolExecutor(3) as pool:
+        asked = [*range(3)] * 40
+        found = list(pool.map(lambda at: torch.equal(lowered(given[at])[0], right[at]), asked))
+    assert all(found)
+
+
 def test_peak_grows_with_the_input(program: Program) -> None:
     lowered = lower(program, {})
     long = lowered.peak_bytes([program.args[0].repeat(8, 32)])
