@@ -26,8 +26,11 @@ def named(held: Autocasts) -> dict[str, str]:
 
 
 def of_names(names: Mapping[str, str]) -> Autocasts:
-    """What `named` wrote. Raises AttributeError where torch has no such dtype."""
-    return tuple((device, getattr(torch, name)) for device, name in names.items())
+    """What `named` wrote. Raises ValueError for what is no device or dtype."""
+    found = tuple((device, getattr(torch, name, None)) for device, name in names.items())
+    if unknown := [each for each in found if each[0] not in _DEVICES or not isinstance(each[1], torch.dtype)]:
+        raise ValueError(f"there is no such autocast: {unknown}")
+    return found  # type: ignore[return-value]
 
 
 def within(wanted: Autocasts = ()) -> AbstractContextManager[object]:

@@ -220,9 +220,7 @@ def _loaded(path: Path, *, guarded: bool = True) -> tuple[torch.export.ExportedP
     module = exported.module(check_guards=guarded and not inductor)
     assert isinstance(module, fx.GraphModule)
     run = (
-        _compiled_when_called(module, path, header.shapes)
-        if inductor
-        else called(by_few_rows(pack(module)))
+        _compiled_when_called(module, path, header.shapes) if inductor else called(by_few_rows(pack(module)))
     )
 
     def call(*args: object, **kwargs: object) -> Any:
