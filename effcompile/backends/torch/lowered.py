@@ -166,11 +166,12 @@ def load_flat(path: Path) -> tuple[Callable[..., list[torch.Tensor]], fx.Graph]:
     # batch of 1 (`seq < batch * seq`), than what the model was compared at
     exported, run = _loaded(path, guarded=False)
     given = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    structure = exported.call_spec.in_spec  # asked for it, torch defines a class
 
     def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
         left = iter(tensors)
         leaves = [arg.value if isinstance(arg, ConstantArgument) else next(left) for arg in given]
-        args, kwargs = pytree.tree_unflatten(leaves, exported.call_spec.in_spec)
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
         return [leaf for leaf in pytree.tree_leaves(run(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
 
     return call, exported.graph

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.measure_attentions import ATTENTIONS
-from effcompile.backends.torch.measure_linears import SPARSE, Body, as_run_by, in_region, linears, quantizers
+from effcompile.backends.torch.measure_attentions import ATTENTIONS, ON_TAPES
+from effcompile.backends.torch.measure_linears import SPARSE, Body, as_run_by, at_once, linears, quantizers
 from effcompile.core import gpu
 from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.torch_compat_inductor import built_later, compiling
@@ -38,10 +38,9 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
     `device`: if None torch's default.
     """
     device = device or torch.get_default_device().type
-    if device == "cpu" and _in_region(call):
-        rows, width = call.dims
-        many = measure(KernelCall(call.kernel, (rows * _AT_ONCE, width)), engine, device=device)
-        return None if many is None else many / _AT_ONCE
+    if device == "cpu" and (times := _at_once(call)) > 1:
+        many = measure(KernelCall(call.kernel, (call.dims[0] * times, *call.dims[1:])), engine, device=device)
+        return None if many is None else many / times
     held, make = call.format, _KERNELS.get(call.kernel)
     inductor = compiling() if engine == "inductor" else contextlib.nullcontext()
     with torch.no_grad(), torch.device(device), inductor:
@@ -56,10 +55,13 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
         elif device == "cpu" and reads_weights(call):
             made = linears(held, call.dims[:3], engine, 1 + cold_copies(_stored(call)))
             present = [each for each in made if each is not None]
-            regions = functools.partial(in_region, held, call.dims[:3]) if engine == "eager" else None
+            regions = functools.partial(at_once, held, call.dims[:3]) if engine == "eager" else None
             return _on_cold_weights(present, regions) if present else None
         else:
-            body = in_turn(linears(held, call.dims[:3], engine, copies(call)))
+            made = linears(held, call.dims[:3], engine, copies(call))
+            if engine == "eager" and len(made) > 1 and (together := at_once(held, call.dims[:3], made)):
+                return seconds_of(together, device) / len(made)
+            body = in_turn(made)
         return None if body is None else seconds_of(body, device)
 
 
@@ -90,10 +92,15 @@ def _build_ahead(in_bytes: bool, threads: int) -> None:
             wait()
 
 
-def _in_region(call: KernelCall) -> bool:
-    """Whether it is an operator on few rows that a region does within its one call (regions.py)."""
+def _at_once(call: KernelCall) -> int:
+    """How many of an operator on few rows are timed as one, which a region (regions.py) or a tape (tape.py)
+    does within its one call; of an attention batches.
+    """
+    if call.kernel in ON_TAPES:
+        batch, _, queries = call.dims[:3]
+        return max(1, MANY_ROWS // (batch * queries))
     few = call.kernel.startswith("rows/") and call.dims[0] <= FEW_ROWS
-    return few and row_program.available()
+    return _AT_ONCE if few and row_program.available() else 1
 
 
 def priced_as(backend: str, call: KernelCall) -> str:

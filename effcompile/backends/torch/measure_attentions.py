@@ -149,6 +149,8 @@ def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._scaled_dot_product_attention_math(q, k, v)[0]
 
 
+#: Those that are steps of a tape (ops/tape.py), so that no call of Python is theirs.
+ON_TAPES = ("attention/sdpa_fp32", "attention/sdpa_int8_token", "attention/causal_fp32")
 #: Kernel → makes the call that is timed.
 ATTENTIONS: Mapping[str, Callable[[Dims, str], Body | None]] = {
     "attention/sdpa": _attention(F.scaled_dot_product_attention),

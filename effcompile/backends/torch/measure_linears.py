@@ -32,10 +32,12 @@ from effcompile.ops import few_rows, group_codes, int8_sparse, int13_codes, row_
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
 from effcompile.ops.int8_codes import pack
-from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
-from effcompile.ops.int13_linear import int13_linear
+from effcompile.ops.int8_held import HeldLinear, HeldWords
+from effcompile.ops.int8_linear import int8_linear_on_cpu
+from effcompile.ops.int13_linear import int13_linear_on_cpu
 from effcompile.ops.row_program import BYTES, GROUPS, WIDE, RowProgram, RowStep
 from effcompile.ops.sparse_codes import SparseCodes
+from effcompile.ops.tape import Tape, TapeStep
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
@@ -91,14 +93,19 @@ def _few_float(drawn: _Drawn, count: int) -> list[Body | None]:
     return [_OnWeights(functools.partial(few_rows.linear, drawn.x), (own, drawn.bias)) for own in weights]
 
 
-def in_region(held: WeightFormat, dims: Dims, made: Sequence[Body]) -> Body | None:
-    """Linears of few rows as a region does them, all in one call (regions.py); None where it does not: a call
-    of each took 12 to 20 us from Python, which is as long as reading a weight of 512 x 512 in bytes.
+def at_once(held: WeightFormat, dims: Dims, made: Sequence[Body | None]) -> Body | None:
+    """Linears as a lowered model does them, all in one call: few rows in a region (regions.py), more on a
+    tape (tape.py). None where each is a call: from Python that took 12 to 20 us, which is as long as reading
+    a weight of 512 x 512 in bytes.
     """
     m, k, n = dims
-    kind = GROUPS if held.activation == "int8 groups" else {FP32: WIDE, INT8_TOKEN: BYTES}.get(held)
     on_weights = [body for body in made if isinstance(body, _OnWeights)]
-    if kind is None or m > FEW or len(on_weights) < len(made) or not row_program.has(kind):
+    if len(on_weights) < len(made):
+        return None
+    if m > FEW:
+        return _on_tape(_ON_TAPES[held], on_weights, m, k) if held in _ON_TAPES else None
+    kind = GROUPS if held.activation == "int8 groups" else {FP32: WIDE, INT8_TOKEN: BYTES}.get(held)
+    if kind is None or not row_program.has(kind):
         return None
     steps = [
         # the weight, its scales or None, the bias
@@ -107,6 +114,14 @@ def in_region(held: WeightFormat, dims: Dims, made: Sequence[Body]) -> Body | No
     ]
     program = RowProgram(steps, 1, [k, *[n] * len(steps)], range(1, len(steps) + 1))
     return functools.partial(program, torch.randn(1, m, k))
+
+
+_ON_TAPES = {INT8_TOKEN: HeldLinear, INT13_TOKEN: HeldWords}
+
+
+def _on_tape(held: type[HeldLinear], made: Sequence[_OnWeights], m: int, k: int) -> Body:
+    steps = [TapeStep(held(weight, scales, bias), (0,)) for weight, scales, bias in (b.weights for b in made)]
+    return functools.partial(Tape(steps, 1, [len(steps)]), torch.randn(m, k))
 
 
 def _linear(held: WeightFormat, drawn: _Drawn, engine: str) -> Body | None:
@@ -206,16 +221,16 @@ def _int8(held: WeightFormat, drawn: _Drawn, engine: str) -> Body:
 
 
 def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
-    """One operator to every engine; None on a GPU."""
+    """One function to every engine, without torch's dispatcher (plain.py); None on a GPU."""
     codes, scales = numerics.quantize_rows(weight)
     packed, flat = pack(codes), scales.flatten()
-    product = int8_linear_on_cpu if len(x) <= FEW_ROWS else int8_linear.default
-    return None if x.is_cuda else _OnWeights(functools.partial(product, x), (packed, flat, bias))
+    product = functools.partial(int8_linear_on_cpu, x)
+    return None if x.is_cuda else _OnWeights(product, (packed, flat, bias))
 
 
 def _int13_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
     codes, scales = int13_codes.quantize(weight)
-    product = functools.partial(int13_linear.default, x)
+    product = functools.partial(int13_linear_on_cpu, x)
     return None if x.is_cuda else _OnWeights(product, (int13_codes.pack(codes), scales, bias))
 
 

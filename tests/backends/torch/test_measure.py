@@ -20,7 +20,7 @@ from effcompile.core.torch_compat_narrow import has_bf16_products
 from effcompile.ir.formats import TABLE_INT8_GROUPS
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
-from effcompile.ops import bf16_attention, int8_attention, row_program, rows_native
+from effcompile.ops import bf16_attention, int8_attention, row_program, rows_native, tape
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.torch_attention import runs_in
 
@@ -127,7 +127,7 @@ def test_few_rows_are_timed_as_one_call_that_makes_all_products(name: str, rows:
     for at, body in enumerate(made):  # so that no two are alike
         if name == "fp32":
             body.weights[0].mul_(at + 1)
-    call = measure_linears.in_region(held, dims, made)
+    call = measure_linears.at_once(held, dims, made)
     products = call()
     (x,) = call.args
     assert len(products) == 3 and all(each.shape == (1, rows, 64) for each in products)
@@ -137,11 +137,39 @@ def test_few_rows_are_timed_as_one_call_that_makes_all_products(name: str, rows:
         torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_what_no_region_does_is_called_one_by_one() -> None:
-    for name, rows in (("int8_token", 9), ("bf16", 1)):
+@pytest.mark.parametrize("name", ["int8_token", "int13_token"])
+def test_more_rows_are_timed_as_one_tape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps run, none from Python, and the last is the product of its own weight."""
+    held, dims = form(name).weights, (17, 96, 64)
+    made = measure_linears.linears(held, dims, "eager", 3)
+    made[2].weights[1].mul_(2)  # scales: else all were alike
+    call = measure_linears.at_once(held, dims, made)
+    counts: list[int] = []
+    if (run := tape._runner()) is not None:
+        monkeypatch.setattr(tape, "_runner", lambda: lambda *given: (counts.append(given[1]), run(*given)))
+    (product,) = call()
+    (x,) = call.args
+    torch.testing.assert_close(product, made[2].product.func(x, *made[2].weights), rtol=0, atol=0)
+    assert counts == ([3] if run is not None else [])
+
+
+def test_what_no_call_does_together_is_called_one_by_one() -> None:
+    for name, rows in (("fp32", 9), ("bf16", 1)):
         held = form(name).weights
         made = measure_linears.linears(held, (rows, 64, 64), "eager", 2)
-        assert measure_linears.in_region(held, (rows, 64, 64), made) is None
+        assert measure_linears.at_once(held, (rows, 64, 64), made) is None
+
+
+def test_a_short_attention_of_ours_is_timed_as_batches_and_torchs_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tape calls it without Python, whose call of 16 queries took three times as long as the kernel."""
+    asked = dict[str, tuple[int, ...]]()
+    for kernel in ("attention/sdpa", "attention/sdpa_fp32"):
+        make = lambda dims, engine, kernel=kernel: asked.update({kernel: dims})  # noqa: E731
+        monkeypatch.setitem(measure._KERNELS, kernel, make)
+        measure.measure(KernelCall(kernel, (2, 12, 16, 16, 32)), "eager")
+    assert asked == {"attention/sdpa": (2, 12, 16, 16, 32), "attention/sdpa_fp32": (16, 12, 16, 16, 32)}
 
 
 def test_a_table_in_groups_has_any_width() -> None:
