@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from effcompile.capture import axes as dynamic_axes
-from effcompile.capture import cleanup, written_out
+from effcompile.capture import cleanup, simplify, written_out
 from effcompile.capture.calls import CallChecks
 from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
@@ -359,6 +359,7 @@ def _clean(module: fx.GraphModule, subject: _Subject) -> None:
     cleanup.refuse_layouts(module.graph)
     cleanup.drop_copies(module.graph)
     cleanup.compute_once(module.graph)
+    simplify.simplify(module.graph)
     written_out.as_operators(module.graph)
     keep_strides(module.graph)
     cleanup.name_modules(module.graph)
