@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import Dims
 from effcompile.ops import few_rows, group_codes, int8_sparse, int13_codes, row_program
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
+from effcompile.ops.fp32_linear import HeldFloats
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_held import HeldLinear, HeldWords
@@ -37,7 +38,7 @@ from effcompile.ops.int8_linear import int8_linear_on_cpu
 from effcompile.ops.int13_linear import int13_linear_on_cpu
 from effcompile.ops.row_program import BYTES, GROUPS, WIDE, RowProgram, RowStep
 from effcompile.ops.sparse_codes import SparseCodes
-from effcompile.ops.tape import Tape, TapeStep
+from effcompile.ops.tape import HeldOperator, Tape, TapeStep
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
@@ -46,16 +47,20 @@ Body = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class _OnWeights:
-    """A product on weights whose form takes long to make: of copies only the bytes are other ones."""
+    """A product on weights whose form takes long to make: of copies only the bytes are other ones.
+
+    `step`: makes what a tape (tape.py) does instead, of the weights; None where none does.
+    """
 
     product: Forward
     weights: tuple[torch.Tensor, ...]
+    step: Callable[..., HeldOperator] | None = None
 
     def __call__(self) -> Any:
         return self.product(*self.weights)
 
     def copy(self) -> _OnWeights:
-        return _OnWeights(self.product, tuple(weight.clone() for weight in self.weights))
+        return replace(self, weights=tuple(weight.clone() for weight in self.weights))
 
 
 class _Drawn:
@@ -72,7 +77,8 @@ def linears(held: WeightFormat, dims: Dims, engine: str, count: int) -> list[Bod
     if numerics.why_not(held, m, k, n) is not None or (engine == "stock" and held != FP32):
         return []
     drawn = _Drawn(m, k, n)
-    if held == FP32 and engine == "eager" and m <= few_rows.ROWS and not drawn.x.is_cuda:
+    own = held == FP32 and engine == "eager" and not drawn.x.is_cuda
+    if own and (m <= FEW or (m <= few_rows.ROWS and packing(*dims, ours=True) != "ours")):
         return _few_float(drawn, count)
     first = _linear(held, drawn, engine)
     copied = (
@@ -103,7 +109,7 @@ def at_once(held: WeightFormat, dims: Dims, made: Sequence[Body | None]) -> Body
     if len(on_weights) < len(made):
         return None
     if m > FEW:
-        return _on_tape(_ON_TAPES[held], on_weights, m, k) if held in _ON_TAPES else None
+        return _on_tape([body.step(*body.weights) for body in on_weights if body.step is not None], m, k)
     kind = GROUPS if held.activation == "int8 groups" else {FP32: WIDE, INT8_TOKEN: BYTES}.get(held)
     if kind is None or not row_program.has(kind):
         return None
@@ -116,12 +122,13 @@ def at_once(held: WeightFormat, dims: Dims, made: Sequence[Body | None]) -> Body
     return functools.partial(program, torch.randn(1, m, k))
 
 
-_ON_TAPES = {INT8_TOKEN: HeldLinear, INT13_TOKEN: HeldWords}
+def _on_tape(operators: Sequence[HeldOperator], m: int, k: int) -> Body | None:
+    steps = [TapeStep(operator, (0,)) for operator in operators]
+    return functools.partial(Tape(steps, 1, [len(steps)]), torch.randn(m, k)) if steps else None
 
 
-def _on_tape(held: type[HeldLinear], made: Sequence[_OnWeights], m: int, k: int) -> Body:
-    steps = [TapeStep(held(weight, scales, bias), (0,)) for weight, scales, bias in (b.weights for b in made)]
-    return functools.partial(Tape(steps, 1, [len(steps)]), torch.randn(m, k))
+def _floats(held: torch.Tensor, bias: torch.Tensor) -> HeldFloats:
+    return HeldFloats(held, len(bias), bias)
 
 
 def _linear(held: WeightFormat, drawn: _Drawn, engine: str) -> Body | None:
@@ -193,7 +200,7 @@ def _wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str
         own, multiplied = weight.clone(), few_rows.linear if engine == "eager" else F.linear
         return lambda: multiplied(x, own, bias)
     held, run = packed(way, weight, len(x)), functools.partial(product, way, x)
-    return _OnWeights(run, (held, bias)) if way == "ours" else functools.partial(run, held, bias)
+    return _OnWeights(run, (held, bias), _floats) if way == "ours" else functools.partial(run, held, bias)
 
 
 def _int8(held: WeightFormat, drawn: _Drawn, engine: str) -> Body:
@@ -225,13 +232,13 @@ def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Bo
     codes, scales = numerics.quantize_rows(weight)
     packed, flat = pack(codes), scales.flatten()
     product = functools.partial(int8_linear_on_cpu, x)
-    return None if x.is_cuda else _OnWeights(product, (packed, flat, bias))
+    return None if x.is_cuda else _OnWeights(product, (packed, flat, bias), HeldLinear)
 
 
 def _int13_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
     codes, scales = int13_codes.quantize(weight)
     product = functools.partial(int13_linear_on_cpu, x)
-    return None if x.is_cuda else _OnWeights(product, (int13_codes.pack(codes), scales, bias))
+    return None if x.is_cuda else _OnWeights(product, (int13_codes.pack(codes), scales, bias), HeldWords)
 
 
 def _groups(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:

@@ -137,24 +137,27 @@ def test_few_rows_are_timed_as_one_call_that_makes_all_products(name: str, rows:
         torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["int8_token", "int13_token"])
+@pytest.mark.parametrize("name", ["fp32", "int8_token", "int13_token"])
 def test_more_rows_are_timed_as_one_tape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps run, none from Python, and the last is the product of its own weight."""
+    monkeypatch.setattr(measure_linears, "packing", lambda *dims, ours: "ours")
     held, dims = form(name).weights, (17, 96, 64)
     made = measure_linears.linears(held, dims, "eager", 3)
-    made[2].weights[1].mul_(2)  # scales: else all were alike
+    made[2].weights[1].mul_(2)  # scales or the bias: else all were alike
     call = measure_linears.at_once(held, dims, made)
     counts: list[int] = []
     if (run := tape._runner()) is not None:
         monkeypatch.setattr(tape, "_runner", lambda: lambda *given: (counts.append(given[1]), run(*given)))
     (product,) = call()
     (x,) = call.args
-    torch.testing.assert_close(product, made[2].product.func(x, *made[2].weights), rtol=0, atol=0)
+    run_from_python = made[2].product.func
+    given = ("ours", x) if name == "fp32" else (x,)
+    torch.testing.assert_close(product, run_from_python(*given, *made[2].weights), rtol=0, atol=0)
     assert counts == ([3] if run is not None else [])
 
 
 def test_what_no_call_does_together_is_called_one_by_one() -> None:
-    for name, rows in (("fp32", 9), ("bf16", 1)):
+    for name, rows in (("int8_channel", 9), ("bf16", 1)):
         held = form(name).weights
         made = measure_linears.linears(held, (rows, 64, 64), "eager", 2)
         assert measure_linears.at_once(held, (rows, 64, 64), made) is None
