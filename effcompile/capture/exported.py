@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx
 
 from effcompile.capture.config_reads import ConfigReads
 from effcompile.capture.known_values import Fixed
@@ -19,7 +19,8 @@ class Exported:
     front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the
     forward returned. configurations: what of the model's configurations was read while it was traced.
     knowing: it is traced with what is known of the inputs' values; fixed: those that it holds for alone.
-    left: attributes that the forward changes and does not depend on.
+    left: attributes that the forward changes and does not depend on. loss: the model's own at these inputs,
+    where it was called for that (memory.Alone).
     """
 
     front: fx.GraphModule | None = None
@@ -28,6 +29,7 @@ class Exported:
     knowing: bool = False
     fixed: Fixed = field(default_factory=Fixed)
     left: frozenset[str] = frozenset()
+    loss: Tensor | None = None
 
     def keep(self, front: fx.GraphModule, layout: OutputLayout | None) -> None:
         """Graphs within the graph are changed in place on their way to autograd: such a forward

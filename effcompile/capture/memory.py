@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from effcompile.core.errors import CaptureError
 
 #: Relative difference of a loss that another order of sums may make.
 _SAME = 1e-6
-#: Of the numbers that both runs draw.
-_SEED = 7
+#: Of the numbers that each run of a model's own step draws, here and where it is what a plan is held against.
+SEED = 20
 #: Names in an error at the most.
 _NAMED = 3
 
@@ -118,7 +118,18 @@ def written_into(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = was
 
 
-def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> frozenset[str]:
+class Alone(NamedTuple):
+    """What calling the model itself told.
+
+    left: places of what the forward leaves at each call and the loss does not depend on. loss: its own, from
+    SEED; None where it was not called, or raised.
+    """
+
+    left: frozenset[str]
+    loss: Tensor | None = None
+
+
+def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> Alone:
     """Refuse a forward that reads again what an earlier call kept outside of buffers.
 
     All is put back as it was.
@@ -130,16 +141,13 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> frozenset[str
         model: as it trains.
         loss: calls it, and returns the loss without a gradient.
 
-    Returns:
-        Places of what the forward leaves at each call and the loss does not depend on.
-
     Raises:
         CaptureError: the second loss is another one.
     """
     if any(
         tensor.is_meta or torch_compat.is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())
     ):
-        return frozenset()  # planned for a machine that is not here: there are no values to compare
+        return Alone(frozenset())  # planned for a machine that is not here: there are no values to compare
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def put_back() -> None:
@@ -149,7 +157,7 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> frozenset[str
 
     def run() -> Tensor:
         put_back()
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED)
         return loss()
 
     before = [(place, holder, holder.copy()) for place, holder in _holders(model)]
@@ -165,7 +173,7 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> frozenset[str
             again = run() if changed else first
         except RuntimeError:
             # under an autocast that the model does not bear, say: whoever runs the step tells it
-            return frozenset()
+            return Alone(frozenset())
         finally:
             put_back()
     if not torch.allclose(again, first, rtol=_SAME, atol=0.0, equal_nan=True):
@@ -175,4 +183,4 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> frozenset[str
             f"{float(first):.6g}, and {float(again):.6g} when it was called again. A graph has no memory but "
             "buffers. Keep it in one (register_buffer), or give it as an input."
         )
-    return frozenset(changed)
+    return Alone(frozenset(changed), first.clone())

@@ -91,6 +91,11 @@ class Source:
         return step, fronts[-1] if fronts else None
 
     @property
+    def called(self) -> Tensor | None:
+        """The model's own loss at these inputs, where it was called as it was captured."""
+        return self.once("", Exported).loss
+
+    @property
     def without_data(self) -> bool:
         """Whether some tensor has no values to look at."""
         given = [

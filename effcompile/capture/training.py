@@ -130,7 +130,7 @@ def capture_training(
     )
     if first and (written or state.may_keep):
         with torch.random.fork_rng(devices=_devices(model)):
-            subject.exported.left = refuse_memory(model, lambda: _loss_alone(subject))
+            subject.exported.left, subject.exported.loss = refuse_memory(model, lambda: _loss_alone(subject))
     state.leave(subject.exported.left)
     return replace(step, state=state)
 

@@ -54,6 +54,15 @@ def test_it_is_run_again_where_watching_slowed_it(runs: list[str]) -> None:
     assert runs == ["ours", "eager", "ours", "eager"]
 
 
+def test_one_that_stands_alone_is_not_run_again_where_it_is_believed(runs: list[str]) -> None:
+    assert timed(5.8, None, 4.0, None) == (5.8, 0.0)
+    assert runs == []
+    assert timed(6.2, None, 4.0, None) == (4.0, 0.0)  # which would have it solved again
+    assert timed(4.1, None, 5.0, None) == (4.0, 0.0)  # faster than predicted: it might be by more
+    assert timed(5.8, 3.0, 4.0, 3.0) == (4.0, 3.0)  # beside the original the difference counts
+    assert runs == ["ours", "ours", "ours", "eager"]
+
+
 def test_a_short_step_is_timed_unwatched(runs: list[str]) -> None:
     assert timed(0.5, 0.5) == (4.0, 3.0)
     assert runs == ["ours", "eager"] * 2

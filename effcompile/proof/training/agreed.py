@@ -39,7 +39,7 @@ from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.proof.spool import Spool
 from effcompile.proof.training import verify
 from effcompile.proof.training.kept import what_runs
-from effcompile.proof.training.lean import wide_products
+from effcompile.proof.training.lean import products_in_fp32, wide_products
 from effcompile.search.training.prepare import Prepared
 from effcompile.search.training.work import Work
 
@@ -74,11 +74,16 @@ class HoldsAgain(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """A planned step that was run, beside what is known of the same one. `planned`: hash of its results."""
+    """A planned step that was run, beside what is known of the same one.
+
+    planned: hash of its results. called: the model's own loss where it was called while it was captured, from
+    the same seed, of the weights that still are there; None where that was otherwise.
+    """
 
     work: Work
     path: Path
     planned: str
+    called: torch.Tensor | None = None
 
     @classmethod
     def of(cls, work: Work, prepared: Prepared, plan: Plan, found: verify.Result) -> Proven | None:
@@ -100,7 +105,8 @@ class Proven:
         except (NotImplementedError, RuntimeError, TypeError):
             return None
         path = cache_folder() / "agreements" / f"{follows.hexdigest()}.json"
-        return cls(work=work, path=path, planned=results.hexdigest())
+        called = None if products_in_fp32(work.model) else source.called
+        return cls(work=work, path=path, planned=results.hexdigest(), called=called)
 
     def held(self) -> HoldsAgain | None:
         """The checks of another day, where they are those of today's run, too; None where the model's own
@@ -117,8 +123,10 @@ class Proven:
             return None
         if kept.planned != self.planned:
             return None
-        with self.work.progress.step("run the original forward"):
-            loss = _own_loss(self.work)
+        loss = self.called
+        if loss is None:
+            with self.work.progress.step("run the original forward"):
+                loss = _own_loss(self.work)
         if loss is None or _hash_of(loss) != kept.loss:
             return None
         said = Because("compared on {name}; today the same bits", (kept.day,))

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import nn
 
+from effcompile.capture.memory import SEED as SEED
 from effcompile.core import torch_compat_memory
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import Cosine, Together
@@ -28,7 +30,6 @@ from effcompile.search.training.work import LeafInputs
 _NO_LEAVES: LeafInputs = MappingProxyType({})
 #: Relative error that the dtype's own rounding makes when sums are taken in another order.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: EXACT_TOLERANCE, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-SEED = 20
 #: Elements that are compared at a time, of a host and of a device: in float64 they stay in a core's cache, or
 #: pay for their launches.
 _PIECE, _PIECE_ON_DEVICE = 1 << 15, 1 << 22
@@ -259,13 +260,22 @@ def _pairs(found: Result, wanted: Result) -> _Pairs:
     if not math.isfinite(float(wanted.loss)):
         raise _nothing_to_compare(f"loss is {float(wanted.loss)}")
     gradients = {}
-    for name, theirs in wanted.gradients.items():
-        if theirs is not None and not bool(theirs.isfinite().all()):
-            raise _nothing_to_compare(f"gradient of {name} is not finite")
-        ours = found.gradients.get(name)
+    for name in wanted.gradients:
+        theirs, ours = _read(wanted.gradients, name), _read(found.gradients, name)
         if ours is not None or theirs is not None:
-            gradients[name] = _Pair.of(ours, theirs)
+            gradients[name] = pair = _Pair.of(ours, theirs)
+            # squares of what is finite are, in float64, but of doubles
+            finite = pair.sums is None or math.isfinite(pair.sums.theirs)
+            if theirs is not None and not finite and not bool(theirs.isfinite().all()):
+                raise _nothing_to_compare(f"gradient of {name} is not finite")
     return _Pairs(_Pair.of(found.loss, wanted.loss), gradients)
+
+
+def _read(gradients: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor | None:
+    """One of them, where it lies: what is read once is not copied out of its file."""
+    if name not in gradients:
+        return None
+    return gradients.mapped(name) if isinstance(gradients, Spool) else gradients[name]
 
 
 def _usual_rounding(wanted: Result, truth: Result) -> float:
@@ -337,7 +347,7 @@ class GradientSums:
     def of(cls, a: torch.Tensor | None, b: torch.Tensor) -> GradientSums:
         """`a`: None counts as zeros."""
         a, b = a.to_dense() if a is not None and a.is_sparse else a, b.to_dense() if b.is_sparse else b
-        flat = (b.reshape(-1), b.reshape(-1) if a is None else a.reshape(-1))
+        flat = (b.detach().reshape(-1), (b if a is None else a).detach().reshape(-1))
         sums = torch.zeros(4, dtype=torch.float64)
         piece = _PIECE if b.device.type == "cpu" else _PIECE_ON_DEVICE
         for theirs, ours in zip(*(t.split(piece) for t in flat), strict=True):
@@ -346,10 +356,19 @@ class GradientSums:
                 ours.double() if a is not None else torch.zeros_like(theirs, dtype=torch.float64),
             )
             apart = x - y
-            # no `dot`: BLAS shares each among all threads, and waits milliseconds for one that is not running
-            products = (apart * apart, x * x, y * y, x * y)
-            sums += torch.stack([product.sum() for product in products]).cpu()
+            sums += _sums_of_products((apart, apart), (x, x), (y, y), (x, y))
         return cls(*(float(each) for each in sums))
+
+
+def _sums_of_products(*pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Of each pair of vectors in float64, on the host.
+
+    No `dot`: BLAS shares each among all threads, and waits milliseconds for one that is not running.
+    """
+    if pairs[0][0].device.type == "cpu":  # nothing is made of what is only added up
+        found = [np.einsum("i,i", a.numpy(), b.numpy()) for a, b in pairs]
+        return torch.tensor(found, dtype=torch.float64)
+    return torch.stack([(a * b).sum() for a, b in pairs]).cpu()
 
 
 def rounding(gradient: torch.Tensor | None) -> float:
