@@ -243,6 +243,11 @@ class Job:
             mode = self.mode if plan is None else plan.goal.mode
             if mode in (None, "inference", "generation") and self.targets[0] == "auto":
                 ahead.begin(exact=not self.changes.get("max_error"), steps=mode == "generation")
+            elif mode == "training" and self.targets[0] == "auto":
+                from effcompile.search.machine import calibrated_alone
+
+                if calibrated_alone():
+                    ahead.begin_training()
 
             from effcompile.arguments import declare, goal_of_plan, to_training_mode
             from effcompile.compiler import Request

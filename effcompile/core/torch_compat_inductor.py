@@ -90,9 +90,17 @@ extern "C" void __avx_chk_kernel(float* x) {
 """
 
 
-@cache
+_LOOKING = RLock()
+
+
 def _best_instruction_set() -> Any | None:
     """The first of Inductor's list that the CPU has and that builds here; None where it is to look itself."""
+    with _LOOKING:  # a thread may be at it (headers_compiled)
+        return _instruction_set_that_builds()
+
+
+@cache
+def _instruction_set_that_builds() -> Any | None:
     from torch._inductor import cpu_vec_isa
 
     if not hasattr(cpu_vec_isa, "x86_isa_checker") or not hasattr(cpu_vec_isa.VecISA, "_avx_code"):
@@ -104,6 +112,37 @@ def _best_instruction_set() -> Any | None:
         return next((isa for isa in able if isa), None)  # its truth is its build
     finally:
         cpu_vec_isa.VecISA._avx_code = theirs
+
+
+def begin_compiling() -> None:
+    """Import what Inductor compiles C++ with: once, and by the main thread, for imports of two threads may
+    find each other's halves.
+    """
+    import torch._inductor.codecache  # noqa: F401
+
+
+def headers_compiled() -> None:
+    """Have the header that each of Inductor's C++ kernels includes compiled into its cache, as it does before
+    its first kernel: five seconds of a compiler, once a machine. May be called from a thread.
+
+    Nothing is done where it would not, or does it otherwise.
+    """
+    from torch._inductor import codecache, config, cpp_builder
+
+    isa, kernels = _best_instruction_set(), codecache.CppPythonBindingsCodeCache
+    asked = os.environ.get("ATEN_CPU_CAPABILITY") or config.cpp.simdlen is not None
+    if asked or isa is None or not config.cpp_cache_precompile_headers:
+        return
+    # in Inductor's order, by which it knows that it was asked before
+    given = dict(
+        min_optimize=False, **kernels.cpp_compile_command_flags, device_type="cpu", extra_flags=(),
+        use_relative_path=config.is_fbcode(), vec_isa=isa,
+    )  # fmt: skip
+    options = cpp_builder.CppTorchDeviceOptions(compile_only=False, **given)
+    command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
+    header = kernels._get_uncompiled_header("cpu")
+    if header is not None:
+        codecache._precompile_header(header, command, **given)
 
 
 def instruction_set() -> str:

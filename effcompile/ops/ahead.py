@@ -1,5 +1,5 @@
-"""Kernels that a plan of a forward call or of a generation will time, compiled beside what needs one core:
-the model is loaded and captured meanwhile.
+"""Kernels that a plan will time, compiled beside what needs one core: the model is loaded and captured
+meanwhile.
 
 Only files are made: who uses a kernel loads it, and compares it with torch.
 """
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from effcompile.core.errors import EffcompileError
+from effcompile.core.torch_compat_inductor import begin_compiling, headers_compiled
 from effcompile.machine.instructions import bf16_isas, integer_isas, tile_isas
 from effcompile.machine.native import SOURCES, compiled
 from effcompile.ops import (
@@ -23,6 +24,7 @@ from effcompile.ops import (
     int8_mlp,
     int8_native,
     int13_linear,
+    loss_rows,
 )
 from effcompile.ops.instruction_sets import WORDS
 
@@ -90,13 +92,35 @@ def _of_words() -> Iterator[Library]:
         yield SOURCES / "int13_linear.cpp", int13_linear.macros(isa), isa
 
 
+def of_training() -> list[Library]:
+    """As `libraries`, of a training step beside what Inductor compiles for it."""
+    return [(SOURCES / "loss_rows.cpp", {"WIDTH": WORDS[isa]}, isa) for isa in loss_rows.isas()[:1]]
+
+
 @functools.cache
 def begin(*, exact: bool, steps: bool = False) -> threading.Thread:
     """Compile them on a thread, one after the other; once a process. It ends early with the main thread."""
+    return _begun(lambda: libraries(exact=exact, steps=steps))
+
+
+@functools.cache
+def begin_training() -> threading.Thread:
+    """The same for a training step: what its element-wise kernels include, and its own kernels."""
+    begin_compiling()
+
+    def found() -> list[Library]:
+        with contextlib.suppress(Exception):  # torch's own, of this version: it does it when it needs it
+            headers_compiled()
+        return of_training()
+
+    return _begun(found)
+
+
+def _begun(find: Callable[[], list[Library]]) -> threading.Thread:
     main = threading.current_thread()
 
     def work() -> None:
-        for library in libraries(exact=exact, steps=steps):
+        for library in find():
             if not main.is_alive():
                 return
             with contextlib.suppress(EffcompileError, OSError):  # who needs it is told

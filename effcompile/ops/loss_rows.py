@@ -29,9 +29,14 @@ _SOURCE = Path(__file__).with_name("loss_rows.cpp")
 @functools.cache
 def kernels() -> LossRows | str:
     """The best kernels that this machine runs, or why there are none."""
+    return best_of(LossRows, isas())
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets of this machine that there are kernels for, the best first."""
     best = best_isa()
     lesser = {"avx512_bf16": ("avx512", "avx2"), "avx512": ("avx2",)}.get(best, ())
-    return best_of(LossRows, (best, *lesser) if best != "generic" else ())
+    return (best, *lesser) if best != "generic" else ()
 
 
 def where_for(x: Tensor, *, capped: bool, bias: bool) -> LossRows | None:

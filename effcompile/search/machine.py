@@ -136,6 +136,17 @@ def resolve(target: str | Target, backends: Iterable[Backend], place: torch.devi
     return replace(found, target=replace(found.target, **known))
 
 
+def calibrated_alone() -> bool:
+    """Have this processor's rates measured, if nobody has, before anything is compiled beside; whether it is
+    what a model is planned for, as there is no GPU.
+    """
+    if torch.cuda.is_available():
+        return False
+    if store.load_or_none() == (None, None):
+        store.save_if_dirty(store.calibrate({}))
+    return True
+
+
 def _here(backends: Iterable[Backend], device: Accelerator | None) -> Machine:
     """Where planning runs: the machine, or its current GPU."""
     calibration, note = store.load_or_none(device=device)

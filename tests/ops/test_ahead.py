@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import fx
 
+from effcompile.core import torch_compat_inductor
 from effcompile.core.errors import LoweringError
 from effcompile.machine import native
 from effcompile.ops import (
@@ -24,10 +27,13 @@ from effcompile.ops import (
     int8_mlp,
     int8_native,
     int13_linear,
+    loss_rows,
     row_program,
     rows_native,
     tape,
 )
+from effcompile.ops.fused import Fused, TileLayout
+from effcompile.ops.instruction_sets import WORDS
 
 EACH = (
     rows_native, few_rows, int8_native, int8_mlp, group_native, group_codes, int13_linear, bf16_attention,
@@ -103,3 +109,30 @@ def test_a_compiler_that_fails_is_no_error_here(slowly: list[str], monkeypatch: 
     monkeypatch.setattr(native, "_compile", fails)
     ahead.begin.__wrapped__(exact=True).join()
     assert len(slowly) == len(ahead.libraries(exact=True)) > 0
+
+
+def test_of_a_training_step_it_is_what_inductor_and_the_loss_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(loss_rows.kernels(), str):
+        pytest.skip("no kernels are compiled here")
+    [(source, macros, isa)] = ahead.of_training()
+    assert (source, dict(macros), isa) == (loss_rows._SOURCE, {"WIDTH": WORDS[isa]}, loss_rows.kernels().isa)
+
+    from torch._inductor import codecache
+
+    asked, compiled = [], codecache._precompile_header
+
+    def noted(*args: object, **given: object) -> str:
+        asked.append((args, tuple(given.items())))
+        return compiled(*args, **given)
+
+    monkeypatch.setattr(codecache, "_precompile_header", noted)
+    torch_compat_inductor.headers_compiled()
+    if not asked:
+        pytest.skip("Inductor is asked for another instruction set")
+    like = TileLayout.of(torch.ones(3, 5))
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (given, given)),))
+    with torch_compat_inductor.compiling(force_disable_caches=True):
+        assert Fused(graph, [like], [like]).compile() is None
+    assert len(asked) > 1 and len(set(asked)) == 1
