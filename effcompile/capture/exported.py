@@ -20,7 +20,7 @@ class Exported:
     forward returned. configurations: what of the model's configurations was read while it was traced.
     knowing: it is traced with what is known of the inputs' values; fixed: those that it holds for alone.
     left: attributes that the forward changes and does not depend on. loss: the model's own at these inputs,
-    where it was called for that (memory.Alone).
+    where it was called for that (memory.CalledAlone).
     """
 
     front: fx.GraphModule | None = None

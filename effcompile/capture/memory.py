@@ -118,7 +118,7 @@ def written_into(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = was
 
 
-class Alone(NamedTuple):
+class CalledAlone(NamedTuple):
     """What calling the model itself told.
 
     left: places of what the forward leaves at each call and the loss does not depend on. loss: its own, from
@@ -129,7 +129,7 @@ class Alone(NamedTuple):
     loss: Tensor | None = None
 
 
-def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> Alone:
+def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> CalledAlone:
     """Refuse a forward that reads again what an earlier call kept outside of buffers.
 
     All is put back as it was.
@@ -147,7 +147,9 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> Alone:
     if any(
         tensor.is_meta or torch_compat.is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())
     ):
-        return Alone(frozenset())  # planned for a machine that is not here: there are no values to compare
+        return CalledAlone(
+            frozenset()
+        )  # planned for a machine that is not here: there are no values to compare
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def put_back() -> None:
@@ -173,7 +175,7 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> Alone:
             again = run() if changed else first
         except RuntimeError:
             # under an autocast that the model does not bear, say: whoever runs the step tells it
-            return Alone(frozenset())
+            return CalledAlone(frozenset())
         finally:
             put_back()
     if not torch.allclose(again, first, rtol=_SAME, atol=0.0, equal_nan=True):
@@ -183,4 +185,4 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> Alone:
             f"{float(first):.6g}, and {float(again):.6g} when it was called again. A graph has no memory but "
             "buffers. Keep it in one (register_buffer), or give it as an input."
         )
-    return Alone(frozenset(changed), first.clone())
+    return CalledAlone(frozenset(changed), first.clone())
