@@ -213,9 +213,11 @@ def made_up(value: object) -> Value:
         0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     )
     # strides may be 0: what is written has none
-    flat = torch.zeros(extent, dtype=value.dtype, device=value.device)
+    flat = torch.empty(extent, dtype=value.dtype, device=value.device)
     if value.dtype.is_floating_point:
         flat = flat.normal_() if extent < 1 << 20 else flat.fill_(0.5)
+    else:
+        flat.zero_()
     return flat.as_strided(shape, strides)
 
 
