@@ -136,7 +136,7 @@ def headers_compiled() -> None:
     # in Inductor's order, by which it knows that it was asked before
     given = dict(
         min_optimize=False, **kernels.cpp_compile_command_flags, device_type="cpu", extra_flags=(),
-        use_relative_path=config.is_fbcode(), vec_isa=isa,
+        use_relative_path=False, vec_isa=isa,
     )  # fmt: skip
     options = cpp_builder.CppTorchDeviceOptions(compile_only=False, **given)
     command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()

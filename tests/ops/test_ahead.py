@@ -112,10 +112,11 @@ def test_a_compiler_that_fails_is_no_error_here(slowly: list[str], monkeypatch: 
 
 
 def test_of_a_training_step_it_is_what_inductor_and_the_loss_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(loss_rows.kernels(), str):
+    kernels = loss_rows.kernels()
+    if isinstance(kernels, str):
         pytest.skip("no kernels are compiled here")
     [(source, macros, isa)] = ahead.of_training()
-    assert (source, dict(macros), isa) == (loss_rows._SOURCE, {"WIDTH": WORDS[isa]}, loss_rows.kernels().isa)
+    assert (source, dict(macros), isa) == (loss_rows._SOURCE, {"WIDTH": WORDS[isa]}, kernels.isa)
 
     from torch._inductor import codecache
 
