@@ -15,7 +15,14 @@ import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.measure_attentions import ATTENTIONS, ON_TAPES
-from effcompile.backends.torch.measure_linears import SPARSE, Body, as_run_by, at_once, linears, quantizers
+from effcompile.backends.torch.measure_linears import (
+    SPARSE,
+    Body,
+    as_run_by,
+    in_one_call,
+    linears,
+    quantizers,
+)
 from effcompile.core import gpu
 from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.torch_compat_inductor import built_later, compiling
@@ -55,11 +62,11 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
         elif device == "cpu" and reads_weights(call):
             made = linears(held, call.dims[:3], engine, 1 + cold_copies(_stored(call)))
             present = [each for each in made if each is not None]
-            regions = functools.partial(at_once, held, call.dims[:3]) if engine == "eager" else None
+            regions = functools.partial(in_one_call, held, call.dims[:3]) if engine == "eager" else None
             return _on_cold_weights(present, regions) if present else None
         else:
             made = linears(held, call.dims[:3], engine, copies(call))
-            if engine == "eager" and len(made) > 1 and (together := at_once(held, call.dims[:3], made)):
+            if engine == "eager" and len(made) > 1 and (together := in_one_call(held, call.dims[:3], made)):
                 return seconds_of(together, device) / len(made)
             body = in_turn(made)
         return None if body is None else seconds_of(body, device)

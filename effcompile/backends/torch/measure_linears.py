@@ -99,7 +99,7 @@ def _few_float(drawn: _Drawn, count: int) -> list[Body | None]:
     return [_OnWeights(functools.partial(few_rows.linear, drawn.x), (own, drawn.bias)) for own in weights]
 
 
-def at_once(held: WeightFormat, dims: Dims, made: Sequence[Body | None]) -> Body | None:
+def in_one_call(held: WeightFormat, dims: Dims, made: Sequence[Body | None]) -> Body | None:
     """Linears as a lowered model does them, all in one call: few rows in a region (regions.py), more on a
     tape (tape.py). None where each is a call: from Python that took 12 to 20 us, which is as long as reading
     a weight of 512 x 512 in bytes.

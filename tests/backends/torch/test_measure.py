@@ -127,7 +127,7 @@ def test_few_rows_are_timed_as_one_call_that_makes_all_products(name: str, rows:
     for at, body in enumerate(made):  # so that no two are alike
         if name == "fp32":
             body.weights[0].mul_(at + 1)
-    call = measure_linears.at_once(held, dims, made)
+    call = measure_linears.in_one_call(held, dims, made)
     products = call()
     (x,) = call.args
     assert len(products) == 3 and all(each.shape == (1, rows, 64) for each in products)
@@ -144,7 +144,7 @@ def test_more_rows_are_timed_as_one_tape(name: str, monkeypatch: pytest.MonkeyPa
     held, dims = form(name).weights, (17, 96, 64)
     made = measure_linears.linears(held, dims, "eager", 3)
     made[2].weights[1].mul_(2)  # scales or the bias: else all were alike
-    call = measure_linears.at_once(held, dims, made)
+    call = measure_linears.in_one_call(held, dims, made)
     counts: list[int] = []
     if (run := tape._runner()) is not None:
         monkeypatch.setattr(tape, "_runner", lambda: lambda *given: (counts.append(given[1]), run(*given)))
@@ -160,7 +160,7 @@ def test_what_no_call_does_together_is_called_one_by_one() -> None:
     for name, rows in (("int8_channel", 9), ("bf16", 1)):
         held = form(name).weights
         made = measure_linears.linears(held, (rows, 64, 64), "eager", 2)
-        assert measure_linears.at_once(held, (rows, 64, 64), made) is None
+        assert measure_linears.in_one_call(held, (rows, 64, 64), made) is None
 
 
 def test_a_short_attention_of_ours_is_timed_as_batches_and_torchs_alone(
