@@ -15,7 +15,7 @@ from torch._inductor import cpu_vec_isa
 
 from effcompile.core.kernel_cache import mended, unfinished
 from effcompile.core.torch_compat_inductor import (
-    _best_instruction_set,
+    _instruction_set_that_builds,
     compiling,
     for_this_capability,
     freezing,
@@ -110,7 +110,7 @@ def test_only_the_instruction_set_that_is_picked_is_built(monkeypatch: pytest.Mo
     sets = [_Set(name, builds, built) for name, builds in names.items()]
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", sets)
     every = cpu_vec_isa.valid_vec_isa_list
-    _best_instruction_set.cache_clear()
+    _instruction_set_that_builds.cache_clear()
     try:
         with compiling():
             assert str(cpu_vec_isa.pick_vec_isa()) == "avx512"
@@ -119,4 +119,4 @@ def test_only_the_instruction_set_that_is_picked_is_built(monkeypatch: pytest.Mo
         with inductor_config.patch({"cpp.simdlen": 256}), compiling():  # another than the best is asked for
             assert cpu_vec_isa.valid_vec_isa_list is every
     finally:
-        _best_instruction_set.cache_clear()
+        _instruction_set_that_builds.cache_clear()

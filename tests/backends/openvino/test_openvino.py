@@ -115,6 +115,7 @@ def test_threads_that_call_at_once_are_given_their_own_results() -> None:
     assert all(found)
 
 
+@installed
 def test_peak_grows_with_the_input(program: Program) -> None:
     lowered = lower(program, {})
     long = lowered.peak_bytes([program.args[0].repeat(8, 32)])

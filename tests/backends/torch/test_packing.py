@@ -63,7 +63,8 @@ def test_it_is_timed_as_it_runs(way: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         measure_linears, "product", lambda way, *given: ran.append(way) or product(way, *given)
     )
-    assert measure.measure(KernelCall("linear/fp32", (16, 24, 40)), "eager", device="cpu") is not None
+    rows = 256 if way == "ours" else 16  # fewer are timed on a tape, several at once
+    assert measure.measure(KernelCall("linear/fp32", (rows, 24, 40)), "eager", device="cpu") is not None
     assert set(ran) == {way} - {"none"}
 
 
