@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from effcompile.core.torch_compat_export import known_equal
 from effcompile.ir.owned import received
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ def _expands(user: fx.Node, wide: fx.Node, narrow: fx.Node) -> bool:
         return False
     kept = list(sizes)[-mine.dim() :]
     return len(kept) == mine.dim() and all(
-        _same(a, b) or (_same(b, 1) and size != -1)
+        known_equal(a, b) or (known_equal(b, 1) and size != -1)
         for size, a, b in zip(kept, mine.shape, other.shape, strict=True)
     )
 
@@ -106,7 +106,7 @@ def _range_of(node: object, size: int | torch.SymInt, dims: int) -> int | None:
         node = node.args[0]
     value = _value(node)
     counts = value is not None and value.dtype is torch.int64 and _is_range(node)
-    if value is None or not counts or not _same(value.shape[0], size):
+    if value is None or not counts or not known_equal(value.shape[0], size):
         return None
     axis = 0
     for at in reversed(inserted):
@@ -158,12 +158,8 @@ def _same_shape(node: fx.Node, other: fx.Node) -> bool:
         mine is not None
         and theirs is not None
         and mine.dim() == theirs.dim()
-        and all(_same(a, b) for a, b in zip(mine.shape, theirs.shape, strict=True))
+        and all(known_equal(a, b) for a, b in zip(mine.shape, theirs.shape, strict=True))
     )
-
-
-def _same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    return bool(statically_known_true(size == other))
 
 
 _RULES: dict[object, Callable[[fx.Node], fx.Node | None]] = {

@@ -280,3 +280,10 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
             yield
         finally:
             setattr(owner, name, kept)
+
+
+def known_equal(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes of a trace are the same at every call, without a guard for it."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(size == other))
