@@ -147,9 +147,8 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> CalledAlone:
     if any(
         tensor.is_meta or torch_compat.is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())
     ):
-        return CalledAlone(
-            frozenset()
-        )  # planned for a machine that is not here: there are no values to compare
+        # planned for a machine that is not here: there are no values to compare
+        return CalledAlone(frozenset())
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def put_back() -> None:

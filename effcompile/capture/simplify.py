@@ -93,7 +93,7 @@ def _in_place(index: fx.Node) -> fx.Node | None:
                 made = index.graph.call_function(aten.unsqueeze.default, (source, axis))
                 value = value.unsqueeze(axis)
                 source, made.meta = made, {**index.meta, "val": value}
-    return source if isinstance(source, fx.Node) and _same_shape(source, index) else None
+    return source if isinstance(source, fx.Node) and _alike(index, source) else None
 
 
 def _range_of(node: object, size: int | torch.SymInt, dims: int) -> int | None:
@@ -148,15 +148,12 @@ def _value(node: object) -> Tensor | None:
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    mine, theirs = _value(node), _value(other)
-    return mine is not None and theirs is not None and mine.dtype is theirs.dtype and _same_shape(node, other)
-
-
-def _same_shape(node: fx.Node, other: fx.Node) -> bool:
+    """Whether both have one dtype and one shape, at every call."""
     mine, theirs = _value(node), _value(other)
     return (
         mine is not None
         and theirs is not None
+        and mine.dtype is theirs.dtype
         and mine.dim() == theirs.dim()
         and all(known_equal(a, b) for a, b in zip(mine.shape, theirs.shape, strict=True))
     )
