@@ -22,6 +22,8 @@ struct Room {
     }
 };
 
+int64_t floats_of(const Sizes& s) { return up(Room::floats(s), 16); }
+
 // The weights of a row's keys, unnormalised, as a row of left tiles; returns the inverse of their sum, 0 where nothing is seen.
 float weigh(float* scores, int64_t seen, int64_t wide, float scale, const void* mask, bool added, float* to) {
     V most = V{} - INFINITY, sums = {};
@@ -43,10 +45,10 @@ float weigh(float* scores, int64_t seen, int64_t wide, float scale, const void* 
     return sum == 0.0f ? 0.0f : 1.0f / sum;
 }
 
-// Queries [top, top + rows) of one head, of keys and values that are laid.
+// Queries [top, top + rows) of one head, of keys and values that are laid. `same`: its mask is of bools, one for all keys of a query.
 template <typename T>
 void attend(const Sizes& s, const Room& room, const T* q, int64_t of_q, int64_t top, int64_t rows, const char* mask, int64_t of_mask,
-            bool added, bool causal, float scale, float* out, int64_t of_out) {
+            bool same, bool added, bool causal, float scale, float* out, int64_t of_out) {
     const int64_t seen = causal ? std::min(s.keys, top + rows) : s.keys, wide = up(seen, 32), deep = s.deep();
     lay_rows(q + top * of_q, of_q, rows, s.width, deep, room.queries);
     for (int64_t key = 0; key < wide; key += 32)
@@ -55,8 +57,9 @@ void attend(const Sizes& s, const Room& room, const T* q, int64_t of_q, int64_t 
     for (int64_t r = 0; r < ROWS; r++) {
         float* to = room.weights + r / 16 * (wide / 32) * WORDS + r % 16 * W;
         if (r < rows) {
-            const int64_t own = causal ? std::min(seen, top + r + 1) : seen;
-            inverse[r] = weigh(room.scores + r * s.wide(), own, wide, scale * LOG2_E, mask ? mask + (top + r) * of_mask : nullptr, added, to);
+            const char* of_row = mask ? mask + (top + r) * of_mask : nullptr;
+            const int64_t own = same && !*of_row ? 0 : causal ? std::min(seen, top + r + 1) : seen;
+            inverse[r] = weigh(room.scores + r * s.wide(), own, wide, scale * LOG2_E, same ? nullptr : of_row, added, to);
         } else {
             for (int64_t key = 0; key < wide; key += 32) store(to + key / 32 * WORDS, V{});
         }
@@ -72,11 +75,12 @@ void attend(const Sizes& s, const Room& room, const T* q, int64_t of_q, int64_t 
 }
 
 template <typename T>
-void all_heads(const T* q, const T* k, const T* v, const void* mask, float* out, const int64_t* sizes, const int64_t* of_q, const int64_t* of_k,
-               const int64_t* of_v, const int64_t* of_out, const int64_t* of_mask, int64_t added, int64_t causal, float scale, float* scratch,
-               int64_t apart, int64_t threads) {
-    const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
-    const int64_t unit = added ? 4 : 1;
+void all_heads(const T* q, const T* k, const T* v, const void* mask, float* out, const int64_t* told, const int64_t* of_mask, int64_t masked,
+               int64_t causal, float scale, float* scratch, int64_t threads) {
+    const Sizes s{told[0], told[1], told[2], told[3], told[4], told[5]};
+    const int64_t *of_q = told + 7, *of_k = of_q + 3, *of_v = of_k + 3, *of_out = of_v + 3;
+    const bool added = masked == 2, same = masked && !of_mask[3];
+    const int64_t unit = added ? 4 : 1, apart = floats_of(s);
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         Tiles tiles;
@@ -88,10 +92,10 @@ void all_heads(const T* q, const T* k, const T* v, const void* mask, float* out,
                 const int64_t g = h / (s.heads / s.groups);
                 lay_keys(k + b * of_k[0] + g * of_k[1], of_k[2], s, room.keys);
                 lay_values(v + b * of_v[0] + g * of_v[1], of_v[2], s, room.values);
-                const char* seen = mask ? static_cast<const char*>(mask) + (b * of_mask[0] + h * of_mask[1]) * unit : nullptr;
+                const char* seen = masked ? static_cast<const char*>(mask) + (b * of_mask[0] + h * of_mask[1]) * unit : nullptr;
                 for (int64_t top = 0; top < s.queries; top += ROWS)
                     attend(s, room, q + b * of_q[0] + h * of_q[1], of_q[2], top, std::min(ROWS, s.queries - top), seen, of_mask[2] * unit,
-                           added, causal, scale, out + b * of_out[0] + h * of_out[1], of_out[2]);
+                           same, added, causal, scale, out + b * of_out[0] + h * of_out[1], of_out[2]);
             }
     }
 }
@@ -101,19 +105,18 @@ void all_heads(const T* q, const T* k, const T* v, const void* mask, float* out,
 extern "C" int64_t permitted() { return tiles_permitted(); }
 
 // Floats of `scratch` that each thread needs.
-extern "C" int64_t scratch_floats(const int64_t* sizes) {
-    return up(Room::floats({sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]}), 16);
+extern "C" int64_t scratch_floats(const int64_t* told) { return floats_of({told[0], told[1], told[2], told[3], told[4], told[5]}); }
+
+// Told as fp32_attention (fp32_attention.cpp) is, of values as wide as queries: q (batch, heads, queries, width) and k, v (batch, groups, keys,
+// width) → out likewise. q, k, v are fp32, and by the second bf16.
+#define EACH_ARGUMENT(T)                                                                                                                \
+    const T *q, const T *k, const T *v, const void *mask, float *out, const int64_t *told, const int64_t *of_mask, int64_t masked, int64_t causal, \
+        float scale, float *scratch, int64_t threads
+
+extern "C" void attention_tiles(EACH_ARGUMENT(float)) {
+    all_heads(q, k, v, mask, out, told, of_mask, masked, causal, scale, scratch, threads);
 }
 
-// q (batch, heads, queries, width) and k, v (batch, groups, keys, width), with strides of (batch, heads, rows), in elements, and numbers of a
-// row side by side → out likewise, in fp32; q, k, v are fp32 or, `narrow`, bf16. `causal`: query i sees keys up to i. `scratch` is 64 bytes aligned.
-extern "C" void attention_tiles(const void* q, const void* k, const void* v, const void* mask, float* out, const int64_t* sizes, const int64_t* of_q,
-                                const int64_t* of_k, const int64_t* of_v, const int64_t* of_out, const int64_t* of_mask, int64_t added,
-                                int64_t causal, int64_t narrow, float scale, float* scratch, int64_t threads) {
-    const auto run = [&](auto* none) {
-        typedef decltype(none) At;
-        all_heads((At)q, (At)k, (At)v, mask, out, sizes, of_q, of_k, of_v, of_out, of_mask, added, causal, scale, scratch, scratch_floats(sizes), threads);
-    };
-    if (narrow) run((const uint16_t*)nullptr);
-    else run((const float*)nullptr);
+extern "C" void attention_tiles_narrow(EACH_ARGUMENT(uint16_t)) {
+    all_heads(q, k, v, mask, out, told, of_mask, masked, causal, scale, scratch, threads);
 }

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,23 +21,14 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import bf16_isas
 from effcompile.machine.native import library
-from effcompile.ops.cached_attention import mask_strides, masks_so
-from effcompile.ops.instruction_sets import (
-    ARGUMENT,
-    LINE,
-    POINTER,
-    at_line,
-    best_of,
-    whose,
-    why_torch,
-    with_tiles,
-)
+from effcompile.ops import fp32_attention as exact
+from effcompile.ops.instruction_sets import best_of, whose, why_torch, with_tiles
+from effcompile.ops.tape import KernelTold, TapeValue
 from effcompile.ops.torch_attention import runs_in
 
-__all__ = ["bf16_attention", "by_torch", "fallback_reason", "sizes_of", "told", "workspace_bytes"]
+__all__ = ["bf16_attention", "by_torch", "fallback_reason", "told", "workspace_bytes"]
 
 _SOURCE = Path(__file__).with_name("attention_tiles.cpp")
-_SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 #: Queries and keys that torch's kernel takes at once, at most.
 _TORCH_ROWS, _TORCH_KEYS = 256, 512
 
@@ -63,47 +55,14 @@ def told() -> str:
     return whose(kernels())
 
 
-class AttentionTiles:
+class AttentionTiles(exact.AttentionRows):
     """The compiled kernel."""
 
-    def __init__(self, isa: str, instead: str = "") -> None:
-        """Raises LoweringError when it cannot be compiled, or the system does not give the tiles."""
-        self.isa, self.instead = isa, instead
-        found = with_tiles(library(_SOURCE, {}, isa))
-        self.floats, self.call = found.scratch_floats, found.attention_tiles
-        self.floats.argtypes, self.floats.restype = (_SIX,), ARGUMENT
-        self.call.argtypes = (
-            *(POINTER,) * 5,
-            _SIX,
-            *(_THREE,) * 5,
-            *(ARGUMENT,) * 3,
-            ctypes.c_float,
-            POINTER,
-            ARGUMENT,
-        )
-        self.call.restype = None
+    names: ClassVar = {torch.float32: "attention_tiles", torch.bfloat16: "attention_tiles_narrow"}
 
-    def room(self, query: Tensor, key: Tensor) -> int:
-        """Bytes of scratch."""
-        return 4 * int(self.floats(sizes_of(query, key))) * torch.get_num_threads() + LINE
-
-    def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-    ) -> Tensor:
-        """See `bf16_attention_on_cpu`. The result lies in memory as (B, S, H, D)."""
-        batch, heads, queries, width = query.shape
-        made = torch.empty((batch, queries, heads, width)).transpose(1, 2)
-        sizes, threads = sizes_of(query, key), torch.get_num_threads()
-        scratch = torch.empty(self.room(query, key), dtype=torch.uint8, device="cpu")
-        strides = (0, 0, 0) if mask is None else mask_strides(mask)
-        self.call(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
-            made.data_ptr(), sizes, _THREE(*query.stride()[:3]), _THREE(*key.stride()[:3]),
-            _THREE(*value.stride()[:3]), _THREE(*made.stride()[:3]), _THREE(*strides),
-            mask is not None and mask.dtype is torch.float32, is_causal,
-            query.dtype is torch.bfloat16, scale, at_line(scratch), threads,
-        )  # fmt: skip
-        return made
+    def _library(self, isa: str) -> ctypes.CDLL:
+        """Raises LoweringError where the system does not give the tiles, too."""
+        return with_tiles(library(_SOURCE, {}, isa))
 
     def objection(self) -> str | None:
         """None, or that a result differs from torch's on the same rounded numbers: whole tiles and rests,
@@ -124,12 +83,6 @@ class AttentionTiles:
         return None
 
 
-def sizes_of(query: Tensor, key: Tensor) -> ctypes.Array[ctypes.c_int64]:
-    """As the kernels are told them: batch, heads, groups, queries, keys, width."""
-    batch, heads, queries, width = map(int, query.shape)
-    return _SIX(batch, heads, key.shape[1], queries, key.shape[2], width)
-
-
 def bf16_attention_on_cpu(
     query: Tensor,
     key: Tensor,
@@ -144,37 +97,26 @@ def bf16_attention_on_cpu(
     `mask` (B or 1, H or 1, S or 1, K): a bool that says what is seen, or numbers that are added. A query that
     sees nothing gets zeros, as by `scaled_dot_product_attention`.
     """
-    found = kernels()
-    mask = _expanded(mask, query, key)
-    if isinstance(found, str) or not _fits(query, key, value, mask):
-        return by_torch(query, key, value, mask, is_causal, scale)
-    return found.attention(
-        query, key, value, mask, is_causal, query.shape[3] ** -0.5 if scale is None else scale
-    )
+    found: AttentionTiles | str = kernels() if key.shape == value.shape else "values are not as wide"
+    made = exact.by_kernel(found, query, key, value, mask, is_causal, scale)
+    return by_torch(query, key, value, mask, is_causal, scale) if made is None else made
 
 
 _LIBRARY.impl("bf16_attention", bf16_attention_on_cpu, "CPU")
 bf16_attention = torch.ops.effcompile.bf16_attention
 
 
-def _expanded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask of four axes, one row for each query, its keys side by side: one that says the same of all keys
-    of a query is written out.
-    """
-    if mask is None:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    mask = mask.expand(*mask.shape[:2], query.shape[2], key.shape[2])
-    return mask.contiguous() if mask.stride(3) != 1 else mask
+class HeldTiles(exact.HeldAttention):
+    """`bf16_attention` of heads that lie side by side in what linears made: a step of a tape (tape.py)."""
 
+    __name__ = "bf16_attention"
+    _run, _kernels = staticmethod(bf16_attention_on_cpu), staticmethod(kernels)
 
-def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel takes them."""
-    dense = query.stride(3) == key.stride(3) == value.stride(3) == 1
-    same = key.shape == value.shape and key.shape[3] == query.shape[3] and not query.shape[1] % key.shape[1]
-    masked = mask is None or masks_so(mask, query.shape[2], key.shape[2])
-    whole = query.dtype is key.dtype is value.dtype and query.dtype in (torch.float32, torch.bfloat16)
-    return dense and same and masked and whole and min(*query.shape, *key.shape) > 0
+    def told(
+        self, threads: int, query: TapeValue, key: TapeValue, value: TapeValue, mask: TapeValue | None = None
+    ) -> KernelTold | None:
+        fits = self._heads[1] == self._heads[2]  # values as wide as keys
+        return super().told(threads, query, key, value, mask) if fits else None
 
 
 def _result(query: Tensor) -> torch.dtype:
@@ -220,12 +162,12 @@ def workspace_bytes(name: str, args: object) -> int | None:
     if name != "effcompile::bf16_attention" or not isinstance(args, (list, tuple)):
         return None
     query, key, value = args[:3]
-    found = kernels()
-    if isinstance(found, str):
-        size = 2 if runs_in(torch.bfloat16) else 4
-        mask = args[3] if len(args) > 3 else None
-        masked = size * int(mask.numel()) if isinstance(mask, Tensor) else 0
-        rows, keys = min(_TORCH_ROWS, int(query.shape[2])), min(_TORCH_KEYS, int(key.shape[2]))
-        scores = torch.get_num_threads() * rows * (6 * keys + 8 * int(query.shape[3]) + 16)
-        return size * int(3 * query.numel() + key.numel() + value.numel()) + masked + scores
-    return found.room(query, key)
+    mask = args[3] if len(args) > 3 and isinstance(args[3], Tensor) else None
+    found = exact.by_kernel_bytes(kernels(), query, key, value, mask) if key.shape == value.shape else None
+    if found is not None:
+        return found
+    size = 2 if runs_in(torch.bfloat16) else 4
+    masked = 0 if mask is None else size * int(mask.numel())
+    rows, keys = min(_TORCH_ROWS, int(query.shape[2])), min(_TORCH_KEYS, int(key.shape[2]))
+    scores = torch.get_num_threads() * rows * (6 * keys + 8 * int(query.shape[3]) + 16)
+    return size * int(3 * query.numel() + key.numel() + value.numel()) + masked + scores

@@ -23,7 +23,6 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import bf16_isas
 from effcompile.machine.native import library
-from effcompile.ops.bf16_attention import sizes_of
 from effcompile.ops.cached_attention import mask_strides
 from effcompile.ops.instruction_sets import ARGUMENT, LINE, POINTER, at_line, best_of, with_tiles
 from effcompile.ops.tiles import once
@@ -106,7 +105,7 @@ class BackwardTiles:
 
     def room(self, query: Tensor, key: Tensor) -> int:
         """Bytes of scratch."""
-        return 4 * int(self.floats(sizes_of(query, key))) * torch.get_num_threads() + LINE
+        return 4 * int(self.floats(_sizes_of(query, key))) * torch.get_num_threads() + LINE
 
     def gradients(self, given: Given) -> tuple[Tensor, Tensor, Tensor]:
         """See `backward_on_cpu`; of what fits."""
@@ -120,7 +119,7 @@ class BackwardTiles:
         self.call(
             *(tensor.data_ptr() for tensor in tensors[:5]), given.logsumexp.data_ptr(),
             None if mask is None else mask.data_ptr(), *(tensor.data_ptr() for tensor in made),
-            sizes_of(query, key), _STRIDES(*(_THREE(*each) for each in strides)), given.is_causal,
+            _sizes_of(query, key), _STRIDES(*(_THREE(*each) for each in strides)), given.is_causal,
             query.shape[3] ** -0.5 if given.scale is None else given.scale, at_line(scratch),
             torch.get_num_threads(),
         )  # fmt: skip
@@ -141,6 +140,12 @@ class BackwardTiles:
                 if float((found.float() - wanted.float()).norm()) > 1e-2 * float(wanted.float().norm()):
                     return f"the compiled {self.isa} kernel gave a wrong gradient of an attention"
         return None
+
+
+def _sizes_of(query: Tensor, key: Tensor) -> ctypes.Array[ctypes.c_int64]:
+    """As the kernel is told them: batch, heads, groups, queries, keys, width."""
+    batch, heads, queries, width = map(int, query.shape)
+    return _SIX(batch, heads, key.shape[1], queries, key.shape[2], width)
 
 
 def _like(tensor: Tensor) -> Tensor:

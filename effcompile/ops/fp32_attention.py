@@ -11,6 +11,7 @@ import ctypes
 import functools
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ __all__ = ["by_torch", "fallback_reason", "fp32_attention", "isas", "told", "wor
 _SOURCE = Path(__file__).with_name("fp32_attention.cpp")
 _TOLD, _FOUR = ctypes.c_int64 * 19, ctypes.c_int64 * 4
 _NONE = _FOUR(0, 0, 0, 1)
+_ARGUMENTS = (*(POINTER,) * 5, _TOLD, _FOUR, *(ARGUMENT,) * 2, ctypes.c_float, POINTER, ARGUMENT)
 #: dtype of a mask → how the kernel names it.
 _MASKS = {torch.bool: 1, torch.float32: 2}
 #: Queries and keys that torch's kernel takes at once, at most.
@@ -80,24 +82,22 @@ class AttentionRows:
     `instead`: why better sets are not used; "" where there is none.
     """
 
-    source, name = _SOURCE, "fp32_attention"
+    source = _SOURCE
+    #: dtype of query, key and value → the function that takes these.
+    names: ClassVar = {torch.float32: "fp32_attention"}
 
     def __init__(self, isa: str, instead: str = "") -> None:
         """Raises LoweringError when it cannot be compiled."""
         self.isa, self.instead = isa, instead
-        found = library(self.source, {"WIDTH": WORDS[isa]}, isa)
-        self.floats, self.call = found.scratch_floats, getattr(found, self.name)
+        found = self._library(isa)
+        self.floats = found.scratch_floats
         self.floats.argtypes, self.floats.restype = (_TOLD,), ARGUMENT
-        self.call.argtypes = (
-            *(POINTER,) * 5,
-            _TOLD,
-            _FOUR,
-            *(ARGUMENT,) * 2,
-            ctypes.c_float,
-            POINTER,
-            ARGUMENT,
-        )
-        self.call.restype = None
+        self.calls = {dtype: getattr(found, name) for dtype, name in self.names.items()}
+        for call in self.calls.values():
+            call.argtypes, call.restype = _ARGUMENTS, None
+
+    def _library(self, isa: str) -> ctypes.CDLL:
+        return library(self.source, {"WIDTH": WORDS[isa]}, isa)
 
     def room(self, told: ctypes.Array[ctypes.c_int64]) -> int:
         """Bytes of scratch."""
@@ -107,7 +107,7 @@ class AttentionRows:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
     ) -> Tensor:
         """See `fp32_attention_on_cpu`. The result lies in memory as (B, S, H, E)."""
-        told = _told_of(query, key, value)
+        told = _told_of(self, query, key, value)
         assert told is not None, "the kernel takes these"
         return self.run(told, query, key, value, mask, is_causal, scale)
 
@@ -125,7 +125,7 @@ class AttentionRows:
         batch, heads, queries, wide = told[0], told[1], told[3], told[6]
         made = torch.empty_strided((batch, heads, queries, wide), (*told[16:19], 1))
         scratch = torch.empty(self.room(told), dtype=torch.uint8, device="cpu")
-        self.call(
+        self.calls[query.dtype](
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
             made.data_ptr(), told, _NONE if mask is None else _FOUR(*mask_strides(mask), mask.stride(3)),
             0 if mask is None else _MASKS[mask.dtype], is_causal, scale, at_line(scratch),
@@ -149,9 +149,11 @@ class AttentionRows:
         return None
 
 
-def _told_of(query: Tensor, key: Tensor, value: Tensor) -> ctypes.Array[ctypes.c_int64] | None:
+def _told_of(
+    found: AttentionRows, query: Tensor, key: Tensor, value: Tensor
+) -> ctypes.Array[ctypes.c_int64] | None:
     """What the kernel is told of them; None where it does not take them."""
-    if not query.dtype is key.dtype is value.dtype is torch.float32:
+    if query.dtype not in found.calls or not query.dtype is key.dtype is value.dtype:
         return None
     shapes = query.shape, key.shape, value.shape
     return _told(*shapes, query.stride(), key.stride(), value.stride())
@@ -199,8 +201,10 @@ def by_kernel(
     scale: float | None,
 ) -> Tensor | None:
     """The same by that kernel; None where there is none or it does not take them."""
-    told = _told_of(query, key, value) if mask is None or _takes(mask, query, key) else None
-    if isinstance(found, str) or told is None:
+    if isinstance(found, str) or (mask is not None and not _takes(mask, query, key)):
+        return None
+    told = _told_of(found, query, key, value)
+    if told is None:
         return None
     seen = mask
     if mask is not None:
@@ -245,7 +249,8 @@ class HeldAttention:
     ) -> KernelTold | None:
         kernel, given = self._kernels(), (query, key, value)
         apart = [_apart(each, *heads) for each, heads in zip(given, self._heads, strict=True)]
-        if isinstance(kernel, str) or any(each.dtype is not torch.float32 for each in given):
+        call = None if isinstance(kernel, str) else kernel.calls.get(query.dtype)
+        if isinstance(kernel, str) or call is None or not query.dtype is key.dtype is value.dtype:
             return None
         told = _told(*(shape for shape, _ in apart), *(strides for _, strides in apart))
         strides = _NONE if mask is None or told is None else _read_as(mask, told)
@@ -257,7 +262,7 @@ class HeldAttention:
             0 if mask is None else _MASKS[mask.dtype], int(self._causal), Scratch(), threads,
         )  # fmt: skip
         return KernelTold(
-            kind=tape.ATTENTION, function=kernel.call, arguments=arguments, number=number,
+            kind=tape.ATTENTION, function=call, arguments=arguments, number=number,
             shape=(told[0], told[3], told[1] * told[6]), scratch=kernel.room(told), keeps=(told, strides),
         )  # fmt: skip
 
@@ -346,7 +351,7 @@ def by_kernel_bytes(
     found: AttentionRows | str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> int | None:
     """Bytes inside `by_kernel`; None where that is."""
-    told = _told_of(query, key, value)
+    told = None if isinstance(found, str) else _told_of(found, query, key, value)
     if isinstance(found, str) or told is None:
         return None
     if mask is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ def told() -> str:
 class AttentionBytes(exact.AttentionRows):
     """The compiled kernel."""
 
-    source, name = Path(__file__).with_name("int8_attention.cpp"), "int8_attention"
+    source = Path(__file__).with_name("int8_attention.cpp")
+    names: ClassVar = {torch.float32: "int8_attention"}
 
     def objection(self) -> str | None:
         """None, or that a result is further from the definition than weights that are rounded the other way:

@@ -17,18 +17,23 @@ from effcompile.ops.tape import Argument, KernelTold, Made, Scratch, TapeValue
 
 
 class HeldLinear:
-    """`int8_linear` of one weight."""
+    """`int8_linear` of one weight; its result is in fp32 or, if `narrow`, in bf16."""
 
     __name__, pair = "int8_linear", False
 
     def __init__(
-        self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, after: str = "none"
+        self,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None = None,
+        after: str = "none",
+        narrow: bool = False,
     ) -> None:
-        self._linear, self._after = (weight, scales, bias), after
+        self._linear, self._after, self._narrow = (weight, scales, bias), after, narrow
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., N), for x (..., K)."""
-        return int8_linear_on_cpu(x, *self._linear, self._after)
+        return int8_linear_on_cpu(x, *self._linear, self._after, self._narrow)
 
     def told(self, threads: int, x: TapeValue) -> KernelTold | None:
         rows, k, n = math.prod(x.shape[:-1]), x.shape[-1], int(self._linear[1].shape[0])
@@ -41,10 +46,11 @@ class HeldLinear:
             x, k, rows, k, *_addresses(self._linear), n, int8_codes.AFTER.index(self._after), Made, codes,
             scales, sums, kernels.chunk(room), threads,
         )  # fmt: skip
-        shape = (*x.shape[:-1], n)
+        call, dtype = (kernels.narrow, torch.bfloat16) if self._narrow else (kernels.call, torch.float32)
         return KernelTold(
-            kind=tape.LINEAR, function=kernels.call, arguments=arguments, shape=shape, scratch=room.nbytes
-        )
+            kind=tape.LINEAR, function=call, arguments=arguments, shape=(*x.shape[:-1], n), dtype=dtype,
+            scratch=room.nbytes,
+        )  # fmt: skip
 
     def _kernels(self, k: int) -> int8_native.ByteKernels | None:
         """Those that take what is held, of k columns."""

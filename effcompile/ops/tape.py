@@ -51,17 +51,22 @@ class TapeValue:
     @property
     def dense(self) -> bool:
         """Whether it is of fp32 without gaps."""
+        return self.dtype is torch.float32 and not self.has_gaps
+
+    @property
+    def has_gaps(self) -> bool:
         steps = zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
-        return self.dtype is torch.float32 and all(step == dense or size == 1 for size, step, dense in steps)
+        return any(step != dense and size != 1 for size, step, dense in steps)
 
     @property
     def nbytes(self) -> int:
-        """Of a dense one."""
-        return 4 * math.prod(self.shape)
+        """Of one without gaps."""
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def columns(self, start: int, count: int) -> TapeValue:
         """Some of them, as a view."""
-        shape, offset = (*self.shape[:-1], count), self.offset + 4 * start * self.strides[-1]
+        offset = self.offset + self.dtype.itemsize * start * self.strides[-1]
+        shape = (*self.shape[:-1], count)
         return TapeValue(self.memory, offset, shape, self.strides, self.dtype)
 
 
@@ -90,14 +95,16 @@ class KernelTold:
 
     Attributes:
         kind: of those above. function: as ctypes has it. arguments: in the order of tape.cpp.
-        number: its one argument that is no integer. shape: of the result, dense and in fp32. second: of
-            another one. scratch: bytes. keeps: what lies at addresses among the arguments, beside weights.
+        number: its one argument that is no integer. shape: of the result, which has no gaps. dtype: of it.
+            second: shape of another one, in fp32. scratch: bytes. keeps: what lies at addresses among the
+            arguments, beside weights.
     """
 
     kind: int
     function: Any
     arguments: tuple[Argument, ...]
     shape: Shape
+    dtype: torch.dtype = torch.float32
     second: Shape | None = None
     scratch: int = 0
     number: float = 0.0
@@ -163,13 +170,14 @@ def _runner() -> Callable[..., None] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """For some shapes of the inputs: the calls, of each result its shape and the input whose memory it gets,
-    or None, the bytes of the workspace, and inputs that have gaps, of which a dense copy is made.
+    """For some shapes of the inputs: the calls, of each result its shape, its dtype and the input whose
+    memory it gets, or None, the bytes of the workspace, and inputs that have gaps, of which a dense copy is
+    made.
     """
 
     calls: Any
     count: int
-    results: tuple[tuple[Shape, int | None], ...]
+    results: tuple[tuple[Shape, torch.dtype, int | None], ...]
     nbytes: int
     keeps: tuple[object, ...]
     copied: frozenset[int] = frozenset()
@@ -209,8 +217,8 @@ class Tape:
         if kept.copied:
             inputs = tuple(each.contiguous() if at in kept.copied else each for at, each in enumerate(inputs))
         made = [
-            torch.empty(shape, dtype=torch.float32, device="cpu") if at is None else inputs[at].view(shape)
-            for shape, at in kept.results
+            torch.empty(shape, dtype=dtype, device="cpu") if at is None else inputs[at].view(shape)
+            for shape, dtype, at in kept.results
         ]
         room = torch.empty(kept.nbytes, dtype=torch.uint8, device="cpu")
         addresses = [each.data_ptr() for each in (*inputs, *made)]
@@ -274,7 +282,7 @@ class Tape:
         given = [
             TapeValue(at, 0, tuple(each.shape), each.stride(), each.dtype) for at, each in enumerate(inputs)
         ]
-        gaps = frozenset(at for at in self._given_up if not given[at].dense)
+        gaps = frozenset(at for at in self._given_up if given[at].has_gaps)
         kept = None if any(each.is_cuda for each in inputs) else self._laid_out(threads, given)
         if kept is None and gaps:
             filled = [
@@ -308,9 +316,9 @@ class Tape:
                 return None
             calls[number] = told
             # a memory of its own, by the number of the value: its place is found below
-            values.append(TapeValue(number, 0, told.shape, dense_strides(told.shape)))
+            values.append(TapeValue(number, 0, told.shape, dense_strides(told.shape), told.dtype))
         lives = self._lives(values, calls)
-        fixed = self._fixed(lives)
+        fixed = self._fixed(lives, [each.dtype for each in values])
         rooms = places_for(lives, fixed, self._inputs + len(self._results))
         if rooms is None:
             return None
@@ -320,7 +328,8 @@ class Tape:
             *(_packed(told, number, seconds.get(number, 0), places) for number, told in calls.items())
         )
         results = tuple(
-            (values[at].shape, fixed[at] if fixed[at] < self._inputs else None) for at in self._results
+            (values[at].shape, values[at].dtype, fixed[at] if fixed[at] < self._inputs else None)
+            for at in self._results
         )
         keeps = tuple(kept for told in calls.values() for kept in told.keeps)
         return _Kept(packed, len(calls), results, nbytes + LINE, keeps)
@@ -341,12 +350,12 @@ class Tape:
         for at, second in self._seconds(calls).items():
             last = self._last[second] if second < len(self._last) else at
             lives[second] = Life(4 * math.prod(calls[at].second or ()), at, last)
-        free = [at for at in self._given_up if values[at].dense]
+        free = [at for at in self._given_up if not values[at].has_gaps]
         return lives | {at: Life(values[at].nbytes, 0, self._last[at]) for at in free}
 
-    def _fixed(self, lives: dict[int, Life]) -> dict[int, int]:
-        """Input or result → its memory: of a result that of an input of its size that is given up before it
-        is made, or one of its own.
+    def _fixed(self, lives: dict[int, Life], dtypes: Sequence[torch.dtype]) -> dict[int, int]:
+        """Input or result → its memory: of a result that of an input of its size and dtype that is given up
+        before it is made, or one of its own.
         """
         fixed = {at: at for at in range(self._inputs)}
         free = [at for at in sorted(self._given_up) if at in lives]
@@ -354,7 +363,9 @@ class Tape:
             fitting = (
                 each
                 for each in free
-                if lives[each].nbytes == lives[at].nbytes and not lives[each].meets(lives[at])
+                if dtypes[each] is dtypes[at]
+                and lives[each].nbytes == lives[at].nbytes
+                and not lives[each].meets(lives[at])
             )
             fixed[at] = next(fitting, self._inputs + number)
             free = [each for each in free if each != fixed[at]]

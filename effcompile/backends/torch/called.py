@@ -19,6 +19,7 @@ from effcompile.core.types import Forward
 from effcompile.ir.program import dtype_of
 from effcompile.ops import rows_native
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
+from effcompile.ops.bf16_attention import HeldTiles, bf16_attention_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
 from effcompile.ops.fp32_linear import HeldFloats, fp32_linear_on_cpu
 from effcompile.ops.int8_attention import HeldBytes, int8_attention_on_cpu
@@ -38,6 +39,7 @@ _LINEARS: dict[object, type[HeldLinear | HeldWords | HeldFloats]] = {
 
 _ATTENTIONS: dict[object, type[HeldAttention]] = {
     fp32_attention_on_cpu: HeldAttention,
+    bf16_attention_on_cpu: HeldTiles,
     int8_attention_on_cpu: HeldBytes,
 }
 
@@ -70,10 +72,11 @@ class Called:
 def _held(module: fx.GraphModule) -> fx.GraphModule:
     """The module whose linears and norms hold their weights, where these are the module's own."""
     for node in module.graph.nodes:
-        if node.target in _LINEARS and len(node.args) <= 5 and not node.kwargs:
+        if node.target in _LINEARS and len(node.args) <= 5 and node.kwargs.keys() <= {"narrow"}:
             if _are_own(weights := node.args[1:4]):
-                node.target = _LINEARS[node.target](*_values(module, weights), *node.args[4:])  # type: ignore[arg-type]
-                node.args = node.args[:1]
+                held = (*_values(module, weights), *node.args[4:])
+                node.target = _LINEARS[node.target](*held, **node.kwargs)
+                node.args, node.kwargs = node.args[:1], {}
         elif node.target is int8_linear_residual_on_cpu and not node.kwargs:
             last, (residual, *norm) = node.args[1:4], node.args[4:]
             if _are_own((*last, *norm)):

@@ -150,7 +150,9 @@ def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 #: Those that are steps of a tape (ops/tape.py), so that no call of Python is theirs.
-ON_TAPES = ("attention/sdpa_fp32", "attention/sdpa_int8_token", "attention/causal_fp32")
+ON_TAPES = (
+    "attention/sdpa_fp32", "attention/sdpa_bf16", "attention/sdpa_int8_token", "attention/causal_fp32",
+)  # fmt: skip
 #: Kernel → makes the call that is timed.
 ATTENTIONS: Mapping[str, Callable[[Dims, str], Body | None]] = {
     "attention/sdpa": _attention(F.scaled_dot_product_attention),
