@@ -139,12 +139,19 @@ def test_a_mask_that_says_the_same_of_all_keys_is_read_by_the_kernel(monkeypatch
     torch.testing.assert_close(bf16_attention(q, k, v, seen.expand(2, 1, 17, 17)), right, **CLOSE)
 
 
-def test_workspace_is_what_the_allocator_hands_out(way: str) -> None:
+@pytest.mark.parametrize("kind", ["no", "bool", "column", "same"])
+def test_workspace_is_what_the_allocator_hands_out(way: str, kind: str) -> None:
+    """A mask of numbers that are one for all keys is written out, bools that are so are read as they lie."""
     q, k, v = heads(2, 4, 65, 40, 0), heads(2, 2, 90, 40, 1), heads(2, 2, 90, 40, 2)
-    bf16_attention(q, k, v)
+    mask = {
+        "bool": lambda: torch.rand(2, 1, 65, 90) < 0.6,
+        "column": lambda: torch.randn(1, 4, 65, 1).expand(-1, -1, -1, 90),
+        "same": lambda: (torch.rand(2, 1, 65, 1) < 0.7).expand(-1, -1, -1, 90),
+    }.get(kind, lambda: None)()
+    bf16_attention(q, k, v, mask)
     with torch_compat_memory.watched_memory("cpu") as peak:
-        made = bf16_attention(q, k, v)
-    beside = workspace_bytes(bf16_attention.default, (q, k, v))
+        made = bf16_attention(q, k, v, mask)
+    beside = workspace_bytes(bf16_attention.default, (q, k, v, mask))
     assert beside is not None
     assert peak() - made.nbytes <= beside
     if way == "here" and fallback_reason() is None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.measure_attentions import ATTENTIONS, ON_TAPES
+from effcompile.backends.torch.measure_attentions import ATTENTIONS, is_on_tapes
 from effcompile.backends.torch.measure_linears import (
     SPARSE,
     Body,
@@ -103,7 +103,7 @@ def _at_once(call: KernelCall) -> int:
     """How many of an operator on few rows are timed as one, which a region (regions.py) or a tape (tape.py)
     does within its one call; of an attention batches.
     """
-    if call.kernel in ON_TAPES:
+    if is_on_tapes(call.kernel):
         batch, _, queries = call.dims[:3]
         return max(1, MANY_ROWS // (batch * queries))
     few = call.kernel.startswith("rows/") and call.dims[0] <= FEW_ROWS

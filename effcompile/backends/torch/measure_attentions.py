@@ -149,10 +149,16 @@ def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._scaled_dot_product_attention_math(q, k, v)[0]
 
 
-#: Those that are steps of a tape (ops/tape.py), so that no call of Python is theirs.
-ON_TAPES = (
-    "attention/sdpa_fp32", "attention/sdpa_bf16", "attention/sdpa_int8_token", "attention/causal_fp32",
-)  # fmt: skip
+#: Steps of a tape (ops/tape.py) wherever they are timed.
+_ON_TAPES = ("attention/sdpa_fp32", "attention/sdpa_int8_token", "attention/causal_fp32")
+
+
+def is_on_tapes(kernel: str) -> bool:
+    """Whether it is a step of a tape, so that no call of Python is its own."""
+    by_tiles = kernel == "attention/sdpa_bf16" and bf16_attention.fallback_reason() is None  # else oneDNN's
+    return by_tiles or kernel in _ON_TAPES
+
+
 #: Kernel → makes the call that is timed.
 ATTENTIONS: Mapping[str, Callable[[Dims, str], Body | None]] = {
     "attention/sdpa": _attention(F.scaled_dot_product_attention),

@@ -109,7 +109,9 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize(("word", "error"), [("sdpa_fp32", 1e-6), ("sdpa_int8_token", 1e-2)])
+@pytest.mark.parametrize(
+    ("word", "error"), [("sdpa_fp32", 1e-6), ("sdpa_bf16", 1e-2), ("sdpa_int8_token", 1e-2)]
+)
 def test_attentions_read_what_linears_made(swapped: bool, word: str, error: float) -> None:
     model, x = Attention(swapped=swapped).eval(), torch.randn(2, 7, 32)
     mask = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()

@@ -168,11 +168,16 @@ def test_a_short_attention_of_ours_is_timed_as_batches_and_torchs_alone(
 ) -> None:
     """A tape calls it without Python, whose call of 16 queries took three times as long as the kernel."""
     asked = dict[str, tuple[int, ...]]()
-    for kernel in ("attention/sdpa", "attention/sdpa_fp32"):
+    one, many = (2, 12, 16, 16, 32), (16, 12, 16, 16, 32)
+    for kernel in ("attention/sdpa", "attention/sdpa_fp32", "attention/sdpa_bf16"):
         make = lambda dims, engine, kernel=kernel: asked.update({kernel: dims})  # noqa: E731
         monkeypatch.setitem(measure._KERNELS, kernel, make)
-        measure.measure(KernelCall(kernel, (2, 12, 16, 16, 32)), "eager")
-    assert asked == {"attention/sdpa": (2, 12, 16, 16, 32), "attention/sdpa_fp32": (16, 12, 16, 16, 32)}
+        monkeypatch.setattr(bf16_attention, "fallback_reason", lambda: None)
+        measure.measure(KernelCall(kernel, one), "eager")
+    assert asked == {"attention/sdpa": one, "attention/sdpa_fp32": many, "attention/sdpa_bf16": many}
+    monkeypatch.setattr(bf16_attention, "fallback_reason", lambda: "asked for")
+    measure.measure(KernelCall("attention/sdpa_bf16", one), "eager")
+    assert asked["attention/sdpa_bf16"] == one, "by torch, called from Python"
 
 
 def test_a_table_in_groups_has_any_width() -> None:

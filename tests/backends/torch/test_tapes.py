@@ -9,14 +9,17 @@ import pytest
 import torch
 from form_names import forms
 from torch import Tensor, fx, nn
-from transformers import GPT2Config, GPT2Model, ViTConfig, ViTModel, WhisperConfig
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, ViTConfig, ViTModel, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from effcompile.backends.torch import TorchEager, edit
 from effcompile.backends.torch.called import Called
 from effcompile.backends.torch.tapes import with_tapes
 from effcompile.capture import capture
+from effcompile.ops import bf16_attention
+from effcompile.ops.bf16_attention import HeldTiles
 from effcompile.ops.fp32_attention import HeldAttention
+from effcompile.ops.int8_held import HeldLinear
 from effcompile.ops.rows_held import HeldGate, HeldRmsNorm
 from effcompile.ops.tape import Tape
 from effcompile.sites.parts import attentions, linears
@@ -35,6 +38,16 @@ def vit() -> tuple[nn.Module, dict[str, Any]]:
         num_hidden_layers=LAYERS, image_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=4
     )
     return ViTModel(config), {"pixel_values": torch.randn(2, 3, 96, 96)}
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    """Its mask is the caller's."""
+    config = BertConfig(
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=100
+    )
+    asked = {"input_ids": torch.randint(0, 100, (2, 70)), "attention_mask": torch.ones(2, 70).long()}
+    asked["attention_mask"][1, 50:] = 0
+    return BertModel(config), asked
 
 
 def whisper() -> tuple[nn.Module, dict[str, Any]]:
@@ -76,6 +89,42 @@ def test_its_layers_are_one_call(make: Any, held: str, most: float, monkeypatch:
         assert abs(error(found, original) - error(wanted, original)) < most / 5
     assert all(map(torch.equal, before, given)), "no input was written to"
     assert all(kept is not None for tape in tapes if len(tape._steps) > 9 for kept in tape._kept.values())
+
+
+@pytest.mark.skipif(bf16_attention.fallback_reason() is not None, reason="there is no kernel here")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("make", [bert, gpt2, vit, whisper])
+def test_layers_with_attentions_in_bf16_are_one_call(
+    make: Any, narrow: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fell apart at each attention."""
+    monkeypatch.setattr(edit, "packing", lambda *dims, ours: "ours")
+    if not narrow:
+        monkeypatch.setattr(edit, "narrow_projections", lambda program: None)
+    torch.manual_seed(0)
+    model, inputs = make()
+    program = capture(model.eval(), (), inputs)
+    tags = {site.site: "int8_token" for site in linears(program)}
+    tags |= {site.site: "sdpa_bf16" for site in attentions(program)}
+    lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [program.flat_inputs()])  # type: ignore[arg-type]
+    assert isinstance(lowered._called, Called)
+    tapes = [node.target for node in lowered._called._direct.graph.nodes if isinstance(node.target, Tape)]
+    inside = [sum(isinstance(step.does, HeldTiles) for step in tape._steps) for tape in tapes]
+    assert max(inside) == LAYERS, inside
+    whole = tapes[inside.index(LAYERS)]
+    halved = [step.does._narrow for step in whole._steps if isinstance(step.does, HeldLinear)]
+    assert any(halved) == (narrow and make is not whisper), "its queries are scaled in fp32"
+    given, before = program.flat_inputs(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            found, wanted, original = lowered(*given)[0], lowered.run(*given)[0], model(**inputs)[0]
+    finally:
+        torch.set_num_threads(before)
+    assert error(found, original) < 0.05
+    assert error(found, wanted) < 1e-3
+    assert all(kept is not None for kept in whole._kept.values())
 
 
 def test_one_of_several_values_that_is_read_outside_stays_itself() -> None:
