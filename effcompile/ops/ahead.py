@@ -17,6 +17,7 @@ from effcompile.core.torch_compat_inductor import begin_compiling, headers_compi
 from effcompile.machine.instructions import bf16_isas, integer_isas, tile_isas
 from effcompile.machine.native import SOURCES, compiled
 from effcompile.ops import (
+    bf16_linear,
     fp32_attention,
     fp32_linear,
     group_native,
@@ -49,6 +50,7 @@ def _of_calls(*, exact: bool) -> Iterator[Library]:
     yield from _of_runners()
     if exact:
         return
+    yield from ((SOURCES / "bf16_linear.cpp", bf16_linear.MACROS, isa) for isa in bf16_linear.isas()[:1])
     yield from ((SOURCES / "attention_tiles.cpp", {}, isa) for isa in bf16_isas()[:1])
     for isa in int8_attention.isas()[:1]:
         yield SOURCES / "int8_attention.cpp", {"WIDTH": WORDS[isa]}, isa

@@ -49,10 +49,10 @@ struct Between {
     const Room& room;
     int64_t rows;
 
-    void ask_for(int64_t, int64_t, int64_t) const {}
+    template <int AFTER, bool WHOLE>
     inline void write(const Block& block, int64_t first, int64_t end) const {
         uint16_t* to = room.between + block.from / PAIR * rows * PAIR;
-        sums.followed_by(after, block, first, end, [&](int64_t row, V z0, V z1) __attribute__((always_inline)) {
+        sums.each<AFTER, WHOLE>(block, first, end, [&](int64_t row, V z0, V z1) __attribute__((always_inline)) {
             const VI b0 = (VI)z0 & 0x7fffffff, b1 = (VI)z1 & 0x7fffffff, most = b0 > b1 ? b0 : b1, old = room.largest[row];
             room.largest[row] = most > old ? most : old;
             _mm512_store_si512(to + row * PAIR, narrowed(z0, z1));

@@ -1,4 +1,4 @@
-// A linear of codes by AMX tiles, a panel of outputs at a time; what becomes of the sums says who asks.
+// A linear of codes, or with FLOATS of bf16, by AMX tiles, a panel of outputs at a time; what becomes of the sums says who asks.
 
 #pragma once
 
@@ -13,13 +13,11 @@ constexpr int64_t CHUNK = 256;  // rows of x that are multiplied with a panel, a
 constexpr int64_t PART = 12;    // tiles of K: 24 KiB of a panel
 constexpr int64_t PAIR = 32;    // rows of a block of tiles, and outputs of a panel
 
-// Sums of tiles, [rows / 16][columns][16][16], that are not outputs yet.
+// Sums of tiles, [rows][columns][16], that are not outputs yet.
 struct Block {
     int64_t row = 0, rows = 0, from = 0;
     int columns = 0;
     const int32_t* sums = nullptr;
-
-    const int32_t* at(int64_t r, int c) const { return sums + (r / 16 * columns + c) * 256 + r % 16 * 16; }
 };
 
 struct TileThread {
@@ -28,7 +26,7 @@ struct TileThread {
     alignas(64) int32_t sums[CHUNK / PAIR][4 * 256];
 };
 
-// Sums as numbers: y = f(sum * scale of the row * scale of the output + bias).
+// Sums as numbers: y = f(sum * scale of the row * scale of the output + bias), with FLOATS f(sum + bias).
 struct Scaled {
     int64_t n;
     const float *scales, *bias;  // (N); the bias may be null
@@ -36,35 +34,47 @@ struct Scaled {
     const int32_t* offsets;
 
     // The numbers of rows [first, end) of a block, two vectors each, to `put(row, z0, z1)`.
-    template <int AFTER, typename Put>
+    template <int AFTER, bool WHOLE, typename Put>
     inline void each(const Block& block, int64_t first, int64_t end, const Put& put) const {
-        const int64_t left = n - block.from, second = block.columns > 1 ? 256 : 0;  // the first again, where there is one
-        const V s0 = some_of(scales + block.from, left), s1 = some_of(scales + block.from + W, left - W);
+        const int64_t left = WHOLE ? PAIR : n - block.from, second = WHOLE || block.columns > 1 ? W : 0;  // the first again, where there is one
         const V b0 = bias ? some_of(bias + block.from, left) : V{}, b1 = bias ? some_of(bias + block.from + W, left - W) : V{};
-        const int32_t* sum = block.sums + (first >= 16 ? 256 * block.columns + (first - 16) * 16 : first * 16);
-        const int32_t* middle = block.sums + 256;  // where the upper tile ends
-        const int64_t jump = 256 * block.columns - 256;
+        const int64_t apart = WHOLE ? PAIR : block.columns * W;
+        const int32_t* sum = block.sums + first * apart;
+#ifndef FLOATS
+        const V s0 = some_of(scales + block.from, left), s1 = some_of(scales + block.from + W, left - W);
         const float* own = row_scales + block.row;
         const int32_t* offset = offsets + block.row;
-        for (int64_t r = first; r < end; r++, sum += 16) {
-            if (sum == middle) sum += jump;
+#endif
+        for (int64_t r = first; r < end; r++, sum += apart) {
+#ifdef FLOATS
+            V z0 = (V)load_ints(sum) + b0, z1 = (V)load_ints(sum + second) + b1;
+#else
             const V both = V{} + own[r];
             V z0 = as_floats(load_ints(sum) - offset[r]) * (s0 * both) + b0, z1 = as_floats(load_ints(sum + second) - offset[r]) * (s1 * both) + b1;
+#endif
             if constexpr (AFTER) z0 = followed(z0, AFTER), z1 = followed(z1, AFTER);
             put(block.row + r, z0, z1);
         }
     }
-
-    template <typename Put>
-    inline void followed_by(int after, const Block& block, int64_t first, int64_t end, const Put& put) const {
-        if (after == GELU) each<GELU>(block, first, end, put);
-        else if (after == GELU_TANH) each<GELU_TANH>(block, first, end, put);
-        else if (after == SILU) each<SILU>(block, first, end, put);
-        else if (after == RELU) each<RELU>(block, first, end, put);
-        else if (after == GELU_SHORT) each<GELU_SHORT>(block, first, end, put);
-        else each<NOTHING>(block, first, end, put);
-    }
 };
+
+// Who takes sums: `out.write<AFTER, WHOLE>(block, first, end)` those of rows [first, end) of a block, WHOLE if all its outputs are there.
+template <typename Out>
+using Write = void (*)(const Out&, const Block&, int64_t first, int64_t end);
+
+template <typename Out, int AFTER, bool WHOLE>
+__attribute__((noinline)) void written(const Out& out, const Block& block, int64_t first, int64_t end) { out.template write<AFTER, WHOLE>(block, first, end); }
+
+template <bool WHOLE, typename Out>
+Write<Out> write_of(int after) {
+    if (after == GELU) return written<Out, GELU, WHOLE>;
+    if (after == GELU_TANH) return written<Out, GELU_TANH, WHOLE>;
+    if (after == SILU) return written<Out, SILU, WHOLE>;
+    if (after == RELU) return written<Out, RELU, WHOLE>;
+    if (after == GELU_SHORT) return written<Out, GELU_SHORT, WHOLE>;
+    if (after == GELU_HALVES) return written<Out, GELU_HALVES, WHOLE>;
+    return written<Out, NOTHING, WHOLE>;
+}
 
 // Results in fp32 or bf16, rows ldy apart.
 template <typename T>
@@ -74,13 +84,10 @@ struct Results {
     T* y;
     int64_t ldy;
 
-    void ask_for(int64_t row, int64_t rows, int64_t from) const {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t c = 0; c < PAIR; c += W) __builtin_prefetch(y + (row + r) * ldy + from + c, 1);
-    }
+    template <int AFTER, bool WHOLE>
     inline void write(const Block& block, int64_t first, int64_t end) const {
-        const int64_t left = sums.n - block.from;
-        sums.followed_by(after, block, first, end, [&](int64_t row, V z0, V z1) __attribute__((always_inline)) {
+        const int64_t left = WHOLE ? PAIR : sums.n - block.from;
+        sums.each<AFTER, WHOLE>(block, first, end, [&](int64_t row, V z0, V z1) __attribute__((always_inline)) {
             T* to = y + row * ldy + block.from;
             put(to, z0, left);
             if (left > W) put(to + W, z1, left - W);
@@ -88,7 +95,7 @@ struct Results {
     }
 };
 
-// `out.write(block, first, end)` takes the sums of these rows of a block, `out.ask_for(row, rows, from)` says where it will write.
+// `out.write`: see Write.
 template <typename Out>
 struct TiledLinear {
     int64_t m, n, quads;
@@ -101,6 +108,7 @@ struct TiledLinear {
     // Meanwhile what the next task of this thread reads, `ahead` panels on, comes nearer, and the sums of the blocks before become outputs.
     template <int C>
     void panel(TileThread& thread, int64_t top, int64_t bottom, int64_t from, int64_t ahead) const {
+        const Write<Out> some = write_of<false, Out>(out.after), full = write_of<true, Out>(out.after);
         const int64_t apart = quads * 64, whole = quads / TILE_ROWS, blocks = (bottom - top + PAIR - 1) / PAIR;
         const uint8_t* here = weight + from / LANES * apart;
         const uint8_t* next = here + ahead * C * apart;
@@ -115,12 +123,12 @@ struct TiledLinear {
             const uint8_t* left = last && quads % TILE_ROWS ? rest : nullptr;
             for (int64_t i = top, block = 0; i < bottom; i += PAIR, block++) {
                 const int64_t heights[2] = {tiled_height(i, m), i + TILE_ROWS < bottom ? tiled_height(i + TILE_ROWS, m) : 0};
-                if (last) out.ask_for(i, heights[0] + heights[1], from);
+                
                 const int8_t* a = codes + i * stride + begin * STEP * heights[0];
                 const int8_t* below = codes + (i + TILE_ROWS) * stride + begin * STEP * heights[1];
                 thread.tiles.of(heights[0], heights[1]);
-                int32_t* sums = thread.sums[block];
-                const auto work = [&](int64_t step, int64_t of) { write(thread.before, step, of); };
+                int32_t* sums = thread.sums[whole <= PART ? 0 : block];  // where all of K is one part, those before are outputs when these are written
+                const auto work = [&](int64_t step, int64_t of) __attribute__((always_inline)) { write(thread.before, step, of, some, full); };
                 if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums, next, lines, work);
                 else panel.template multiply<1>(a, below, heights, steps, left, !part, sums, next, lines, work);
                 thread.before = last ? Block{i, heights[0] + heights[1], from, C, sums} : Block{};
@@ -138,14 +146,14 @@ struct TiledLinear {
     }
 
     void finish(TileThread& thread) const {
-        write(thread.before, 0, 1);
+        write(thread.before, 0, 1, write_of<false, Out>(out.after), write_of<true, Out>(out.after));
         thread.before = {};
     }
 
     // Part `step` of so many parts of a block: at least four rows.
-    inline void write(const Block& block, int64_t step, int64_t of) const {
+    inline void write(const Block& block, int64_t step, int64_t of, Write<Out> some, Write<Out> full) const {
         const int64_t rows = block.rows <= 4 * of ? 4 : (block.rows + of - 1) / of, first = step * rows;
-        if (first < block.rows) out.write(block, first, std::min(block.rows, first + rows));
+        if (first < block.rows) (n - block.from >= PAIR ? full : some)(out, block, first, std::min(block.rows, first + rows));
     }
 };
 

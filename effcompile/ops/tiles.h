@@ -30,10 +30,14 @@ struct Tiles {
         const int64_t rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
         for (int t = 0; t < 8; t++)
             if (rows[t]) config[16 + 2 * t] = STEP, config[48 + t] = (uint8_t)rows[t];
-        _tile_loadconfig(config);
+        // GCC's _tile_loadconfig says that 8 of these bytes are read, and the others need not be written before
+        asm volatile("ldtilecfg\t%X0" ::"m"(config));
     }
     ~Tiles() { _tile_release(); }
 };
+
+// What was written before is in memory: GCC's _tile_loadd does not say that it reads any.
+inline void before_tiles() { asm volatile("" ::: "memory"); }
 #else
 inline bool tiles_permitted() { return true; }
 

@@ -20,6 +20,8 @@ from effcompile.ir.program import dtype_of
 from effcompile.ops import rows_native
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.bf16_attention import HeldTiles, bf16_attention_on_cpu
+from effcompile.ops.bf16_linear import HeldHalves, bf16_linear_on_cpu
+from effcompile.ops.bf16_mlp import HeldHalvesMlp, bf16_linear_residual_on_cpu, bf16_mlp_on_cpu
 from effcompile.ops.fp32_attention import HeldAttention, fp32_attention_on_cpu
 from effcompile.ops.fp32_linear import HeldFloats, fp32_linear_on_cpu
 from effcompile.ops.int8_attention import HeldBytes, int8_attention_on_cpu
@@ -31,10 +33,21 @@ from effcompile.ops.rows_held import HeldGate, HeldNorm, HeldRmsNorm, HeldTurn
 from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
-_LINEARS: dict[object, type[HeldLinear | HeldWords | HeldFloats]] = {
+_LINEARS: dict[object, type[HeldLinear | HeldWords | HeldFloats | HeldHalves]] = {
+    bf16_linear_on_cpu: HeldHalves,
     int8_linear_on_cpu: HeldLinear,
     int13_linear_on_cpu: HeldWords,
     fp32_linear_on_cpu: HeldFloats,
+}
+
+#: One linear with what is behind it, and two.
+_RESIDUALS: dict[object, type[HeldMlp | HeldHalvesMlp]] = {
+    int8_linear_residual_on_cpu: HeldMlp,
+    bf16_linear_residual_on_cpu: HeldHalvesMlp,
+}
+_MLPS: dict[object, type[HeldMlp | HeldHalvesMlp]] = {
+    int8_mlp_on_cpu: HeldMlp,
+    bf16_mlp_on_cpu: HeldHalvesMlp,
 }
 
 _ATTENTIONS: dict[object, type[HeldAttention]] = {
@@ -77,14 +90,14 @@ def _held(module: fx.GraphModule) -> fx.GraphModule:
                 held = (*_values(module, weights), *node.args[4:])
                 node.target = _LINEARS[node.target](*held, **node.kwargs)
                 node.args, node.kwargs = node.args[:1], {}
-        elif node.target is int8_linear_residual_on_cpu and not node.kwargs:
+        elif node.target in _RESIDUALS and not node.kwargs:
             last, (residual, *norm) = node.args[1:4], node.args[4:]
             if _are_own((*last, *norm)):
-                _hold_mlp(module, node, None, "none", last, residual, norm)
-        elif node.target is int8_mlp_on_cpu and not node.kwargs:
+                _hold_mlp(module, node, _RESIDUALS[node.target], None, "none", last, residual, norm)
+        elif node.target in _MLPS and not node.kwargs:
             first, after, (*last, residual) = node.args[1:4], node.args[4], _padded(node.args[5:9], 4)
             if _are_own((*first, *last, *node.args[9:])):
-                _hold_mlp(module, node, first, str(after), last, residual, node.args[9:])
+                _hold_mlp(module, node, _MLPS[node.target], first, str(after), last, residual, node.args[9:])
         elif node.target in _ATTENTIONS and not node.kwargs:
             _hold_attention(node)
         elif node.target is add_layer_norm_on_cpu and not node.kwargs and _are_own(norm := node.args[2:]):
@@ -120,6 +133,7 @@ def _norm_of(norm: fx.Node) -> tuple[Argument, ...]:
 def _hold_mlp(
     module: fx.GraphModule,
     node: fx.Node,
+    held: type[HeldMlp | HeldHalvesMlp],
     first: Sequence[Argument] | None,
     after: str,
     last: Sequence[Argument],
@@ -127,7 +141,7 @@ def _hold_mlp(
     norm: Sequence[Argument],
 ) -> None:
     holds = None if first is None else _values(module, first)
-    node.target = HeldMlp(holds, after, _values(module, last), _values(module, _padded(norm, 3)))  # type: ignore[arg-type]
+    node.target = held(holds, after, _values(module, last), _values(module, _padded(norm, 3)))  # type: ignore[arg-type]
     node.args = (node.args[0], residual)
 
 

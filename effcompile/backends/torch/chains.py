@@ -1,23 +1,26 @@
-"""Our linears in 8 bits with what lies between and behind them, as one call each: an MLP, or a linear with
-its residual sum, and the LayerNorm of that. Those before an attention of bf16 give bf16.
+"""Our linears in 8 bits and in bf16 with what lies between and behind them, as one call each: an MLP, or a
+linear with its residual sum, and the LayerNorm of that. Those before an attention of bf16 give bf16.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.edit_attentions import SITE
 from effcompile.backends.torch.followers import FOLLOWED
 from effcompile.ir.program import Program, dtype_of, shape_of
-from effcompile.ops import int8_mlp
+from effcompile.ops import bf16_mlp, int8_mlp
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.bf16_attention import bf16_attention
+from effcompile.ops.bf16_linear import bf16_linear
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.sites.parts import add_norms, argument
 
@@ -27,6 +30,34 @@ aten = torch.ops.aten
 #: In the meta of a chain: the sites of its first linear, where it has two, and of its norm; in that of a
 #: LayerNorm of its own: its site.
 FIRST, NORM = "effcompile_first", "effcompile_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Linears that have chains: the names of a linear's arguments, what it is with something behind it, and
+    two of them; why there is no kernel, and whether it pays for so many rows.
+    """
+
+    names: tuple[str, ...]
+    residual: OpOverload
+    mlp: OpOverload
+    reason: Callable[[], str | None]
+    pays: Callable[[int], bool]
+
+    def arguments(self, node: fx.Node) -> tuple[fx.node.Argument, ...]:
+        return tuple(argument(node, name) for name in self.names)  # type: ignore[misc]
+
+
+_KINDS = {
+    int8_linear.default: _Kind(
+        ("x", "weight", "scales", "bias"), int8_mlp.int8_linear_residual.default, int8_mlp.int8_mlp.default,
+        int8_mlp.fallback_reason, int8_mlp.pays,
+    ),
+    bf16_linear.default: _Kind(
+        ("x", "weight", "n", "bias"), bf16_mlp.bf16_linear_residual.default, bf16_mlp.bf16_mlp.default,
+        bf16_mlp.fallback_reason, bf16_mlp.pays,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +73,14 @@ class _Chain:
     def place(self, graph: fx.Graph) -> fx.Node:
         """The call of it, in their stead."""
         end = self.behind or self.last
-        behind = self._behind()
+        behind, kind = self._behind(), _KINDS[self.last.target]  # type: ignore[index]
         with graph.inserting_before(end):
             if self.first is None:
-                args = (*_linear(self.last), *behind)
-                node = graph.call_function(int8_mlp.int8_linear_residual.default, args)
+                node = graph.call_function(kind.residual, (*kind.arguments(self.last), *behind))
             else:
                 after = str(argument(self.first, "after"))
-                args = (*_linear(self.first), after, *_linear(self.last)[1:], *behind)
-                node = graph.call_function(int8_mlp.int8_mlp.default, args)
+                args = (*kind.arguments(self.first), after, *kind.arguments(self.last)[1:], *behind)
+                node = graph.call_function(kind.mlp, args)
         node.meta = {**end.meta, **self._told()}
         end.replace_all_uses_with(node)
         for old in (self.behind, self.last, self.first):
@@ -81,28 +111,31 @@ class _Chain:
 
 def fuse_chains(program: Program) -> None:
     """Every chain, where there is a kernel for it and rows are enough, in place."""
-    there = any(node.target is int8_linear.default for node in program.graph.nodes)
-    if not there or int8_mlp.fallback_reason() is not None:  # which compiles it
+    there = {kind for node in program.graph.nodes if (kind := _KINDS.get(node.target)) is not None}
+    kinds = {kind for kind in there if kind.reason() is None}  # which compiles them
+    if not kinds:
         return
     for site in add_norms(program):  # their sums may go
         site.node.meta[NORM] = site.site
     for node in list(program.graph.nodes):
-        ends = node.target is int8_linear.default and argument(node, "after") == "none"
-        if ends and not _is_first(node) and int8_mlp.pays(math.prod(shape_of(node)[:-1])):
+        kind = _KINDS.get(node.target)
+        if kind not in kinds or argument(node, "after") != "none":
+            continue
+        if not _is_first(node) and kind.pays(math.prod(shape_of(node)[:-1])):
             chain = _Chain(node, _first_of(node), _behind(node))
             if chain.first is not None or chain.behind is not None:
                 chain.place(program.graph)
 
 
 def narrow_projections(program: Program) -> None:
-    """Our linears in 8 bits that attentions of bf16 alone read, through views, give bf16, in place: what the
+    """Our linears that attentions of bf16 alone read, through views, give bf16, in place: what the
     attention would round to.
     """
     read: dict[fx.Node, list[fx.Node]] = {}
     for attention in program.calls(bf16_attention.default):
         for source in _reads(attention):
             read.setdefault(source, []).append(attention)
-    fit = {node for node in read if node.target is int8_linear.default and _ends(node) <= set(read[node])}
+    fit = {node for node in read if node.target in _KINDS and _ends(node) <= set(read[node])}
     while beside := {node for node in fit if not all(_reads(attention) <= fit for attention in read[node])}:
         fit -= beside  # what an attention reads is all of one dtype
     for node in fit:
@@ -145,24 +178,20 @@ def _retype(node: fx.Node) -> None:
             _retype(user)
 
 
-def _linear(node: fx.Node) -> tuple[fx.node.Argument, ...]:
-    """x, weight, scales, bias."""
-    return tuple(argument(node, name) for name in ("x", "weight", "scales", "bias"))  # type: ignore[misc]
-
-
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _first_of(node: fx.Node) -> fx.Node | None:
+    """One of its kind."""
     x = node.args[0]
-    return x if isinstance(x, fx.Node) and x.target is int8_linear.default and len(x.users) == 1 else None
+    return x if isinstance(x, fx.Node) and x.target is node.target and len(x.users) == 1 else None
 
 
 def _is_first(node: fx.Node) -> bool:
     """Whether it is so of another one."""
     user = _only_user(node)
-    return user is not None and user.target is int8_linear.default and _first_of(user) is node
+    return user is not None and user.target is node.target and _first_of(user) is node
 
 
 def _behind(node: fx.Node) -> fx.Node | None:

@@ -25,7 +25,7 @@ from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.ir.formats import FP32, INT8_GROUPS, INT8_STATIC, INT13_TOKEN, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
-from effcompile.ops import group_codes, int13_codes, two_of_four
+from effcompile.ops import bf16_linear, group_codes, int13_codes, two_of_four
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
 from effcompile.ops.fp32_linear import fp32_linear, fp32_pack
@@ -223,6 +223,10 @@ def _bf16(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
         # a model in 16 bits is there already; its graph wants results in its own
         site.node.meta[SITE] = site.site
         return site.node
+    ours = on_cpu and not editor.compiled and bf16_linear.multiplies(site.m)
+    if ours and dtype_of(site.x) == torch.float32:
+        held_as = packed_as(site.site, held, weight, lambda: (bf16_linear.pack(weight),))
+        return _ours(editor, site, bf16_linear.bf16_linear.default, *map(editor.constant, held_as), site.n)
     narrow = editor.constant(weight.to(torch.bfloat16).contiguous())
     x = editor.bf16(site.x)
     y = (

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from effcompile.ir.program import Program, module_path
+from effcompile.ops.bf16_linear import bf16_linear
 from effcompile.ops.fp32_linear import fp32_linear
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_linear import int8_linear
@@ -20,7 +21,7 @@ FOLLOWED = "effcompile_followed"
 #: Linears that take in what follows them.
 FOLLOWS = (
     int8_linear.default, int13_linear.default, group_linear.default, int8_sparse_linear.default,
-    fp32_linear.default,
+    fp32_linear.default, bf16_linear.default,
 )  # fmt: skip
 
 

@@ -43,6 +43,9 @@ from effcompile.ir.program import Program, stored_bytes
 from effcompile.machine import huge_pages
 from effcompile.ops.bf16_attention import bf16_attention
 from effcompile.ops.bf16_attention import told as attentions_told
+from effcompile.ops.bf16_linear import bf16_linear
+from effcompile.ops.bf16_linear import told as halves_told
+from effcompile.ops.bf16_mlp import bf16_linear_residual, bf16_mlp
 from effcompile.ops.fp32_attention import fp32_attention
 from effcompile.ops.fp32_attention import told as fp32_attentions_told
 from effcompile.ops.fp32_linear import fp32_linear
@@ -295,6 +298,7 @@ def _kernels(program: Program) -> dict[str, str]:
     ours = {
         "int8 linears": ((int8_linear, int8_mlp, int8_linear_residual), int8_told),
         "int13 linears": ((int13_linear,), int13_told),
+        "bf16 linears": ((bf16_linear, bf16_mlp, bf16_linear_residual), halves_told),
         "sparse int8 linears": ((int8_sparse_linear,), sparse_told),
         "linears in groups": ((group_linear,), groups_told),
         "fp32 linears": ((fp32_linear,), floats_told),

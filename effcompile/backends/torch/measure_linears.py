@@ -28,7 +28,8 @@ from effcompile.ir.formats import (
 from effcompile.machine import huge_pages
 from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import Dims
-from effcompile.ops import few_rows, group_codes, int8_sparse, int13_codes, row_program
+from effcompile.ops import bf16_linear, few_rows, group_codes, int8_sparse, int13_codes, row_program
+from effcompile.ops.bf16_linear import HeldHalves
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.fp32_linear import HeldFloats
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
@@ -188,9 +189,19 @@ def _float(
     if x.is_cuda:
         half = weight.bfloat16()
         return lambda: F.linear(x.bfloat16(), half).float() + bias
+    if engine == "eager" and bf16_linear.multiplies(len(x)):
+        return _OnWeights(functools.partial(_halves, x), (bf16_linear.pack(weight), bias), _held_halves)
     narrow = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), len(x))
     by_onednn = torch.ops.mkldnn._linear_pointwise.default
     return lambda: _widen_and_add(by_onednn(x.bfloat16(), narrow, None, "none", [], ""), bias)
+
+
+def _halves(x: torch.Tensor, held: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return bf16_linear.bf16_linear_on_cpu(x, held, len(bias), bias)
+
+
+def _held_halves(held: torch.Tensor, bias: torch.Tensor) -> HeldHalves:
+    return HeldHalves(held, len(bias), bias)
 
 
 def _wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:

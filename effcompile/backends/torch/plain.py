@@ -11,6 +11,13 @@ from torch import Tensor, fx
 from effcompile.ops import elsewhere, recurrence, rows_native
 from effcompile.ops.add_norm import add_layer_norm, add_layer_norm_on_cpu
 from effcompile.ops.bf16_attention import bf16_attention, bf16_attention_on_cpu
+from effcompile.ops.bf16_linear import bf16_linear, bf16_linear_on_cpu
+from effcompile.ops.bf16_mlp import (
+    bf16_linear_residual,
+    bf16_linear_residual_on_cpu,
+    bf16_mlp,
+    bf16_mlp_on_cpu,
+)
 from effcompile.ops.fp32_attention import fp32_attention, fp32_attention_on_cpu
 from effcompile.ops.fp32_linear import fp32_linear, fp32_linear_on_cpu
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
@@ -55,6 +62,9 @@ PLAIN: dict[object, Callable[..., object]] = {
     int8_linear.default: int8_linear_on_cpu,
     int13_linear.default: int13_linear_on_cpu,
     fp32_linear.default: fp32_linear_on_cpu,
+    bf16_linear.default: bf16_linear_on_cpu,
+    bf16_mlp.default: bf16_mlp_on_cpu,
+    bf16_linear_residual.default: bf16_linear_residual_on_cpu,
     int8_mlp.default: int8_mlp_on_cpu,
     int8_linear_residual.default: int8_linear_residual_on_cpu,
     int8_sparse_linear.default: int8_sparse_linear_on_cpu,

@@ -43,6 +43,8 @@ from effcompile.ir.formats import (
 from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.ops import group_codes
 from effcompile.ops.add_norm import add_layer_norm
+from effcompile.ops.bf16_linear import bf16_linear
+from effcompile.ops.bf16_mlp import bf16_linear_residual, bf16_mlp
 from effcompile.ops.fp32_linear import fp32_linear, fp32_pack
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
@@ -98,7 +100,8 @@ def signatures(module: fx.GraphModule) -> Iterator[tuple[str, fx.Node, Signature
     rows and columns of the table).
     """
     for node in module.graph.nodes:
-        if packet(node) is int8_mlp and (first := _int8_token(module, node)) is not None:
+        reader = _FIRST.get(packet(node))
+        if reader is not None and (first := reader(module, node)) is not None:
             yield node.meta.get(FIRST, ""), node, first
         signature = _signature(module, node) if node.op == "call_function" else None
         if signature is not None:
@@ -223,6 +226,12 @@ def _panels(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return None if weight is None or not isinstance(n, int) else (FP32, int(weight.shape[1]), n)
 
 
+def _halves(module: fx.GraphModule, node: fx.Node, at: int = 1) -> Signature | None:
+    """K as it is stored, to whole pairs; `at`: where the arguments of the linear begin."""
+    weight, n = _constant(module, node.args[at]), node.args[at + 1]
+    return None if weight is None or not isinstance(n, int) else (BF16, 2 * int(weight.shape[1]), n)
+
+
 def _groups(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     """K as it is stored, to whole groups."""
     weight, n = _constant(module, node.args[1]), node.args[2]
@@ -325,10 +334,19 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     fp32_linear: _panels,
     int8_linear_residual: _int8_token,
     int8_mlp: functools.partial(_int8_token, at=5),
+    bf16_linear: _halves,
+    bf16_linear_residual: _halves,
+    bf16_mlp: functools.partial(_halves, at=5),
     int8_sparse_linear: _sparse_bytes,
     group_linear: _groups,
 }
 
+
+#: The readers of the first linear of two.
+_FIRST: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = {
+    int8_mlp: _int8_token,
+    bf16_mlp: _halves,
+}
 
 #: Chains between the products as one operator each.
 _ROWS = tuple(
@@ -337,7 +355,9 @@ _ROWS = tuple(
 
 
 #: Operators that may have taken in what follows them.
-_FOLLOWED = (fp32_linear, int8_linear, int13_linear, int8_mlp, int8_sparse_linear, group_linear)
+_FOLLOWED = (
+    fp32_linear, bf16_linear, bf16_mlp, int8_linear, int13_linear, int8_mlp, int8_sparse_linear, group_linear
+)  # fmt: skip
 
 
 def _gelus(module: fx.GraphModule) -> dict[str, Form]:

@@ -13,6 +13,8 @@ from effcompile.backends.torch.joined import NodeRun, joined, put_call, values_r
 from effcompile.backends.torch.tidy import sizes
 from effcompile.ir.program import dtype_of, shape_of
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
+from effcompile.ops.bf16_linear import HeldHalves
+from effcompile.ops.bf16_mlp import HeldHalvesMlp
 from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.fp32_linear import HeldFloats
 from effcompile.ops.int8_held import HeldLinear, HeldMlp, HeldWords
@@ -25,7 +27,9 @@ _HELD = (
     HeldLinear,
     HeldWords,
     HeldFloats,
+    HeldHalves,
     HeldMlp,
+    HeldHalvesMlp,
     HeldAttention,
     HeldNorm,
     HeldAdd,

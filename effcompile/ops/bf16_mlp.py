@@ -1,0 +1,245 @@
+"""Linears in bf16 with what lies between and behind them as one call, for a CPU with AMX: nothing between
+leaves a core's cache.
+
+    bf16_mlp              norm(residual + W2 bf16(f(W1 x + b1)) + b2)
+    bf16_linear_residual  norm(residual + W x + b)
+
+The counterpart of int8_mlp.py; weights are those of `bf16_linear`. Elsewhere, and for few rows, the same is
+computed by the operators that these are made of.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.flop_counter import register_flop_formula
+
+from effcompile.core.types import Shape
+from effcompile.machine.instructions import l2_bytes
+from effcompile.ops import bf16_linear as halves
+from effcompile.ops import int8_codes, tape
+from effcompile.ops.add_norm import add_layer_norm_on_cpu
+from effcompile.ops.bf16_linear import TileKernels, bf16_linear_on_cpu, check, fits
+from effcompile.ops.coded_rows import flat_rows
+from effcompile.ops.instruction_sets import LINE, at_line
+from effcompile.ops.tape import KernelTold, Made, Scratch, TapeValue
+
+__all__ = ["HeldHalvesMlp", "bf16_linear_residual", "bf16_mlp", "fallback_reason", "pays", "workspace_bytes"]
+
+#: Rows that one core takes at once: CHUNK in tiled_linear.h, and a block of tiles.
+_MOST, _BLOCK = 256, 32
+
+_LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
+_BEHIND = "Tensor? norm_weight=None, Tensor? norm_bias=None, float? eps=None) -> Tensor"
+_LIBRARY.define(
+    "bf16_mlp(Tensor x, Tensor w1, int between, Tensor? b1, str after, Tensor w2, int n, Tensor? b2=None, "
+    f"Tensor? residual=None, {_BEHIND}"
+)
+_LIBRARY.define(
+    "bf16_linear_residual(Tensor x, Tensor weight, int n, Tensor? bias, Tensor residual, " + _BEHIND
+)
+
+#: A linear: packed weight, outputs, bias.
+Linear = tuple[Tensor, int, Tensor | None]
+#: What is behind the last one: the residual, weight and bias of a LayerNorm, and its epsilon if there is one.
+Behind = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
+
+
+fallback_reason = halves.fallback_reason
+
+
+def pays(rows: int) -> bool:
+    """Whether the kernel is used for so many rows of x: fewer are computed in parts."""
+    return rows >= _BLOCK * torch.get_num_threads()
+
+
+def _at_once(rows: int, k: int, between: int) -> int:
+    """Rows that one core takes at once, of so many: what it holds of them fills most of its cache."""
+    fitting = l2_bytes() * 3 // 4 // (2 * (k + between))
+    most = max(_BLOCK, min(fitting, _MOST) // _BLOCK * _BLOCK)
+    turns = torch.get_num_threads() * -(-rows // (torch.get_num_threads() * most))
+    return -(-rows // (turns * _BLOCK)) * _BLOCK
+
+
+def _room(found: TileKernels, rows: int, k: int, between: int) -> int:
+    """Bytes of scratch for so many rows of x (..., K)."""
+    return int(found.mlp_bytes(_at_once(rows, k, between), k, between)) * torch.get_num_threads() + LINE
+
+
+def run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
+    """As `bf16_mlp_on_cpu`, of what stands together."""
+    if first is not None:
+        check(x, *first, after)
+    check(x if first is None else x.new_empty((0, first[1])), *last, "none")
+    found, rows = halves.kernels(), x.numel() // max(1, x.shape[-1])
+    if isinstance(found, str) or not pays(rows) or not _dense(x, first, last, behind):
+        inner = x if first is None else bf16_linear_on_cpu(x, *first, after)
+        return _behind(bf16_linear_on_cpu(inner, *last), behind)
+    return _called(found, flat_rows(x), first, after, last, behind).view(*x.shape[:-1], -1)
+
+
+def _called(
+    found: TileKernels, x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind
+) -> Tensor:
+    (m, k), between = x.shape, 0 if first is None else first[1]
+    made = x.new_empty((m, last[1]))
+    scratch = torch.empty(_room(found, m, k, between), dtype=torch.uint8, device="cpu")
+    residual, norm_weight, norm_bias, eps = behind
+    found.mlp(
+        x.data_ptr(), x.stride(0), m, k, *_addresses(first), between, int8_codes.AFTER.index(after),
+        *_addresses(last), last[1], _address(residual), eps is not None, _address(norm_weight),
+        _address(norm_bias), eps or 0.0, made.data_ptr(), at_line(scratch), _at_once(m, k, between),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return made
+
+
+def _behind(y: Tensor, behind: Behind) -> Tensor:
+    residual, weight, bias, eps = behind
+    if eps is None:
+        return y if residual is None else y + residual
+    if residual is None:
+        return F.layer_norm(y, y.shape[-1:], weight, bias, eps)
+    return add_layer_norm_on_cpu(y, residual, weight, bias, eps)
+
+
+def _dense(x: Tensor, first: Linear | None, last: Linear, behind: Behind) -> bool:
+    """Whether all is dense, and what is behind in fp32 and of one shape."""
+    shapes = ((*x.shape[:-1], last[1]), (last[1],), (last[1],))
+    biases = [linear[2] for linear in (first, last) if linear is not None]
+    alike = all(
+        t is None or (t.shape == shape and t.dtype is torch.float32)
+        for t, shape in zip(behind[:3], shapes, strict=True)
+    )
+    return alike and all(t is None or t.is_contiguous() for t in (*biases, *behind[:3]))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _addresses(linear: Linear | None) -> tuple[int | None, None, int | None]:
+    """Of the weight, of scales, which there are none of, and of the bias."""
+    return (None, None, None) if linear is None else (linear[0].data_ptr(), None, _address(linear[2]))
+
+
+def bf16_mlp_on_cpu(x: Tensor, w1: Tensor, between: int, b1: Tensor | None, after: str, *rest: Any) -> Tensor:
+    """(..., N) in fp32, for x (..., K), weights as `bf16_linear.pack` gives them, and of the schema's `rest`
+    W2 with its outputs and bias, a residual (..., N), and a LayerNorm over N where `eps` is given.
+    """
+    last: list[Any] = [*rest, *(None,) * (7 - len(rest))]
+    w2, n, b2, residual, weight, bias, eps = last
+    return run(x, (w1, between, b1), after, (w2, n, b2), (residual, weight, bias, eps))
+
+
+def bf16_linear_residual_on_cpu(
+    x: Tensor, weight: Tensor, n: int, bias: Tensor | None, residual: Tensor, *norm: Any
+) -> Tensor:
+    """The same of one linear."""
+    behind: list[Any] = [*norm, *(None,) * (3 - len(norm))]
+    norm_weight, norm_bias, eps = behind
+    return run(x, None, "none", (weight, n, bias), (residual, norm_weight, norm_bias, eps))
+
+
+_LIBRARY.impl("bf16_mlp", bf16_mlp_on_cpu, "CPU")
+_LIBRARY.impl("bf16_linear_residual", bf16_linear_residual_on_cpu, "CPU")
+bf16_mlp = torch.ops.effcompile.bf16_mlp
+bf16_linear_residual = torch.ops.effcompile.bf16_linear_residual
+
+
+@torch.library.register_fake("effcompile::bf16_mlp", lib=_LIBRARY)
+def _(x, w1, between, b1, after, w2, n, *behind):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("effcompile::bf16_linear_residual", lib=_LIBRARY)
+def _(x, weight, n, *behind):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@register_flop_formula(torch.ops.effcompile.bf16_mlp)
+def _mlp_flops(x_shape: Shape, w1_shape: Shape, between: int, *rest: Any, **more: object) -> int:
+    n = int(rest[3])  # behind b1, after and w2
+    return 2 * math.prod(x_shape[:-1]) * between * (x_shape[-1] + n)
+
+
+@register_flop_formula(torch.ops.effcompile.bf16_linear_residual)
+def _residual_flops(x_shape: Shape, weight_shape: Shape, n: int, *behind: object, **more: object) -> int:
+    return 2 * math.prod(x_shape) * n
+
+
+def workspace_bytes(name: str, args: object) -> int | None:
+    """Bytes alive inside these operators beyond their inputs and outputs; None for other operators.
+
+    In parts: what is between, with the workspace of a linear and a sum.
+    """
+    if not isinstance(args, (list, tuple)) or name not in (
+        "effcompile::bf16_mlp",
+        "effcompile::bf16_linear_residual",
+    ):
+        return None
+    x, whole = args[0], name == "effcompile::bf16_mlp"
+    rows, k = int(x.numel()) // int(x.shape[-1]), int(x.shape[-1])
+    between, n = (int(args[2]), int(args[6])) if whole else (0, int(args[2]))
+    found = halves.kernels()
+    if not isinstance(found, str) and pays(rows):
+        return _room(found, rows, k, between)
+    inside = [
+        halves.workspace_bytes("effcompile::bf16_linear", (x.new_empty((rows, d)), None, columns)) or 0
+        for d, columns in ((k, between or n), (between, n))
+        if d
+    ]
+    return 4 * rows * (between + n) + max(inside)
+
+
+class HeldHalvesMlp:
+    """`bf16_mlp`, and without a first linear `bf16_linear_residual`, of weights that stay, as a step of a
+    tape (tape.py).
+    """
+
+    __name__, pair = "bf16_mlp", False
+
+    def __init__(
+        self,
+        first: Linear | None,
+        after: str,
+        last: Linear,
+        norm: tuple[Tensor | None, Tensor | None, float | None] = (None, None, None),
+    ) -> None:
+        self._first, self._after, self._last, self._norm = first, after, last, norm
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(..., N), for x (..., K) and a residual (..., N)."""
+        return run(x, self._first, self._after, self._last, (residual, *self._norm))
+
+    def told(self, threads: int, x: TapeValue, residual: TapeValue | None = None) -> KernelTold | None:
+        found, n = halves.kernels(), self._last[1]
+        rows, k, shape = math.prod(x.shape[:-1]), x.shape[-1], (*x.shape[:-1], n)
+        if isinstance(found, str) or not (pays(rows) and x.dense and self._fits(k, n)):
+            return None
+        if residual is not None and not (residual.dense and residual.shape == shape):
+            return None
+        between, (weight, bias, eps) = 0 if self._first is None else self._first[1], self._norm
+        arguments = (
+            x, k, rows, k, *_addresses(self._first), between, int8_codes.AFTER.index(self._after),
+            *_addresses(self._last), n, residual, int(eps is not None), _address(weight), _address(bias),
+            Made, Scratch(), _at_once(rows, k, between), threads,
+        )  # fmt: skip
+        return KernelTold(
+            kind=tape.MLP, function=found.mlp, arguments=arguments, shape=shape,
+            scratch=_room(found, rows, k, between), number=eps or 0.0,
+        )  # fmt: skip
+
+    def _fits(self, k: int, n: int) -> bool:
+        """Whether the kernel takes what is held, of k columns."""
+        linears = [linear for linear in (self._first, self._last) if linear is not None]
+        depths = (k, *(linear[1] for linear in linears))
+        held = all(fits(depth, *linear) for depth, linear in zip(depths, linears, strict=False))
+        plain = [*(linear[2] for linear in linears), *self._norm[:2]]
+        return held and all(
+            each is None or (each.dtype is torch.float32 and each.is_contiguous()) for each in plain
+        ) and all(each is None or each.shape == (n,) for each in self._norm[:2])  # fmt: skip
