@@ -21,7 +21,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.errors import UsageError
-from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.instructions import bf16_isas
 from effcompile.machine.native import library
 from effcompile.ops import tape
@@ -54,6 +53,7 @@ __all__ = [
 
 _SOURCE = Path(__file__).with_name("bf16_linear.cpp")
 ISA, MACROS = "amx_bf16", {"WIDTH": 16}
+_ROWS = 9
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -84,10 +84,10 @@ def told() -> str:
 
 
 def multiplies(rows: int) -> bool:
-    """Whether the kernels are used for so many rows of x: of a few, weights are read, which oneDNN does as
-    fast.
+    """Whether the kernels are used for so many rows of x: not for those of a program of few tokens
+    (row_program.py).
     """
-    return rows > FEW_ROWS and not isinstance(kernels(), str)
+    return rows >= _ROWS and not isinstance(kernels(), str)
 
 
 class TileKernels:

@@ -17,6 +17,7 @@ from effcompile.machine import native
 from effcompile.ops import (
     ahead,
     bf16_attention,
+    bf16_linear,
     cached_attention,
     few_rows,
     fp32_attention,
@@ -37,7 +38,7 @@ from effcompile.ops.instruction_sets import WORDS
 
 EACH = (
     rows_native, few_rows, int8_native, int8_mlp, group_native, group_codes, int13_linear, bf16_attention,
-    fp32_attention, cached_attention, int8_attention, fp32_linear,
+    fp32_attention, cached_attention, int8_attention, fp32_linear, bf16_linear,
 )  # fmt: skip
 RUNNERS = (row_program._runner, tape._runner)
 
@@ -67,6 +68,7 @@ def test_it_is_what_the_kernels_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name, *_ in steps - everything} == {"cached_attention.cpp"}
     assert {name for name, *_ in everything - steps} <= {
         "fp32_attention.cpp", "fp32_linear.cpp", "attention_tiles.cpp", "int8_attention.cpp",
+        "bf16_linear.cpp",
     }  # fmt: skip
     exact = set(map(key, ahead.libraries(exact=True)))
     assert {name for name, *_ in exact} == {

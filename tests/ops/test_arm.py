@@ -49,6 +49,7 @@ OF_X86 = {
     "int13_linear",
     "attention_backward_tiles",
     "attention_tiles",
+    "bf16_linear",
     "group_tiles",
     "int8_attention",
     "int8_mlp",

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import fx
@@ -35,14 +35,13 @@ FIRST, NORM = "effcompile_first", "effcompile_norm"
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """Linears that have chains: the names of a linear's arguments, what it is with something behind it, and
-    two of them; why there is no kernel, and whether it pays for so many rows.
+    two of them; the module that knows why there is no kernel, and whether it pays for so many rows.
     """
 
     names: tuple[str, ...]
     residual: OpOverload
     mlp: OpOverload
-    reason: Callable[[], str | None]
-    pays: Callable[[int], bool]
+    kernel: ModuleType
 
     def arguments(self, node: fx.Node) -> tuple[fx.node.Argument, ...]:
         return tuple(argument(node, name) for name in self.names)  # type: ignore[misc]
@@ -51,11 +50,11 @@ class _Kind:
 _KINDS = {
     int8_linear.default: _Kind(
         ("x", "weight", "scales", "bias"), int8_mlp.int8_linear_residual.default, int8_mlp.int8_mlp.default,
-        int8_mlp.fallback_reason, int8_mlp.pays,
+        int8_mlp,
     ),
     bf16_linear.default: _Kind(
         ("x", "weight", "n", "bias"), bf16_mlp.bf16_linear_residual.default, bf16_mlp.bf16_mlp.default,
-        bf16_mlp.fallback_reason, bf16_mlp.pays,
+        bf16_mlp,
     ),
 }  # fmt: skip
 
@@ -112,7 +111,7 @@ class _Chain:
 def fuse_chains(program: Program) -> None:
     """Every chain, where there is a kernel for it and rows are enough, in place."""
     there = {kind for node in program.graph.nodes if (kind := _KINDS.get(node.target)) is not None}
-    kinds = {kind for kind in there if kind.reason() is None}  # which compiles them
+    kinds = {kind for kind in there if kind.kernel.fallback_reason() is None}  # which compiles them
     if not kinds:
         return
     for site in add_norms(program):  # their sums may go
@@ -121,7 +120,7 @@ def fuse_chains(program: Program) -> None:
         kind = _KINDS.get(node.target)
         if kind not in kinds or argument(node, "after") != "none":
             continue
-        if not _is_first(node) and kind.pays(math.prod(shape_of(node)[:-1])):
+        if not _is_first(node) and kind.kernel.pays(math.prod(shape_of(node)[:-1])):
             chain = _Chain(node, _first_of(node), _behind(node))
             if chain.first is not None or chain.behind is not None:
                 chain.place(program.graph)

@@ -15,7 +15,7 @@ from effcompile.backends.torch import TorchEager
 from effcompile.backends.torch.lowered import load
 from effcompile.capture import capture
 from effcompile.ir.program import Program
-from effcompile.ops import int8_mlp
+from effcompile.ops import bf16_linear, int8_mlp
 from effcompile.sites.parts import add_norms, attentions, linears
 
 pytestmark = pytest.mark.skipif(
@@ -54,10 +54,10 @@ class Block(nn.Module):
 
 
 def lowered(
-    model: nn.Module, x: Tensor, *, fused: bool = True, narrow: bool = True
+    model: nn.Module, x: Tensor, *, fused: bool = True, narrow: bool = True, held: str = "int8_token"
 ) -> tuple[Program, object]:
     program = capture(model.eval(), (x,))
-    tags = {site.site: "int8_token" for site in linears(program)}
+    tags = {site.site: held for site in linears(program)}
     tags |= {site.site: "fused" for site in add_norms(program) if fused and len(site.add.users) == 1}
     tags |= {site.site: "sdpa_bf16" for site in attentions(program) if narrow}
     return program, TorchEager().lower(program.tagged(forms(tags), "test"), None, [[x]])  # type: ignore[arg-type]
@@ -67,7 +67,9 @@ def called(made: object) -> list[str]:
     found = [n for n in made.program.graph.nodes if n.op == "call_function"]  # type: ignore[attr-defined]
     names = [str(n.target).removeprefix("effcompile.").removesuffix(".default") for n in found]
     return [
-        name for name in names if name.startswith(("int8", "add_layer", "layer_norm")) or "layer_norm" in name
+        name
+        for name in names
+        if name.startswith(("int8", "bf16_l", "bf16_m", "add_layer")) or "layer_norm" in name
     ]
 
 
@@ -86,6 +88,26 @@ def test_a_block_is_three_calls_and_its_attention(norm_first: bool) -> None:
     with torch.no_grad():
         wanted, found = model(x), made(x)[0]  # type: ignore[operator]
     assert 1e-5 < float((found - wanted).norm() / wanted.norm()) < 3e-2
+
+
+@pytest.mark.skipif(bf16_linear.fallback_reason() is not None, reason=str(bf16_linear.fallback_reason()))
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_block_in_bf16_is_three_calls_too(norm_first: bool, tmp_path: Path) -> None:
+    model, x = Block(norm_first=norm_first), torch.randn(2, 32, 32)
+    program, made = lowered(model, x, held="bf16")
+    calls = [name for name in called(made) if name.startswith("bf16")]
+    assert calls == ["bf16_linear", "bf16_linear_residual", "bf16_mlp"]
+    applied = made.applied  # type: ignore[attr-defined]
+    assert {applied[site.site] for site in linears(program)} == {form("bf16")}
+    assert applied["act:gelu"].name == "erf"
+    with torch.no_grad():
+        wanted, found = model(x), made(x)[0]  # type: ignore[operator]
+    assert 1e-5 < float((found - wanted).norm() / wanted.norm()) < 5e-3
+    (file,) = made.save(tmp_path)  # type: ignore[attr-defined]
+    again = load(file)(x)
+    assert torch.equal(again[0] if isinstance(again, (list, tuple)) else again, found)
+    few = called(lowered(model, torch.randn(1, 8, 32), held="bf16")[1])
+    assert not any(name.startswith("bf16") for name in few), "few tokens are oneDNN's"
 
 
 def test_it_is_what_its_parts_give(monkeypatch: pytest.MonkeyPatch) -> None:
