@@ -230,16 +230,20 @@ def workspace_bytes(name: str, args: object) -> int | None:
 
 
 class HeldHalves:
-    """`bf16_linear` of one weight, as a step of a tape (tape.py)."""
+    """`bf16_linear` of one weight, as a step of a tape (tape.py); its result is in fp32 or, if `narrow`, in
+    bf16.
+    """
 
     __name__, pair = "bf16_linear", False
 
-    def __init__(self, weight: Tensor, n: int, bias: Tensor | None = None, after: str = "none") -> None:
-        self._linear = (weight, n, bias, after)
+    def __init__(
+        self, weight: Tensor, n: int, bias: Tensor | None = None, after: str = "none", narrow: bool = False
+    ) -> None:
+        self._linear, self._narrow = (weight, n, bias, after), narrow
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., N), for x (..., K)."""
-        return bf16_linear_on_cpu(x, *self._linear)
+        return bf16_linear_on_cpu(x, *self._linear, self._narrow)
 
     def told(self, threads: int, x: TapeValue) -> KernelTold | None:
         (weight, n, bias, after), found = self._linear, kernels()
@@ -251,7 +255,8 @@ class HeldHalves:
             x, k, rows, k, weight.data_ptr(), None, None if bias is None else bias.data_ptr(), n,
             AFTER.index(after), Made, Scratch(), None, None, 0, threads,
         )  # fmt: skip
+        call, dtype = (found.narrow, torch.bfloat16) if self._narrow else (found.call, torch.float32)
         return KernelTold(
-            kind=tape.LINEAR, function=found.call, arguments=arguments, shape=(*x.shape[:-1], n),
+            kind=tape.LINEAR, function=call, arguments=arguments, shape=(*x.shape[:-1], n), dtype=dtype,
             scratch=found.room(rows, k),
         )  # fmt: skip
