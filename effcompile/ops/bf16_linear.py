@@ -63,9 +63,9 @@ _LIBRARY.define(
 
 
 @functools.cache
-def kernels() -> TileKernels | str:
+def kernels() -> HalvesKernels | str:
     """The kernels, or why there are none."""
-    return best_of(TileKernels, isas()) if isas() else "this processor has no AMX for bf16"
+    return best_of(HalvesKernels, isas()) if isas() else "this processor has no AMX for bf16"
 
 
 def isas() -> list[str]:
@@ -90,7 +90,7 @@ def multiplies(rows: int) -> bool:
     return rows >= _ROWS and not isinstance(kernels(), str)
 
 
-class TileKernels:
+class HalvesKernels:
     """The compiled kernels: of one linear, and of two with what lies between and behind (bf16_mlp.py)."""
 
     def __init__(self, isa: str, instead: str = "") -> None:

@@ -23,7 +23,7 @@ from effcompile.machine.instructions import l2_bytes
 from effcompile.ops import bf16_linear as halves
 from effcompile.ops import int8_codes, tape
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
-from effcompile.ops.bf16_linear import TileKernels, bf16_linear_on_cpu, check, fits
+from effcompile.ops.bf16_linear import HalvesKernels, bf16_linear_on_cpu, check, fits
 from effcompile.ops.coded_rows import flat_rows
 from effcompile.ops.instruction_sets import LINE, at_line
 from effcompile.ops.tape import KernelTold, Made, Scratch, TapeValue
@@ -65,7 +65,7 @@ def _at_once(rows: int, k: int, between: int) -> int:
     return -(-rows // (turns * _BLOCK)) * _BLOCK
 
 
-def _room(found: TileKernels, rows: int, k: int, between: int) -> int:
+def _room(found: HalvesKernels, rows: int, k: int, between: int) -> int:
     """Bytes of scratch for so many rows of x (..., K)."""
     return int(found.mlp_bytes(_at_once(rows, k, between), k, between)) * torch.get_num_threads() + LINE
 
@@ -83,7 +83,7 @@ def run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behin
 
 
 def _called(
-    found: TileKernels, x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind
+    found: HalvesKernels, x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind
 ) -> Tensor:
     (m, k), between = x.shape, 0 if first is None else first[1]
     made = x.new_empty((m, last[1]))
