@@ -11,7 +11,6 @@ computed by the operators that these are made of.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,22 +126,23 @@ def _addresses(linear: Linear | None) -> tuple[int | None, None, int | None]:
     return (None, None, None) if linear is None else (linear[0].data_ptr(), None, _address(linear[2]))
 
 
-def bf16_mlp_on_cpu(x: Tensor, w1: Tensor, between: int, b1: Tensor | None, after: str, *rest: Any) -> Tensor:
+def bf16_mlp_on_cpu(
+    x: Tensor, w1: Tensor, between: int, b1: Tensor | None, after: str, *rest: object
+) -> Tensor:
     """(..., N) in fp32, for x (..., K), weights as `bf16_linear.pack` gives them, and of the schema's `rest`
     W2 with its outputs and bias, a residual (..., N), and a LayerNorm over N where `eps` is given.
     """
-    last: list[Any] = [*rest, *(None,) * (7 - len(rest))]
-    w2, n, b2, residual, weight, bias, eps = last
-    return run(x, (w1, between, b1), after, (w2, n, b2), (residual, weight, bias, eps))
+    last = [*rest, *(None,) * (7 - len(rest))]
+    (w2, n, b2), behind = last[:3], last[3:]
+    return run(x, (w1, between, b1), after, (w2, n, b2), tuple(behind))  # type: ignore[arg-type]
 
 
 def bf16_linear_residual_on_cpu(
-    x: Tensor, weight: Tensor, n: int, bias: Tensor | None, residual: Tensor, *norm: Any
+    x: Tensor, weight: Tensor, n: int, bias: Tensor | None, residual: Tensor, *norm: object
 ) -> Tensor:
     """The same of one linear."""
-    behind: list[Any] = [*norm, *(None,) * (3 - len(norm))]
-    norm_weight, norm_bias, eps = behind
-    return run(x, None, "none", (weight, n, bias), (residual, norm_weight, norm_bias, eps))
+    behind = (residual, *norm, *(None,) * (3 - len(norm)))
+    return run(x, None, "none", (weight, n, bias), behind)  # type: ignore[arg-type]
 
 
 _LIBRARY.impl("bf16_mlp", bf16_mlp_on_cpu, "CPU")
@@ -162,8 +162,8 @@ def _(x, weight, n, *behind):  # type: ignore[no-untyped-def]
 
 
 @register_flop_formula(torch.ops.effcompile.bf16_mlp)
-def _mlp_flops(x_shape: Shape, w1_shape: Shape, between: int, *rest: Any, **more: object) -> int:
-    n = int(rest[3])  # behind b1, after and w2
+def _mlp_flops(x_shape: Shape, w1_shape: Shape, between: int, *rest: object, **more: object) -> int:
+    n: int = rest[3]  # type: ignore[assignment]  # behind b1, after and w2
     return 2 * math.prod(x_shape[:-1]) * between * (x_shape[-1] + n)
 
 
