@@ -57,10 +57,14 @@ def pays(rows: int) -> bool:
 
 
 def _at_once(rows: int, k: int, between: int) -> int:
-    """Rows that one core takes at once, of so many: what it holds of them fills most of its cache."""
-    fitting = l2_bytes() * 3 // 4 // (2 * (k + between))
-    most = max(_BLOCK, min(fitting, _MOST) // _BLOCK * _BLOCK)
-    turns = torch.get_num_threads() * -(-rows // (torch.get_num_threads() * most))
+    """Rows that one core takes at once, of so many: all, where what it holds of them has room in its cache,
+    else as many as leave a quarter of it to weights. On an Intel Xeon (2 MiB) 197 rows of 768 to 3072 columns
+    took 2.0 ms at once and 2.5 in two turns; 1,024 rows 9.9 ms by 192, 10.3 to 11.3 by 256, 10.2 by 128.
+    """
+    threads, room = torch.get_num_threads(), l2_bytes() // (2 * (k + between))
+    whole = -(-rows // threads) <= min(room, _MOST)
+    most = max(_BLOCK, min(room if whole else room * 3 // 4, _MOST) // _BLOCK * _BLOCK)
+    turns = threads * -(-rows // (threads * most))
     return -(-rows // (turns * _BLOCK)) * _BLOCK
 
 
