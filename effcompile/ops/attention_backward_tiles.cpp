@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int64_t CHUNK = 256;  // queries whose weights are held
+constexpr float HIDDEN = -1e30f;  // no sum of products is less
 
 typedef const uint16_t* Given;
 
@@ -52,11 +53,11 @@ inline float inner(Given a, Given b, int64_t width) {
     return sum_of_lanes(sum);
 }
 
-// A row's scores and dy vᵀ become p and ds.
+// A row's scores and dy vᵀ become p and ds. Where the least number that there is hides all keys, a sum of weights is lost in `lse`: they are alike.
 void weigh(float* scores, float* slopes, int64_t own, int64_t wide, const Seen& see, const float* mask, float lse, float away) {
-    const float from = lse == -INFINITY ? 0.0f : lse * LOG2_E;
+    const float from = lse == -INFINITY ? 0.0f : lse, share = from < HIDDEN ? 1.0f / (float)own : 1.0f;
     for (int64_t key = 0; key < wide; key += W) {
-        const V p = key < own ? weight_of(score(scores, key, own, see.scale * LOG2_E, mask, true) - from) : V{};
+        const V p = key < own ? weight_of((score(scores, key, own, see.scale, mask, true) - from) * LOG2_E) * share : V{};
         store(scores + key, p);
         store(slopes + key, key < own ? p * (load(slopes + key) - away) * see.scale : V{});
     }

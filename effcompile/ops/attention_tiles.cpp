@@ -36,7 +36,7 @@ float weigh(float* scores, int64_t seen, int64_t wide, float scale, const void* 
     for (int64_t key = 0; key < wide; key += 32) {
         V e[2];
         for (int half = 0; half < 2; half++) {
-            e[half] = key + half * W < seen ? weight_of(load(scores + key + half * W) - from) : V{};
+            e[half] = key + half * W < seen ? weight_of((load(scores + key + half * W) - from) * LOG2_E) : V{};
             sums = sums + e[half];
         }
         store(to + key / 32 * WORDS, (V)_mm512_cvtne2ps_pbh((__m512)e[1], (__m512)e[0]));
@@ -59,7 +59,7 @@ void attend(const Sizes& s, const Room& room, const T* q, int64_t of_q, int64_t 
         if (r < rows) {
             const char* of_row = mask ? mask + (top + r) * of_mask : nullptr;
             const int64_t own = same && !*of_row ? 0 : causal ? std::min(seen, top + r + 1) : seen;
-            inverse[r] = weigh(room.scores + r * s.wide(), own, wide, scale * LOG2_E, same ? nullptr : of_row, added, to);
+            inverse[r] = weigh(room.scores + r * s.wide(), own, wide, scale, same ? nullptr : of_row, added, to);
         } else {
             for (int64_t key = 0; key < wide; key += 32) store(to + key / 32 * WORDS, V{});
         }

@@ -133,7 +133,7 @@ def by_torch(
     dtype = torch.bfloat16 if runs_in(torch.bfloat16) else torch.float32
     q, k, v = (each.bfloat16().to(dtype) for each in (query, key, value))
     if mask is not None and mask.dtype is not torch.bool:
-        mask = mask.to(dtype)
+        mask = torch.where(mask.isinf(), mask, mask.clamp(torch.finfo(dtype).min)).to(dtype)
     gqa = query.shape[1] != key.shape[1]
     made = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=gqa)
     return made.transpose(1, 2).contiguous().transpose(1, 2).to(_result(query))

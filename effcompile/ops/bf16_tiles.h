@@ -124,11 +124,12 @@ inline V weight_of(V t) {
     return (V)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)t, least, _CMP_NLT_UQ), (__m512)p, whole);
 }
 
-// Scores of a row that it sees, in base 2; minus infinity where it does not, and beyond `seen`.
+// Scores of a row that it sees; minus infinity where it does not, and beyond `seen`. Not in base 2: the least number that there is, added where a
+// key is hidden, must stay one, so that a row of which all keys are hidden so sees all alike.
 inline V score(const float* scores, int64_t key, int64_t seen, float scale, const void* mask, bool added) {
     const int64_t here = seen - key;
     V v = load(scores + key) * scale;
-    if (mask && added) v = v + some_of(static_cast<const float*>(mask) + key, here) * LOG2_E;
+    if (mask && added) v = v + some_of(static_cast<const float*>(mask) + key, here);
     if (mask && !added) {
         const __mmask16 there = here < W ? (__mmask16)((1u << here) - 1) : (__mmask16)-1;
         const __m128i bytes = _mm_maskz_loadu_epi8(there, static_cast<const uint8_t*>(mask) + key);

@@ -191,7 +191,8 @@ void lay_values(const Head& head, const Sizes& s, const Room& room) {
         }
 }
 
-// Scores as what is added to them, log2 e times, has them; those from `seen` on are hidden. Returns the largest; NaN if one is.
+// Scores as what is added to them has them, not in base 2: the least number that there is stays one. Those from `seen` on are hidden. Returns the
+// largest; NaN if one is.
 template <int MASK>
 float masked(float* scores, float of_query, const char* mask, bool same, int64_t seen, int64_t extent) {
     V most = V{} - INFINITY;
@@ -201,7 +202,7 @@ float masked(float* scores, float of_query, const char* mask, bool same, int64_t
         V z = load(scores + i) * of_query;
         if constexpr (MASK == ADDED) {
             const float* added = reinterpret_cast<const float*>(mask) + i;
-            z = z + (count >= W ? load(added) : some_of(added, count)) * LOG2_E;
+            z = z + (count >= W ? load(added) : some_of(added, count));
         }
         __mmask16 here = count >= W ? 0xffff : count <= 0 ? 0 : (1 << count) - 1;
         if constexpr (MASK == SEEN) {
@@ -260,8 +261,8 @@ void attend(const Sizes& s, const Room& room, const Head& head, int64_t top, int
             float most = _mm512_reduce_max_ps((__m512)load(room.most + (r - tile) * W)), factor = std::max(of_queries[r], LEAST);
             if (MASK || causal) {
                 const char* mask = MASK ? head.mask + (top + r) * head.of_mask : nullptr;
-                most = masked<MASK>(scores, of_queries[r], mask, head.same, causal ? std::min(keys, top + r + 1) : keys, extent);
-                factor = 1.0f;
+                most = masked<MASK>(scores, of_queries[r] / LOG2_E, mask, head.same, causal ? std::min(keys, top + r + 1) : keys, extent);
+                factor = LOG2_E;
             }
             uint8_t* weights = room.weights + r * s.extent();
             const bool number = std::isfinite(most) && std::isfinite(of_queries[r]);

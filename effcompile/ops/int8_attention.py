@@ -118,10 +118,10 @@ def by_torch(
     if mask is not None and mask.dtype is torch.bool:
         hidden = hidden | ~mask
     if mask is not None or is_causal:
-        added = 0.0 if mask is None or mask.dtype is torch.bool else mask * _LOG2_E
+        added = 0.0 if mask is None or mask.dtype is torch.bool else mask
         scores, of_q = (
-            (scores * of_q + added).masked_fill(hidden, -torch.inf),
-            torch.where(of_q.isnan(), of_q, 1.0),
+            (scores * (of_q / _LOG2_E) + added).masked_fill(hidden, -torch.inf),
+            torch.where(of_q.isnan(), of_q, _LOG2_E),
         )
     most = scores.amax(-1, keepdim=True)
     weights = _weights((scores - most.masked_fill(most == -torch.inf, 0.0)) * of_q)

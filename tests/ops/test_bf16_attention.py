@@ -105,6 +105,16 @@ def test_what_sees_nothing_and_what_is_no_number(way: str) -> None:
     assert not bf16_attention(q, k, v)[0, 0].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_least_number_hides_is_seen_alike(way: str, dtype: torch.dtype) -> None:
+    q, k, v = (heads(1, 2, rows, 40, seed) for seed, rows in enumerate((9, 50, 50)))
+    least = torch.zeros(9, 50).masked_fill(torch.rand(9, 50) < 0.5, torch.finfo(dtype).min)
+    least[3] = torch.finfo(dtype).min
+    found = bf16_attention(q, k, v, least)
+    torch.testing.assert_close(found, wanted(q, k, v, least, False, 40**-0.5), **CLOSE)
+    torch.testing.assert_close(found[:, :, 3], v.mean(2), **CLOSE)
+
+
 def test_far_scores_are_not_lost(way: str) -> None:
     q, k, v = (50 * heads(1, 1, 33, 64, seed) for seed in range(3))
     torch.testing.assert_close(

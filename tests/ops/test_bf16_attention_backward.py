@@ -92,6 +92,19 @@ def test_a_nan_stays_one_and_a_masked_key_gets_no_gradient() -> None:
     assert all(found[0, 1].isnan().any() for found, *_ in both((q, k, v, upper), mask, False, 1.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_of_which_the_least_number_hides_all_keys_weighs_them_alike(dtype: torch.dtype) -> None:
+    """As padding at the left does, by a mask of numbers."""
+    q, k, v, upper = problem(1, 2, 40, 50, 32)
+    mask = torch.zeros(1, 1, 40, 50, dtype=dtype).masked_fill(torch.rand(1, 1, 40, 50) < 0.5, -1e5)
+    mask[..., :7, :] = torch.finfo(dtype).min
+    alike = mask.clone()
+    alike[..., :7, :], q[..., :7, :] = 0, 0
+    found, right = both((q, k, v, upper), mask, False, 0.2), both((q, k, v, upper), alike, False, 0.2)
+    for (ours, _, _), (_, _, wanted) in zip(found, right, strict=True):
+        assert float((ours.double() - wanted).norm()) < 1e-2 * float(wanted.norm())
+
+
 @pytest.mark.parametrize("change", ["dtype", "dropout", "keys in columns", "groups"])
 def test_what_does_not_fit_is_torchs(change: str) -> None:
     q, k, v, upper = problem(1, 2, 33, 33, 16)

@@ -99,6 +99,17 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
         assert torch.allclose(found, by_torch(q, k, v, given, False, None), rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_least_number_hides_is_seen_alike(dtype: torch.dtype) -> None:
+    q, k, v, _ = drawn("none", 0, 7, 40, 16, 16)
+    least = torch.zeros(7, 40).masked_fill(torch.rand(7, 40) < 0.5, torch.finfo(dtype).min)
+    least[3] = torch.finfo(dtype).min
+    right = F.scaled_dot_product_attention(q, k, v, least, enable_gqa=True)
+    for found in (int8_attention(q, k, v, least), by_torch(q, k, v, least, False, None)):
+        assert float((found - right).norm() / right.norm()) < 2e-2
+        torch.testing.assert_close(found[:, :, 3], right[:, :, 3], rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("kind", ["none", "bools", "numbers"])
 def test_what_is_no_number_gives_none(value: float, kind: str) -> None:
