@@ -133,7 +133,9 @@ def by_torch(
     dtype = torch.bfloat16 if runs_in(torch.bfloat16) else torch.float32
     q, k, v = (each.bfloat16().to(dtype) for each in (query, key, value))
     if mask is not None and mask.dtype is not torch.bool:
-        mask = torch.where(mask.isinf(), mask, mask.clamp(torch.finfo(dtype).min)).to(dtype)
+        some, mask = mask > -torch.inf, mask.to(dtype, copy=True)
+        # the least number of fp32 stays a number
+        mask.masked_fill_(some.logical_and_(mask == -torch.inf), torch.finfo(dtype).min)
     gqa = query.shape[1] != key.shape[1]
     made = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=gqa)
     return made.transpose(1, 2).contiguous().transpose(1, 2).to(_result(query))
@@ -167,7 +169,7 @@ def workspace_bytes(name: str, args: object) -> int | None:
     if found is not None:
         return found
     size = 2 if runs_in(torch.bfloat16) else 4
-    masked = 0 if mask is None else size * int(mask.numel())
+    masked = 0 if mask is None else (size + 2) * int(mask.numel())
     rows, keys = min(_TORCH_ROWS, int(query.shape[2])), min(_TORCH_KEYS, int(key.shape[2]))
     scores = torch.get_num_threads() * rows * (6 * keys + 8 * int(query.shape[3]) + 16)
     return size * int(3 * query.numel() + key.numel() + value.numel()) + masked + scores

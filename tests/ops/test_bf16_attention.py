@@ -149,12 +149,13 @@ def test_a_mask_that_says_the_same_of_all_keys_is_read_by_the_kernel(monkeypatch
     torch.testing.assert_close(bf16_attention(q, k, v, seen.expand(2, 1, 17, 17)), right, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["no", "bool", "column", "same"])
+@pytest.mark.parametrize("kind", ["no", "bool", "column", "same", "added"])
 def test_workspace_is_what_the_allocator_hands_out(way: str, kind: str) -> None:
     """A mask of numbers that are one for all keys is written out, bools that are so are read as they lie."""
     q, k, v = heads(2, 4, 65, 40, 0), heads(2, 2, 90, 40, 1), heads(2, 2, 90, 40, 2)
     mask = {
         "bool": lambda: torch.rand(2, 1, 65, 90) < 0.6,
+        "added": lambda: torch.randn(2, 4, 65, 90),
         "column": lambda: torch.randn(1, 4, 65, 1).expand(-1, -1, -1, 90),
         "same": lambda: (torch.rand(2, 1, 65, 1) < 0.7).expand(-1, -1, -1, 90),
     }.get(kind, lambda: None)()
