@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int64_t CHUNK = 256;  // queries whose weights are held
-constexpr float HIDDEN = -1e30f;  // no sum of products is less
+constexpr float HIDDEN = -3e8f;  // a log of a sum below this has none of the sum in its 24 bits
 
 typedef const uint16_t* Given;
 
@@ -53,7 +53,7 @@ inline float inner(Given a, Given b, int64_t width) {
     return sum_of_lanes(sum);
 }
 
-// A row's scores and dy vᵀ become p and ds. Where the least number that there is hides all keys, a sum of weights is lost in `lse`: they are alike.
+// A row's scores and dy vᵀ become p and ds. Where a large number hides all keys, the sum of weights is lost in `lse`: they are alike.
 void weigh(float* scores, float* slopes, int64_t own, int64_t wide, const Seen& see, const float* mask, float lse, float away) {
     const float from = lse == -INFINITY ? 0.0f : lse, share = from < HIDDEN ? 1.0f / (float)own : 1.0f;
     for (int64_t key = 0; key < wide; key += W) {
