@@ -13,6 +13,7 @@ from torch import nn
 from effcompile.core.errors import InputsError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs, Value
+from effcompile.loader.beside import beside, with_end
 from effcompile.loader.figures import GIVE, TEXTS, ModelSizes, settings
 from effcompile.loader.images_in_text import image_token, with_image
 from effcompile.loader.labels import labels, left_out
@@ -101,7 +102,8 @@ class _Maker(ModelSizes):
             made = {name: torch.stack((value, value), 1) for name, value in made.items()}
         if self.training and made:
             made |= labels(self, made)
-            made |= {"return_loss": True} if "return_loss" in self.parameters else {}
+        if made and "return_loss" in self.parameters and (self.training or self.config.get("return_loss")):
+            made |= {"return_loss": self.training}
         return made or None
 
     def check_complete(self, made: Kwargs, where: str) -> None:
@@ -120,8 +122,8 @@ class _Maker(ModelSizes):
         text, audio = bool(self.vocabulary()), not made.keys() & {"pixel_values", *_AUDIO}
         match name:
             case "input_ids" | "idx" | "tokens" if text:
-                return {name: self._ids(name, "text")}
-            case "decoder_input_ids" if self.config.get("is_encoder_decoder") and self.vocabulary("decoder"):
+                return {name: with_end(self, self._ids(name, "text"))}
+            case "decoder_input_ids" if self._answers() and self.vocabulary("decoder"):
                 return {name: self._ids(name, "decoder")}
             case "attention_mask" if text and not self._images_only():
                 return {name: torch.ones(self.batch, self.tokens(), dtype=torch.long)}
@@ -141,7 +143,14 @@ class _Maker(ModelSizes):
             case "decoder_input_values" if self.config.get("is_encoder_decoder") and not self.training:
                 sizes = self._documented(name)
                 return {} if sizes is None else {name: self.floats(*sizes)}
-        return {}
+        return beside(self, name)
+
+    def _answers(self) -> bool:
+        """Whether a second text is given, which a decoder goes on with: of its own in the model, or a part,
+        which in training takes the labels.
+        """
+        part = hasattr(self.model, "text_decoder") and not self.training
+        return bool(self.config.get("is_encoder_decoder")) or part
 
     def _ids(self, name: str, kind: str) -> torch.Tensor:
         """[batch, tokens], or with the axes of codebooks that the docstring names."""

@@ -52,6 +52,7 @@ class ModelSizes:
     Attributes:
         parameters: what the forward takes; `documents`: what its docstring says of them.
         length: tokens, samples or pixels of a side; 0: the model's own.
+        known: dimensions of docstrings that inputs which are made have.
     """
 
     def __init__(self, model: nn.Module, reading: Reading) -> None:
@@ -59,6 +60,7 @@ class ModelSizes:
         self.config = settings(getattr(model, "config", None)) or settings(
             getattr(model, "pretrained_cfg", None)
         )
+        self.known: dict[str, int] = {}
         self.parameters = inspect.signature(model.forward).parameters
         self.documents: Mapping[str, Documented] = documented(model)
         # one row is no contrast: the loss between pairs would be 0, and so would its gradients
@@ -83,6 +85,9 @@ class ModelSizes:
         found = dict(self.config)
         for name in PARTS[kind]:
             found |= settings(self.config.get(name))
+        former = settings(self.config.get("qformer_config"))
+        if kind == "text" and former.get("use_qformer_text_input"):  # what joins image and text reads it
+            found |= former
         return found
 
     def number(self, names: Sequence[str], kind: str = "") -> int:
@@ -169,6 +174,8 @@ class ModelSizes:
             return images[name == "width"] if images else 0
         if name == "num_labels":
             return self.classes()
+        if name in self.known:
+            return self.known[name]
         return self.number((name,), "decoder") or self.number((name,), "audio")
 
     # ------------------------------------------------------------ random values

@@ -14,7 +14,7 @@ _CHARACTERS = 4
 #: Models with tokens whose labels are one class an example.
 _OF_EXAMPLES = ("SequenceClassification", "ImageClassification", "MultipleChoice", "NextSentencePrediction")
 #: Models whose labels are boxes, frames or depths: given by nobody but the user.
-_OTHER = ("ObjectDetection", "AudioFrameClassification", "DepthEstimation")
+_OTHER = ("ObjectDetection", "AudioFrameClassification", "DepthEstimation", "KeypointMatching")
 
 
 def labels(figures: ModelSizes, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -64,6 +64,9 @@ def _named(figures: ModelSizes, name: str, made: Mapping[str, torch.Tensor]) -> 
     if kind.endswith("ForCTC"):  # a text beside each recording; 0 is the blank
         drawn = figures.ids(figures.vocabulary() - 1, (figures.batch, _CHARACTERS))
         return {name: drawn + 1}
+    if "MaskedImageModeling" in kind and "bool_masked_pos" in made:  # a visual token for each that is hidden
+        rows = figures.vocabulary()
+        return {name: figures.ids(rows, (int(made["bool_masked_pos"].sum()),))} if rows else {}
     if "TokenClassification" in kind and ids is not None:
         return {name: ids % classes if classes else ids.clone()}
     if any(task in kind for task in _OF_EXAMPLES) or ("AudioClassification" in kind):
@@ -114,5 +117,7 @@ def _of_shape(
     if ids is not None and shape == tuple(ids.shape):
         answers = "QuestionAnswering" in type(figures.model).__name__  # whether a token is part of one
         return ids % 2 if answers and "decoder_input_ids" not in figures.parameters else ids.clone()
+    if classes and "Classification" in type(figures.model).__name__:
+        return figures.ids(classes, shape)
     rows = figures.vocabulary("decoder" if "decoder_input_ids" in figures.parameters else "text")
     return figures.ids(rows, shape) if ids is not None and rows else None

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from effcompile.loader.beside import images_of_each
 from effcompile.loader.figures import ModelSizes
 
 IMAGE = 224
@@ -14,9 +15,9 @@ _PATCHES = 128  # of an image that comes as its patches, at most
 
 
 def images(figures: ModelSizes) -> torch.Tensor:
-    """[batch, channels, height, width], of a video [batch, frames, channels, height, width]."""
+    """[batch, channels, height, width], of a video or several images with their number behind the batch."""
     still = (figures.channels(), *(figures.sizes() or (IMAGE, IMAGE)))
-    frames = figures.frames()
+    frames = images_of_each(figures) or figures.frames()
     return figures.floats(figures.batch, *([frames] * bool(frames)), *still)
 
 
