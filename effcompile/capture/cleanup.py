@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core.errors import CaptureError
+from effcompile.core.torch_compat_export import known_equal
 from effcompile.core.torch_compat_operators import is_pointwise, is_view
 from effcompile.ir.owned import copies_that_own, received
 
@@ -166,4 +167,6 @@ def _same_layout(node: fx.Node, source: fx.Node) -> bool:
     if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     returned = any(user.op == "output" for user in node.users)
-    return mine.stride() == other.stride() and not (returned and source.op in ("placeholder", "get_attr"))
+    # known of sizes that only data tells, too
+    alike = all(map(known_equal, mine.stride(), other.stride()))
+    return mine.dim() == other.dim() and alike and not (returned and source.op in ("placeholder", "get_attr"))
