@@ -2,7 +2,16 @@
 
 from effcompile.capture.inference import capture
 from effcompile.capture.ones import without_unproven_ones
+from effcompile.capture.short import short_texts, short_variants
 from effcompile.capture.training import capture_training
 from effcompile.capture.verify import variants, verify_capture
 
-__all__ = ["capture", "capture_training", "variants", "verify_capture", "without_unproven_ones"]
+__all__ = [
+    "capture",
+    "capture_training",
+    "short_texts",
+    "short_variants",
+    "variants",
+    "verify_capture",
+    "without_unproven_ones",
+]

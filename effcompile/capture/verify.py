@@ -83,7 +83,12 @@ def variants(program: Program) -> list[Variant]:
     Needs no model: a second shape is one that the captured graph admits and runs at.
     """
     with torch.no_grad():
-        return _variants(program, _accepts(program, program.module))
+        return _variants(program, runs_at(program))
+
+
+def runs_at(program: Program) -> Callable[[Sizes], bool]:
+    """Whether the captured graph runs with the example's inputs at the given sizes."""
+    return _accepts(program, program.module)
 
 
 def relative_error(found: object, wanted: object) -> float:
@@ -134,11 +139,7 @@ def _shape_text(sizes: Sizes, program: Program) -> str:
 
 def _mask_shape(program: Program) -> tuple[int, ...]:
     return next(
-        (
-            tuple(t.shape)
-            for s, t in zip(program.inputs, program.flat_inputs(), strict=True)
-            if _is_mask(s, t)
-        ),
+        (tuple(t.shape) for s, t in zip(program.inputs, program.flat_inputs(), strict=True) if is_mask(s, t)),
         (),
     )
 
@@ -159,10 +160,10 @@ def _padded(program: Program, base: Variant) -> Inputs | None:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         spec = next(specs)
-        if not _is_mask(spec, leaf) or spec.values is not None:
+        if not is_mask(spec, leaf) or spec.values is not None:
             return leaf
         changed = True
-        mask, token = leaf.clone(), _token_value(spec, leaf)
+        mask, token = leaf.clone(), token_value(spec, leaf)
         for at, row in enumerate(mask):
             tokens = (row == token).nonzero().flatten()
             most = len(tokens) - 1
@@ -174,7 +175,7 @@ def _padded(program: Program, base: Variant) -> Inputs | None:
     return (args, kwargs) if changed else None
 
 
-def _token_value(spec: TensorSpec, mask: torch.Tensor) -> bool:
+def token_value(spec: TensorSpec, mask: torch.Tensor) -> bool:
     """What stands for a token in a mask: its only value, else 1; in a `padding_mask`, which marks the pads,
     0.
     """
@@ -182,7 +183,7 @@ def _token_value(spec: TensorSpec, mask: torch.Tensor) -> bool:
     return bool(values[0]) if len(values) == 1 else not spec.name.endswith("padding_mask")
 
 
-def _is_mask(spec: TensorSpec, tensor: torch.Tensor) -> bool:
+def is_mask(spec: TensorSpec, tensor: torch.Tensor) -> bool:
     """A 2-D padding mask of zeros and ones, by its name and values."""
     named = spec.name.endswith(("attention_mask", "padding_mask")) or spec.name == "mask"
     if (

@@ -44,10 +44,10 @@ from effcompile.search.pricing import (
     generated,
     measured_options,
     plans_for,
+    ranged,
     replaced_weights,
     search_for,
     standing_in,
-    stress_of,
 )
 from effcompile.search.progress import entry
 from effcompile.search.raced import Race
@@ -205,7 +205,7 @@ def _workshop(task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal
     """What every round needs: inputs, what the model returns for them, and what it is called by."""
     model, progress = task.model, task.request.progress
     inputs = list(program.calibration) or ([] if goal.exact else generated(program))
-    seen = [*inputs[:8], *stress_of(program, goal)]
+    seen = ranged(program, goal, inputs)
     flat = [program.flat_inputs(args, kwargs) for args, kwargs in seen] or [program.flat_inputs()]
     with progress.step("reference outputs"):
         cases, stress = references(program, model, goal, inputs), stress_references(program, model, goal)

@@ -49,6 +49,8 @@ def test_a_result_of_another_kind_fails(kind: str) -> None:
         return [h, chosen.int()] if kind == "int" else [KINDS[kind](h), chosen]
 
     cases = references(program, model, Goal(max_error=0.5))
+    if kind == "one token":  # texts of one have that one
+        cases = [case for case in cases if not case.name.startswith("short texts")]
     checks = verify(lowered, program, cases, Goal(max_error=0.5))
     assert not any(check.passed for check in checks)
     which = "output 1 is int32 " if kind == "int" else "output 0 is "
