@@ -21,13 +21,15 @@ PAGE = 1 << 21
 #: Bytes of a weight from which on it is worth it.
 _LEAST = 1 << 16
 _LINE = 64
+#: How weights of two bytes end that were packed for products: sixteen outputs of a pair of columns.
+_PAIRS = (16, 2)
 #: Linux's number of the request, since 6.1.
 _COLLAPSE = 25
 
 
 def move(weights: Iterable[object]) -> None:
-    """Have those that are dense CPU tensors of bytes lie side by side in large pages, where they are large
-    enough in all; whoever holds one of them holds it there.
+    """Have those that are dense CPU tensors of bytes, or of two bytes as our kernels read them, lie side by
+    side in large pages, where they are large enough in all; whoever holds one of them holds it there.
 
     Linux makes such pages on request (`madvise`, unless they are switched off: the memory is then like any
     other). On an Intel with AMX the products of a BERT-base in 8 bits took half as long (85 MB of weights).
@@ -46,7 +48,7 @@ def move(weights: Iterable[object]) -> None:
     for weight, place in zip(found, places, strict=True):
         held = torch.frombuffer(pages, dtype=torch.uint8, offset=start + place, count=weight.nbytes)
         base = weight._base  # of one that was loaded: the same numbers in a row
-        weight.data = held.view(weight.shape).copy_(weight)  # storages of their own: saved one by one
+        weight.data = held.view(weight.dtype).view(weight.shape).copy_(weight)  # storages of their own: saved one by one
         if base is not None and base.nbytes == held.nbytes and base.is_contiguous():
             base.data = held.view(base.dtype).view(base.shape)
     give_back()  # where they were
@@ -78,5 +80,6 @@ def collapse(weights: Iterable[Tensor]) -> None:
 def _fits(weight: object) -> TypeGuard[Tensor]:
     if not isinstance(weight, Tensor):
         return False
-    plain = weight.device.type == "cpu" and weight.dtype is torch.uint8 and weight.is_contiguous()
+    packed = weight.dim() == 4 and weight.shape[2:] == _PAIRS and weight.dtype.itemsize == 2
+    plain = weight.device.type == "cpu" and weight.is_contiguous() and (weight.dtype is torch.uint8 or packed)
     return plain and type(weight) in (Tensor, torch.nn.Parameter) and weight.nbytes >= _LEAST

@@ -34,6 +34,18 @@ def test_they_lie_side_by_side_and_hold_the_same() -> None:
 
 
 @pytest.mark.skipif(not LINUX, reason="the system has no madvise(MADV_HUGEPAGE)")
+def test_packed_pairs_lie_there_too() -> None:
+    """Weights of two bytes as kernels read them, and no others."""
+    pairs = [torch.randn(96, 200, 16, 2).to(dtype) for dtype in (torch.bfloat16, torch.int16)] * 2
+    plain = torch.randn(600, 2000).bfloat16()
+    before, place = [each.clone() for each in pairs], plain.data_ptr()
+    huge_pages.move([*pairs, plain])
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(pairs, before, strict=True))
+    assert not pairs[0].data_ptr() % huge_pages.PAGE and pairs[1].data_ptr() - pairs[0].data_ptr() == 1228800
+    assert plain.data_ptr() == place
+
+
+@pytest.mark.skipif(not LINUX, reason="the system has no madvise(MADV_HUGEPAGE)")
 def test_each_is_saved_and_copied_alone_and_goes_when_it_goes() -> None:
     first, second = weight(2), weight(1)
     huge_pages.move([first, second])
