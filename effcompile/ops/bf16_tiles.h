@@ -69,6 +69,7 @@ void lay_values(const T* x, int64_t apart, const Sizes& s, float* to) {
 // two columns are `of_column` words apart and its steps `of_step`.
 #ifdef __AMX_BF16__
 inline void multiply(const float* a, int64_t of_a, const float* b, int64_t of_column, int64_t of_step, int64_t steps, float* out, int64_t apart) {
+    before_tiles();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);

@@ -29,7 +29,7 @@ struct Registers {
         height = rows;
         alignas(64) uint8_t config[64] = {1};
         for (int t = 0; t < 6; t++) config[16 + 2 * t] = t == 2 || t == 3 ? GROUP : 64, config[48 + t] = (uint8_t)(t < 4 ? rows : GROUP / 4);
-        _tile_loadconfig(config);
+        configure(config);
     }
     ~Registers() { _tile_release(); }
 };
@@ -82,6 +82,7 @@ struct Linear {
         const float* xs = x_scales + i * groups;
         alignas(64) int32_t sums[2][LANES * LANES];
         V acc[R] = {};
+        before_tiles();
         // Of even groups and of odd ones; the numbers of registers are words to the compiler.
         const auto multiply = [&](int64_t g, auto odd) __attribute__((always_inline)) {
             const int8_t *rows = a + g * R * GROUP, *block = w.codes + g * BLOCK;

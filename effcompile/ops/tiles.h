@@ -18,6 +18,12 @@ constexpr int64_t TILE_BYTES = 1024;
 // Linux gives a process the tiles' registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 inline bool tiles_permitted() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
+// GCC's _tile_loadconfig says that 8 of these bytes are read, and the others need not be written before.
+inline void configure(const uint8_t (&config)[64]) { asm volatile("ldtilecfg\t%X0" ::"m"(config)); }
+
+// What was written before is in memory: GCC's _tile_loadd does not say that it reads any.
+inline void before_tiles() { asm volatile("" ::: "memory"); }
+
 // The registers of a thread: 0 to 3 the sums of two by two tiles, 4 and 5 rows of x, 6 and 7 of W; until `~Tiles`. Rows of x may be fewer
 // than 16: that takes less time, and nothing is read beyond them.
 struct Tiles {
@@ -30,14 +36,10 @@ struct Tiles {
         const int64_t rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
         for (int t = 0; t < 8; t++)
             if (rows[t]) config[16 + 2 * t] = STEP, config[48 + t] = (uint8_t)rows[t];
-        // GCC's _tile_loadconfig says that 8 of these bytes are read, and the others need not be written before
-        asm volatile("ldtilecfg\t%X0" ::"m"(config));
+        configure(config);
     }
     ~Tiles() { _tile_release(); }
 };
-
-// What was written before is in memory: GCC's _tile_loadd does not say that it reads any.
-inline void before_tiles() { asm volatile("" ::: "memory"); }
 #else
 inline bool tiles_permitted() { return true; }
 
