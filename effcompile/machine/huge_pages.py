@@ -48,7 +48,9 @@ def move(weights: Iterable[object]) -> None:
     for weight, place in zip(found, places, strict=True):
         held = torch.frombuffer(pages, dtype=torch.uint8, offset=start + place, count=weight.nbytes)
         base = weight._base  # of one that was loaded: the same numbers in a row
-        weight.data = held.view(weight.dtype).view(weight.shape).copy_(weight)  # storages of their own: saved one by one
+        weight.data = (
+            held.view(weight.dtype).view(weight.shape).copy_(weight)
+        )  # storages of their own: saved one by one
         if base is not None and base.nbytes == held.nbytes and base.is_contiguous():
             base.data = held.view(base.dtype).view(base.shape)
     give_back()  # where they were

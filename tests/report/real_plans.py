@@ -115,7 +115,8 @@ def settled(plan: Plan) -> Plan:
         plan,
         certificate=replace(plan.certificate, seconds=0.1, solver="z3"),
         versions={},
-        settings=dict.fromkeys(plan.settings, 2),
+        # whose kernels multiply differs from machine to machine
+        settings=dict.fromkeys((name for name in plan.settings if not name.endswith("linears")), 2),
         measured=measured,
         measured_baseline=before,
         guards=tuple(guard for guard in plan.guards if guard.kind == "input"),

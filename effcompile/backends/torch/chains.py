@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.edit_attentions import SITE
@@ -39,8 +39,8 @@ class _Kind:
     """
 
     names: tuple[str, ...]
-    residual: OpOverload
-    mlp: OpOverload
+    residual: Callable[..., object]
+    mlp: Callable[..., object]
     kernel: ModuleType
 
     def arguments(self, node: fx.Node) -> tuple[fx.node.Argument, ...]:
