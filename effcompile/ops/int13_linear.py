@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.reasons import Unsupported
-from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.instructions import tile_isas
 from effcompile.machine.native import library
 from effcompile.ops.coded_rows import CodedRows
@@ -31,6 +30,8 @@ _SOURCE = Path(__file__).with_name("int13_linear.cpp")
 #: Instruction set → words of a vector, rows and vectors of the register tile. AVX512-VNNI, 128×768×3072 on
 #: one core of an Intel Xeon (Emerald Rapids): 12×2 302 GOP/s, 6×4 287, 9×3 278.
 TILES = {"avx512_vnni": (16, 12, 2), "avx_vnni": (8, 5, 2)}
+#: Rows of a program of few tokens (row_program.py), which has no such step.
+_FEW = 8
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _LIBRARY.define(
@@ -61,8 +62,8 @@ def told() -> str:
 
 def refusal(rows: int) -> Unsupported | None:
     """None, or why linears of so many rows are not offered in this form."""
-    if rows <= FEW_ROWS:
-        return Unsupported("linears of up to {} rows take the time of reading weights", (FEW_ROWS,))
+    if rows <= _FEW:
+        return Unsupported("linears of up to {} rows take the time of reading weights", (_FEW,))
     reason = fallback_reason()
     return None if reason is None else Unsupported(reason)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from effcompile.core.errors import UsageError
 from effcompile.estimate import fake_quant
 from effcompile.ir.formats import INT13_TOKEN
-from effcompile.machine.cold import FEW_ROWS
 from effcompile.ops import int13_codes, int13_linear
 from effcompile.ops.int8_codes import AFTER
 from effcompile.ops.int8_held import HeldWords
@@ -123,4 +122,4 @@ def test_without_kernels_torch_computes_it_and_no_plan_has_it(monkeypatch: pytes
     with pytest.warns(RuntimeWarning, match="by torch, slowly: this processor has no VNNI"):
         close(linear(x, *held), int13_codes.linear_by_torch(x, *held, "none"))
     assert "no VNNI" in str(int13_linear.refusal(100))
-    assert "reading weights" in str(int13_linear.refusal(FEW_ROWS))
+    assert "reading weights" in str(int13_linear.refusal(8))

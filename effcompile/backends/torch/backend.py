@@ -24,7 +24,7 @@ from effcompile.ir.plan import Decision, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import KernelCall
-from effcompile.ops import row_program
+from effcompile.ops import bf16_linear, row_program
 
 #: Weights below which a linear is left as it is.
 _LEAST = 1 << 16
@@ -34,7 +34,8 @@ _SMALL = 1 << 20
 
 def _breaks_regions(call: KernelCall) -> Unsupported | None:
     """Why a linear of few rows is not offered in torch's own formats of weights alone, and a small one not in
-    bf16: one between ours ends the region that they are in (regions.py), which no price of a linear tells.
+    bf16 by oneDNN: one between ours ends the region that they are in (regions.py), which no price of a linear
+    tells.
     """
     if call.format is None or call.format.family not in (W4.family, W8_CHANNEL.family, BF16.family):
         return None
@@ -43,7 +44,7 @@ def _breaks_regions(call: KernelCall) -> Unsupported | None:
         return None
     if call.format.family == BF16.family:
         said = "for few rows it ends the call of all layers, which costs more than its fewer bytes save"
-        return Unsupported(said) if weights < _SMALL else None
+        return Unsupported(said) if weights < _SMALL and not bf16_linear.multiplies(call.dims[0]) else None
     return Unsupported(
         "for few rows int8_groups and int4_groups read as little, and stay in one call of all layers"
     )
