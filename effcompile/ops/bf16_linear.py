@@ -1,7 +1,7 @@
 """A linear of fp32 tensors whose product is of bf16, with sums in fp32: x is rounded inside.
 
 y = f(bf16(x) bf16(W)ᵀ + bias). On a CPU with AMX the kernel of `bf16_linear.cpp` runs, which oneDNN's bf16
-linear takes 1.3 to 2.5 times as long as with what stands around it (x and y rounded, y widened and its bias
+linear takes 1.2 to 1.7 times as long as, with what stands around it (x and y rounded, y widened and its bias
 added); elsewhere torch computes the same of numbers that are rounded, and no plan has it. Defined without
 torch.library.custom_op, as `int8_linear` is.
 
@@ -10,7 +10,6 @@ Legend: x (..., K), W (N, K), packed (⌈N/16⌉, ⌈K/2⌉, 16, 2) of bf16.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from pathlib import Path
@@ -23,14 +22,14 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.core.errors import UsageError
 from effcompile.machine.instructions import bf16_isas
 from effcompile.machine.native import library
-from effcompile.ops import tape
+from effcompile.ops import int8_mlp, tape
 from effcompile.ops.coded_rows import flat_rows
 from effcompile.ops.instruction_sets import (
     ARGUMENT,
     LINE,
-    POINTER,
     at_line,
     best_of,
+    warn_of_torch,
     whose,
     why_torch,
     with_tiles,
@@ -53,6 +52,7 @@ __all__ = [
 
 _SOURCE = Path(__file__).with_name("bf16_linear.cpp")
 ISA, MACROS = "amx_bf16", {"WIDTH": 16}
+#: Rows from which on these are used.
 _ROWS = 9
 
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
@@ -100,12 +100,7 @@ class HalvesKernels:
         self.call, self.narrow, self.mlp = found.bf16_linear, found.bf16_linear_narrow, found.bf16_mlp
         for call in (self.call, self.narrow):
             call.argtypes, call.restype = ARGUMENTS, None
-        self.mlp.argtypes = (
-            POINTER, *(ARGUMENT,) * 3, *(POINTER,) * 3, ARGUMENT, ARGUMENT, *(POINTER,) * 3,
-            ARGUMENT, POINTER, ARGUMENT, POINTER, POINTER, ctypes.c_double, POINTER, POINTER,
-            ARGUMENT, ARGUMENT,
-        )  # fmt: skip
-        self.mlp.restype = None
+        self.mlp.argtypes, self.mlp.restype = int8_mlp.ARGUMENTS, None
         self.mlp_bytes = found.room_bytes
         self.mlp_bytes.argtypes, self.mlp_bytes.restype = (ARGUMENT,) * 3, ARGUMENT
 
@@ -179,6 +174,8 @@ def bf16_linear_on_cpu(
     """
     check(x, weight, n, bias, after)
     found = kernels()
+    if isinstance(found, str):
+        warn_of_torch("Linears in bf16", found)
     if isinstance(found, str) or not x.numel():
         made = by_torch(x, weight, n, bias, after)
         return made.bfloat16() if narrow else made

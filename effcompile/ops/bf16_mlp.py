@@ -14,17 +14,16 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import l2_bytes
 from effcompile.ops import bf16_linear as halves
 from effcompile.ops import int8_codes, tape
-from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.bf16_linear import HalvesKernels, bf16_linear_on_cpu, check, fits
 from effcompile.ops.coded_rows import flat_rows
 from effcompile.ops.instruction_sets import LINE, at_line
+from effcompile.ops.int8_mlp import Behind, address, with_behind
 from effcompile.ops.tape import KernelTold, Made, Scratch, TapeValue
 
 __all__ = ["HeldHalvesMlp", "bf16_linear_residual", "bf16_mlp", "fallback_reason", "pays", "workspace_bytes"]
@@ -44,8 +43,6 @@ _LIBRARY.define(
 
 #: A linear: packed weight, outputs, bias.
 Linear = tuple[Tensor, int, Tensor | None]
-#: What is behind the last one: the residual, weight and bias of a LayerNorm, and its epsilon if there is one.
-Behind = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
 
 
 fallback_reason = halves.fallback_reason
@@ -81,7 +78,7 @@ def run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behin
     found, rows = halves.kernels(), x.numel() // max(1, x.shape[-1])
     if isinstance(found, str) or not pays(rows) or not _dense(x, first, last, behind):
         inner = x if first is None else bf16_linear_on_cpu(x, *first, after)
-        return _behind(bf16_linear_on_cpu(inner, *last), behind)
+        return with_behind(bf16_linear_on_cpu(inner, *last), behind)
     return _called(found, flat_rows(x), first, after, last, behind).view(*x.shape[:-1], -1)
 
 
@@ -94,20 +91,11 @@ def _called(
     residual, norm_weight, norm_bias, eps = behind
     found.mlp(
         x.data_ptr(), x.stride(0), m, k, *_addresses(first), between, int8_codes.AFTER.index(after),
-        *_addresses(last), last[1], _address(residual), eps is not None, _address(norm_weight),
-        _address(norm_bias), eps or 0.0, made.data_ptr(), at_line(scratch), _at_once(m, k, between),
+        *_addresses(last), last[1], address(residual), eps is not None, address(norm_weight),
+        address(norm_bias), eps or 0.0, made.data_ptr(), at_line(scratch), _at_once(m, k, between),
         torch.get_num_threads(),
     )  # fmt: skip
     return made
-
-
-def _behind(y: Tensor, behind: Behind) -> Tensor:
-    residual, weight, bias, eps = behind
-    if eps is None:
-        return y if residual is None else y + residual
-    if residual is None:
-        return F.layer_norm(y, y.shape[-1:], weight, bias, eps)
-    return add_layer_norm_on_cpu(y, residual, weight, bias, eps)
 
 
 def _dense(x: Tensor, first: Linear | None, last: Linear, behind: Behind) -> bool:
@@ -121,13 +109,9 @@ def _dense(x: Tensor, first: Linear | None, last: Linear, behind: Behind) -> boo
     return alike and all(t is None or t.is_contiguous() for t in (*biases, *behind[:3]))
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _addresses(linear: Linear | None) -> tuple[int | None, None, int | None]:
     """Of the weight, of scales, which there are none of, and of the bias."""
-    return (None, None, None) if linear is None else (linear[0].data_ptr(), None, _address(linear[2]))
+    return (None, None, None) if linear is None else (linear[0].data_ptr(), None, address(linear[2]))
 
 
 def bf16_mlp_on_cpu(
@@ -230,7 +214,7 @@ class HeldHalvesMlp:
         between, (weight, bias, eps) = 0 if self._first is None else self._first[1], self._norm
         arguments = (
             x, k, rows, k, *_addresses(self._first), between, int8_codes.AFTER.index(self._after),
-            *_addresses(self._last), n, residual, int(eps is not None), _address(weight), _address(bias),
+            *_addresses(self._last), n, residual, int(eps is not None), address(weight), address(bias),
             Made, Scratch(), _at_once(rows, k, between), threads,
         )  # fmt: skip
         return KernelTold(

@@ -46,6 +46,12 @@ _MOST = 256
 #: Rows for each core, from which on this pays; a block of tiles.
 _FEWEST = 32
 
+#: Of `int8_mlp`, and of what is called alike.
+ARGUMENTS = (
+    POINTER, *(ARGUMENT,) * 3, *(POINTER,) * 3, ARGUMENT, ARGUMENT, *(POINTER,) * 3, ARGUMENT, POINTER,
+    ARGUMENT, POINTER, POINTER, ctypes.c_double, POINTER, POINTER, ARGUMENT, ARGUMENT,
+)  # fmt: skip
+
 _LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
 _BEHIND = "Tensor? norm_weight=None, Tensor? norm_bias=None, float? eps=None) -> Tensor"
 _LIBRARY.define(
@@ -94,12 +100,7 @@ class MlpKernels:
         found = with_tiles(found) if TILED.get(isa) else found
         self.bytes, self.call = found.room_bytes, found.int8_mlp
         self.bytes.argtypes, self.bytes.restype = (ARGUMENT,) * 3, ARGUMENT
-        self.call.argtypes = (
-            POINTER, *(ARGUMENT,) * 3, *(POINTER,) * 3, ARGUMENT, ARGUMENT, *(POINTER,) * 3,
-            ARGUMENT, POINTER, ARGUMENT, POINTER, POINTER, ctypes.c_double, POINTER, POINTER,
-            ARGUMENT, ARGUMENT,
-        )  # fmt: skip
-        self.call.restype = None
+        self.call.argtypes, self.call.restype = ARGUMENTS, None
 
     def at_once(self, rows: int, between: int) -> int:
         """Rows that one core takes at once, of so many: a multiple of 32, as many for each."""
@@ -163,16 +164,17 @@ def mlp_by_torch(x: Tensor, first: Linear | None, after: str, last: Linear, behi
     """What the kernel computes, slowly."""
     if first is not None:
         x = int8_codes.linear_by_torch(x, *first, after).bfloat16().float()
-    return _behind(int8_codes.linear_by_torch(x, *last, "none"), behind)
+    return with_behind(int8_codes.linear_by_torch(x, *last, "none"), behind)
 
 
 def _in_parts(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
-    return _behind(
+    return with_behind(
         int8_linear_on_cpu(x if first is None else int8_linear_on_cpu(x, *first, after), *last), behind
     )
 
 
-def _behind(y: Tensor, behind: Behind) -> Tensor:
+def with_behind(y: Tensor, behind: Behind) -> Tensor:
+    """What is behind a linear, of its result."""
     residual, weight, bias, eps = behind
     if eps is None:
         return y if residual is None else y + residual
