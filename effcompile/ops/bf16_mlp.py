@@ -23,7 +23,7 @@ from effcompile.ops import int8_codes, tape
 from effcompile.ops.bf16_linear import HalvesKernels, bf16_linear_on_cpu, check, fits
 from effcompile.ops.coded_rows import flat_rows
 from effcompile.ops.instruction_sets import LINE, at_line
-from effcompile.ops.int8_mlp import Behind, address, with_behind
+from effcompile.ops.int8_mlp import Behind, address, are_dense, with_behind
 from effcompile.ops.tape import KernelTold, Made, Scratch, TapeValue
 
 __all__ = ["HeldHalvesMlp", "bf16_linear_residual", "bf16_mlp", "fallback_reason", "pays", "workspace_bytes"]
@@ -76,7 +76,8 @@ def run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behin
         check(x, *first, after)
     check(x if first is None else x.new_empty((0, first[1])), *last, "none")
     found, rows = halves.kernels(), x.numel() // max(1, x.shape[-1])
-    if isinstance(found, str) or not pays(rows) or not _dense(x, first, last, behind):
+    biases = [linear[2] for linear in (first, last) if linear is not None]
+    if isinstance(found, str) or not pays(rows) or not are_dense(x, last[1], biases, behind):
         inner = x if first is None else bf16_linear_on_cpu(x, *first, after)
         return with_behind(bf16_linear_on_cpu(inner, *last), behind)
     return _called(found, flat_rows(x), first, after, last, behind).view(*x.shape[:-1], -1)
@@ -96,17 +97,6 @@ def _called(
         torch.get_num_threads(),
     )  # fmt: skip
     return made
-
-
-def _dense(x: Tensor, first: Linear | None, last: Linear, behind: Behind) -> bool:
-    """Whether all is dense, and what is behind in fp32 and of one shape."""
-    shapes = ((*x.shape[:-1], last[1]), (last[1],), (last[1],))
-    biases = [linear[2] for linear in (first, last) if linear is not None]
-    alike = all(
-        t is None or (t.shape == shape and t.dtype is torch.float32)
-        for t, shape in zip(behind[:3], shapes, strict=True)
-    )
-    return alike and all(t is None or t.is_contiguous() for t in (*biases, *behind[:3]))
 
 
 def _addresses(linear: Linear | None) -> tuple[int | None, None, int | None]:

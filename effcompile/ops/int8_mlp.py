@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,10 +196,15 @@ def run(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behin
 
 
 def fits(x: Tensor, first: Linear | None, last: Linear, behind: Behind) -> bool:
-    """Whether the kernel takes them: all is dense, and what is behind in fp32 and of one shape."""
-    n = last[1].shape[0]
+    """Whether the kernel takes them."""
+    return are_dense(
+        x, last[1].shape[0], [linear[2] for linear in (first, last) if linear is not None], behind
+    )
+
+
+def are_dense(x: Tensor, n: int, biases: Sequence[Tensor | None], behind: Behind) -> bool:
+    """Whether all is dense, and what is behind n outputs in fp32 and of one shape."""
     shapes = ((*x.shape[:-1], n), (n,), (n,))
-    biases = [linear[2] for linear in (first, last) if linear is not None]
     alike = all(
         t is None or (t.shape == shape and t.dtype is torch.float32)
         for t, shape in zip(behind[:3], shapes, strict=True)
