@@ -2,8 +2,8 @@
 one interleaved run.
 
     python benchmarks/inference.py [--models bert,gpt2] [--shapes 1x128,8x128] [--errors 0,0.005,0.01,0.031]
-                                   [--rounds 7] [--only ORT,effcompile] [--skip compile] [--reuse-plans]
-                                   [--out FILE]
+                                   [--rounds 7] [--only ORT,effcompile] [--skip compile] [--fixed]
+                                   [--reuse-plans] [--out FILE]
 
 Peers are built once and kept in $EFFCOMPILE_BENCH; effcompile plans anew in each run unless --reuse-plans.
 Weights and tokens are random: the error is numerical fidelity on the timed input. Exit 1 when a plan of ours
@@ -95,6 +95,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="each row is timed twice in each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
+        "--fixed",
+        action="store_true",
+        help="plans of ours are for the timed shape alone, where peers' errors are counted, too",
+    )
+    parser.add_argument(
         "--reuse-plans",
         action="store_true",
         help="carry out the plans of an earlier run instead of planning anew",
@@ -179,12 +184,14 @@ def _ours(
 ) -> tuple[Row, Executable | None]:  # fmt: skip
     row = Row(name=name, family="effcompile", point=point)
     inputs, start = case.inputs(), time.perf_counter()
-    kept = (
-        case.folder / "plans" / f"{case.subject.name}_{case.batch}x{case.seq}_{_common.file_name(name)}.json"
-    )
+    shape = f"{case.batch}x{case.seq}{'_fixed' if options.fixed else ''}"
+    kept = case.folder / "plans" / f"{case.subject.name}_{shape}_{_common.file_name(name)}.json"
     with _common.told(name):
         try:
-            executable = _common.optimize(case.model, inputs, kept, options.reuse_plans, max_error=point)
+            executable = _common.optimize(
+                case.model, inputs, kept, options.reuse_plans,
+                max_error=point, dynamic=False if options.fixed else None,
+            )  # fmt: skip
             row.error = _error(case, executable(**inputs)[0])
         except Exception as error:
             row.failed = _common.reason_of(error)

@@ -13,6 +13,8 @@
 
 namespace {
 
+constexpr int64_t MOST_DEPTH = 1024;
+
 inline int64_t pairs_of(int64_t k) { return (k + 1) / 2; }
 inline int64_t row_bytes(int64_t k) { return up(2 * k, STEP); }  // of a row for tiles, in whole ones
 inline __m512i narrowed(V z0, V z1) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)z1, (__m512)z0); }
@@ -22,6 +24,10 @@ void lay_row(const float* x, int64_t k, int8_t* codes, int64_t row, int64_t rows
     int8_t* to = tiled_row(codes, row, row_bytes(k));
     const int64_t apart = tiled_height(row, rows) * STEP;
     for (int64_t i = 0; i < k; i += PAIR, to += apart) _mm512_storeu_si512(to, narrowed(some_of(x + i, k - i), some_of(x + i + W, k - i - W)));
+}
+
+void lay(const float* x, int64_t ldx, int64_t rows, int64_t k, int8_t* codes) {
+    for (int64_t i = 0; i < rows; i++) lay_row(x + i * ldx, k, codes, i, rows);
 }
 
 // What is between two linears, laid as the second one reads it: `columns` of them, of `rows` rows.
@@ -46,8 +52,8 @@ struct Between {
 };
 
 template <typename Out>
-void multiply(TileThread& thread, int64_t rows, int64_t n, int64_t k, const uint8_t* weight, const int8_t* codes, const Out& out) {
-    TiledLinear<Out>{rows, n, pairs_of(k), weight, codes, row_bytes(k), out}.all(thread, 0, rows);
+void multiply(TileThread& thread, int64_t rows, int64_t n, int64_t k, const uint8_t* weight, int64_t apart, const int8_t* codes, const Out& out) {
+    TiledLinear<Out>{rows, n, pairs_of(k), weight, codes, row_bytes(k), out, apart}.all(thread, 0, rows);
 }
 
 template <typename T>
@@ -84,14 +90,25 @@ extern "C" int64_t permitted() { return tiles_permitted(); }
 extern "C" void bf16_linear(EACH_ARGUMENT(float)) { linear_of(x, ldx, m, k, weight, bias, n, after, y, codes, threads); }
 extern "C" void bf16_linear_narrow(EACH_ARGUMENT(uint16_t)) { linear_of(x, ldx, m, k, weight, bias, n, after, y, codes, threads); }
 
-// Bytes of `room` for each thread.
-extern "C" int64_t room_bytes(int64_t rows, int64_t k, int64_t between) { return rows * (row_bytes(k) + row_bytes(between)); }
+// Columns between two linears, or of x of one, that are made and multiplied at once: some 1024, in whole tiles. As many rows of them stay in
+// a core's cache with their results as W is worth being read for.
+extern "C" int64_t part_of(int64_t depth) {
+    const int64_t parts = std::max<int64_t>(1, (depth + MOST_DEPTH - 1) / MOST_DEPTH);
+    return ((depth + parts - 1) / parts + PAIR - 1) / PAIR * PAIR;
+}
 
-// x (M, K), rows ldx apart -> y (M, N), both fp32; `residual` (M, N) may be null, and so may W1. Rows are taken `rows` at a time, at most CHUNK.
+// Bytes of `room` for each thread; `between` is 0 of one linear.
+extern "C" int64_t room_bytes(int64_t rows, int64_t k, int64_t between) {
+    return rows * (between ? row_bytes(k) + row_bytes(part_of(between)) : row_bytes(part_of(k)));
+}
+
+// x (M, K), rows ldx apart -> y (M, N), both fp32; `residual` (M, N) may be null, and so may W1. Rows are taken `rows` at a time, at most CHUNK,
+// and of what is between them a part: y is the sum of its products.
 extern "C" void bf16_mlp(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t* w1, const float*, const float* b1, int64_t between,
                          int64_t after, const uint8_t* w2, const float*, const float* b2, int64_t n, const float* residual, int64_t norm,
                          const float* norm_weight, const float* norm_bias, double eps, float* y, uint8_t* room, int64_t rows, int64_t threads) {
-    const int64_t each = room_bytes(rows, k, between);
+    const int64_t each = room_bytes(rows, k, w1 ? between : 0), depth = w1 ? between : k, part = part_of(depth);
+    const int64_t column = pairs_of(k) * 4;  // bytes of an output of W1
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         TileThread thread;
@@ -99,12 +116,18 @@ extern "C" void bf16_mlp(const float* x, int64_t ldx, int64_t m, int64_t k, cons
 #pragma omp for schedule(static)
         for (int64_t top = 0; top < m; top += rows) {
             const int64_t here = std::min(rows, m - top);
-            int8_t* inner = codes + here * row_bytes(k);
-            for (int64_t i = 0; i < here; i++) lay_row(x + (top + i) * ldx, k, codes, i, here);
-            const Between inside{{between, nullptr, b1, nullptr, nullptr}, after == GELU ? GELU_HALVES : (int)after, inner, here};
-            if (w1) multiply(thread, here, between, k, w1, codes, inside);
-            const Results<float> last{{n, nullptr, b2, nullptr, nullptr}, NOTHING, y + top * n, n};
-            multiply(thread, here, n, w1 ? between : k, w2, w1 ? inner : codes, last);
+            const float* given = x + top * ldx;
+            int8_t* inner = w1 ? codes + here * row_bytes(k) : codes;
+            if (w1) lay(given, ldx, here, k, codes);
+            for (int64_t from = 0; from == 0 || from < depth; from += part) {
+                const int64_t wide = std::min(part, depth - from);
+                if (w1) {
+                    const Between inside{{wide, nullptr, b1 ? b1 + from : nullptr, nullptr, nullptr}, after == GELU ? GELU_HALVES : (int)after, inner, here};
+                    multiply(thread, here, wide, k, w1 + from * column, LANES * column, codes, inside);
+                } else lay(given + from, ldx, here, wide, inner);
+                const Results<float> last{{n, nullptr, from ? nullptr : b2, nullptr, nullptr}, NOTHING, y + top * n, n, from > 0};
+                multiply(thread, here, n, wide, w2 + from / PAIR * TILE_BYTES, pairs_of(depth) * 64, inner, last);
+            }
             for (int64_t i = top; i < top + here && (residual || norm); i++) {
                 const float* from = residual ? residual + i * n : nullptr;
                 if (norm) layer_norm_row(y + i * n, from, norm_weight, norm_bias, (float)eps, n, y + i * n);

@@ -101,8 +101,9 @@ class HalvesKernels:
         for call in (self.call, self.narrow):
             call.argtypes, call.restype = ARGUMENTS, None
         self.mlp.argtypes, self.mlp.restype = int8_mlp.ARGUMENTS, None
-        self.mlp_bytes = found.room_bytes
+        self.mlp_bytes, self.part_of = found.room_bytes, found.part_of
         self.mlp_bytes.argtypes, self.mlp_bytes.restype = (ARGUMENT,) * 3, ARGUMENT
+        self.part_of.argtypes, self.part_of.restype = (ARGUMENT,), ARGUMENT
 
     @staticmethod
     def room(rows: int, k: int) -> int:

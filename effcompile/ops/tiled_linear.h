@@ -76,19 +76,22 @@ Write<Out> write_of(int after) {
     return written<Out, NOTHING, WHOLE>;
 }
 
-// Results in fp32 or bf16, rows ldy apart.
+// Results in fp32 or bf16, rows ldy apart; fp32 may be added `onto` what is there.
 template <typename T>
 struct Results {
     Scaled sums;
     int after;
     T* y;
     int64_t ldy;
+    bool onto = false;
 
     template <int AFTER, bool WHOLE>
     inline void write(const Block& block, int64_t first, int64_t end) const {
         const int64_t left = WHOLE ? PAIR : sums.n - block.from;
         sums.each<AFTER, WHOLE>(block, first, end, [&](int64_t row, V z0, V z1) __attribute__((always_inline)) {
             T* to = y + row * ldy + block.from;
+            if constexpr (sizeof(T) == sizeof(float))
+                if (onto) z0 += some_of(to, left), z1 += some_of(to + W, left - W);
             put(to, z0, left);
             if (left > W) put(to + W, z1, left - W);
         });
@@ -103,17 +106,18 @@ struct TiledLinear {
     const int8_t* codes;    // (M, stride) as tiles_of_bytes.h has them
     int64_t stride;
     const Out& out;
+    int64_t apart = quads * 64;  // bytes from LANES outputs to the next ones: more, where only some of K are multiplied
 
     // Outputs [from, from + C * LANES) of the rows [top, bottom), K in parts, so that a part of W stays in the L1 cache for all rows.
     // Meanwhile what the next task of this thread reads, `ahead` panels on, comes nearer, and the sums of the blocks before become outputs.
     template <int C>
     void panel(TileThread& thread, int64_t top, int64_t bottom, int64_t from, int64_t ahead) const {
         const Write<Out> some = write_of<false, Out>(out.after), full = write_of<true, Out>(out.after);
-        const int64_t apart = quads * 64, whole = quads / TILE_ROWS, blocks = (bottom - top + PAIR - 1) / PAIR;
+        const int64_t whole = quads / TILE_ROWS, blocks = (bottom - top + PAIR - 1) / PAIR;
         const uint8_t* here = weight + from / LANES * apart;
-        const uint8_t* next = here + ahead * C * apart;
-        const bool there = next + C * apart <= weight + (n + LANES - 1) / LANES * apart;
-        const int64_t lines = there && whole ? C * quads / (blocks * whole) : 0;
+        TilesAhead next{here + ahead * C * apart, quads, apart};
+        const bool there = next.line + C * apart <= weight + (n + LANES - 1) / LANES * apart;
+        if (there && whole) next.each = C * quads / (blocks * whole);
         alignas(64) uint8_t rest[C * TILE_BYTES];
         if (quads % TILE_ROWS) TilePanel<C>{here, apart}.rest_of(quads, rest);
         for (int64_t part = 0, begin = 0; part == 0 || begin < whole; part++, begin += PART) {
@@ -129,8 +133,8 @@ struct TiledLinear {
                 thread.tiles.of(heights[0], heights[1]);
                 int32_t* sums = thread.sums[whole <= PART ? 0 : block];  // where all of K is one part, those before are outputs when these are written
                 const auto work = [&](int64_t step, int64_t of) __attribute__((always_inline)) { write(thread.before, step, of, some, full); };
-                if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums, next, lines, work);
-                else panel.template multiply<1>(a, below, heights, steps, left, !part, sums, next, lines, work);
+                if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums, next, work);
+                else panel.template multiply<1>(a, below, heights, steps, left, !part, sums, next, work);
                 thread.before = last ? Block{i, heights[0] + heights[1], from, C, sums} : Block{};
             }
         }

@@ -22,6 +22,18 @@ namespace {
 inline int8_t* tiled_row(int8_t* codes, int64_t row, int64_t stride) { return codes + row / TILE_ROWS * TILE_ROWS * stride + row % TILE_ROWS * STEP; }
 inline int64_t tiled_height(int64_t row, int64_t rows) { return std::min(TILE_ROWS, rows - row / TILE_ROWS * TILE_ROWS); }
 
+// Weights that are read next: columns of `quads` lines, `apart` bytes apart; `each` of their lines are asked for at a time.
+struct TilesAhead {
+    const uint8_t* line;
+    int64_t quads, apart, each = 0;
+    const uint8_t* end = line + quads * 64;
+
+    inline void ask() {
+        for (int64_t i = 0; i < each; i++) _mm_prefetch((const char*)(line + i * 64), _MM_HINT_T1);
+        if ((line += each * 64) >= end) line += apart - quads * 64, end += apart;
+    }
+};
+
 // Products of C columns of tiles of W, `apart` bytes apart, from a given depth on.
 template <int C>
 struct TilePanel {
@@ -29,11 +41,11 @@ struct TilePanel {
     int64_t apart;
 
     // Adds to the sums of two blocks of rows, or of one where heights[1] is 0, [2][16][C][16], the products of `whole` tiles of K, and
-    // of `rest`, [C][16][64], if there is one; from nothing, if `first`. Each step asks for `lines` more cache lines of `next`, and does
-    // one of `whole` parts of other work, which vector registers do while tiles multiply.
+    // of `rest`, [C][16][64], if there is one; from nothing, if `first`. Each step asks for more of `next`, and does one of
+    // `whole` parts of other work, which vector registers do while tiles multiply.
     template <int R, typename Work>
     void multiply(const int8_t* a, const int8_t* below, const int64_t* heights, int64_t whole, const uint8_t* rest, bool first, int32_t* sums,
-                  const uint8_t*& next, int64_t lines, const Work& work) const {
+                  TilesAhead& next, const Work& work) const {
         before_tiles();
         if (first) {
             _tile_zero(0);
@@ -50,8 +62,8 @@ struct TilePanel {
         const uint8_t* w = weight;
         for (int64_t step = 0; step < whole; step++) {
             add<R>(a, below, w, w + apart);
-            for (int64_t line = 0; line < lines; line++) _mm_prefetch((const char*)(next + line * 64), _MM_HINT_T1);
-            a += of_a, below += of_below, w += TILE_BYTES, next += lines * 64;
+            next.ask();
+            a += of_a, below += of_below, w += TILE_BYTES;
             work(step, whole);
         }
         if (!whole) work(0, 1);

@@ -20,6 +20,8 @@ from effcompile.ops.tape import Tape, TapeStep
 
 linear = torch.ops.effcompile.bf16_linear
 SIZES = st.integers(1, 300)
+#: What is between two linears: in one part, and in several.
+BETWEEN = SIZES | st.sampled_from([1024, 1025, 2047, 2049, 3000, 3072])
 
 
 def made(n: int, k: int, *, biased: bool = True) -> tuple[Tensor, int, Tensor | None]:
@@ -56,8 +58,27 @@ def test_parts_of_a_deep_product(k: int) -> None:
     close(linear(x, *held), exact(x, held))
 
 
+@pytest.mark.parametrize("k", [1024, 1025, 2051, 3072])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_residual_is_added_to_parts_of_a_deep_product(k: int, threads: int) -> None:
+    x, held, residual, before = (
+        torch.randn(301, k),
+        made(70, k),
+        torch.randn(301, 70),
+        torch.get_num_threads(),
+    )
+    torch.set_num_threads(threads)
+    try:
+        found = bf16_mlp.run(x, None, "none", held, (residual, None, None, None))
+    finally:
+        torch.set_num_threads(before)
+    close(found, exact(x, held) + residual)
+
+
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 600), SIZES, SIZES, SIZES, st.sampled_from(AFTER), st.integers(1, 2), st.integers(0, 3))
+@given(
+    st.integers(1, 600), SIZES, BETWEEN, SIZES, st.sampled_from(AFTER), st.integers(1, 2), st.integers(0, 3)
+)
 def test_mlps_of_any_shape(
     m: int, k: int, between: int, n: int, after: str, threads: int, behind: int
 ) -> None:
