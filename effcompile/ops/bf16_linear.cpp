@@ -37,6 +37,8 @@ struct Between {
     int8_t* codes;
     int64_t rows;
 
+    void ask(int64_t, int64_t) const {}  // its lines are near
+
     template <int AFTER, bool WHOLE>
     inline void write(const Block& block, int64_t first, int64_t end) const {
         const int64_t stride = row_bytes(sums.n), left = sums.n - block.from;

@@ -49,6 +49,8 @@ struct Between {
     const Room& room;
     int64_t rows;
 
+    void ask(int64_t, int64_t) const {}  // its lines are near
+
     template <int AFTER, bool WHOLE>
     inline void write(const Block& block, int64_t first, int64_t end) const {
         uint16_t* to = room.between + block.from / PAIR * rows * PAIR;

@@ -85,6 +85,13 @@ struct Results {
     int64_t ldy;
     bool onto = false;
 
+    // Lines of y that are written next, which come from memory as those that are read do.
+    __attribute__((always_inline)) void ask(int64_t row, int64_t from) const {
+        const T* to = y + row * ldy + from;
+        __builtin_prefetch(to, 1);
+        if constexpr (sizeof(T) == sizeof(float)) __builtin_prefetch(to + W, 1);
+    }
+
     template <int AFTER, bool WHOLE>
     inline void write(const Block& block, int64_t first, int64_t end) const {
         const int64_t left = WHOLE ? PAIR : sums.n - block.from;
@@ -132,7 +139,11 @@ struct TiledLinear {
                 const int8_t* below = codes + (i + TILE_ROWS) * stride + begin * STEP * heights[1];
                 thread.tiles.of(heights[0], heights[1]);
                 int32_t* sums = thread.sums[whole <= PART ? 0 : block];  // where all of K is one part, those before are outputs when these are written
-                const auto work = [&](int64_t step, int64_t of) __attribute__((always_inline)) { write(thread.before, step, of, some, full); };
+                const int64_t asked = last && steps ? (heights[0] + heights[1] + steps - 1) / steps : 0;
+                const auto work = [&](int64_t step, int64_t of) __attribute__((always_inline)) {
+                    for (int64_t r = step * asked; r < std::min((step + 1) * asked, heights[0] + heights[1]); r++) out.ask(i + r, from);
+                    write(thread.before, step, of, some, full);
+                };
                 if (heights[1]) panel.template multiply<2>(a, below, heights, steps, left, !part, sums, next, work);
                 else panel.template multiply<1>(a, below, heights, steps, left, !part, sums, next, work);
                 thread.before = last ? Block{i, heights[0] + heights[1], from, C, sums} : Block{};
