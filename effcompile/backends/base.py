@@ -79,6 +79,7 @@ class Backend(Protocol):
     #: bytes that lowering takes at its highest beside the model, in times of the program's weights; measured.
     copies: ClassVar[float]
     # One that runs steps of generation says where the class is that does: `of_steps`, as the registry has it.
+    # One whose products of bf16 come out in fp32 on this machine says so: `sums_bf16()`, a method.
     # One that can tell it beforehand says why it is not priced beside a plan of another: `beaten_by(plan)`, a
     # Reason or None.
 

@@ -48,6 +48,7 @@ from effcompile.search.pricing import (
     replaced_weights,
     search_for,
     standing_in,
+    summing,
 )
 from effcompile.search.progress import entry
 from effcompile.search.raced import Race
@@ -157,7 +158,7 @@ def _best_of(
     asked = task.request
     search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress, backends)
     race = Race.of(search, *plans_for(search, backends, absent, asked.progress))
-    plans, shop = race.plans, _workshop(task, program, search.passes, asked.goal)
+    plans, shop = race.plans, _workshop(task, program, search.passes, asked.goal, backends)
     try:
         outcomes, told = _settle_all(shop, search, plans, race.candidates)
     except EffcompileError:
@@ -201,7 +202,9 @@ def _best_of(
     return _stressed(shop, confirmed(measured, solved_again, rebuilt) if machine.here else measured())
 
 
-def _workshop(task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal) -> Workshop:
+def _workshop(
+    task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal, backends: Sequence[Backend]
+) -> Workshop:
     """What every round needs: inputs, what the model returns for them, and what it is called by."""
     model, progress = task.model, task.request.progress
     inputs = list(program.calibration) or ([] if goal.exact else generated(program))
@@ -209,7 +212,9 @@ def _workshop(task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal
     flat = [program.flat_inputs(args, kwargs) for args, kwargs in seen] or [program.flat_inputs()]
     with progress.step("reference outputs"):
         cases, stress = references(program, model, goal, inputs), stress_references(program, model, goal)
-    rehearsal = Rehearsal(program, measured_options(passes), replaced_weights(passes, program), flat)
+    rehearsal = Rehearsal(
+        program, measured_options(passes), replaced_weights(passes, program), flat, summing(backends)
+    )
     return Workshop(
         model=model, program=program, passes=passes, goal=goal, cases=cases, calibration=flat,
         rehearsal=rehearsal, stress=stress, progress=progress,
@@ -313,7 +318,7 @@ def _reapply(task: Task, plan: Plan) -> Executable:
             "without --plan."
         )
     passes = load_passes((*(task.request.passes or ()), *optional_in(plan)))
-    shop = _workshop(task, program, passes, plan.goal)
+    shop = _workshop(task, program, passes, plan.goal, backends)
     outcome = settle(shop, backends[0], plan.unmeasured, None)
     best = _stressed(shop, _finish(shop, [outcome], [as_saved(plan)]))
     notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))

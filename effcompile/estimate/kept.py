@@ -77,6 +77,7 @@ def measured(
     options: Mapping[str, tuple[Form, ...]],
     *,
     weights: Weights | None = None,
+    rounds: bool = True,
     budget_seconds: float,
     progress: Progress | None = None,
 ) -> Sensitivity:
@@ -85,16 +86,16 @@ def measured(
 
     A cache that cannot be read or written costs the time of measuring, nothing else.
     """
-    key = None if weights else _key(program, inputs, options, budget_seconds)
-    if key is None:
-        return measure(
-            program, inputs, options, weights=weights, budget_seconds=budget_seconds, progress=progress
-        )
+    key = None if weights else _key(program, inputs, options, f"{budget_seconds} {rounds}")
     path = cache_folder() / "sensitivity" / f"{key}.json"
-    if (kept := _read(path)) is not None:
+    if key is not None and (kept := _read(path)) is not None:
         return kept.sensitivity()
-    found = measure(program, inputs, options, budget_seconds=budget_seconds, progress=progress)
-    _write(path, found)
+    found = measure(
+        program, inputs, options,
+        weights=weights, rounds=rounds, budget_seconds=budget_seconds, progress=progress,
+    )  # fmt: skip
+    if key is not None:
+        _write(path, found)
     return found
 
 
@@ -169,9 +170,9 @@ def rehearsed(
 
 
 def _key(
-    program: Program, inputs: Sequence[Inputs], options: Mapping[str, tuple[Form, ...]], budget: float
+    program: Program, inputs: Sequence[Inputs], options: Mapping[str, tuple[Form, ...]], how: str
 ) -> str | None:
-    asked = f"{budget}" + "".join(
+    asked = how + "".join(
         f"{kind}:{[repr(form) for form in forms]};" for kind, forms in sorted(options.items())
     )
     leaves = (leaf for given in inputs for leaf in leaves_of(program, given))

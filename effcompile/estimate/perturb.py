@@ -55,6 +55,7 @@ class Site:
     weight: torch.Tensor | None = None
     bias: fx.Node | None = None
     options: tuple[Form, ...] = ()
+    rounds: bool = True  # products of bf16 are rounded, as torch's are; else they come out in fp32
     shared_peak: float | None = None  # the largest |w| over a merge that this linear belongs to
     # options that are another weight (N, K) in the place of this
     replaced: Mapping[Form, Weight] = field(default_factory=dict)
@@ -81,7 +82,10 @@ class ErrorRecord:
 
 
 def find_sites(
-    program: Program, options: Mapping[str, tuple[Form, ...]], weights: Weights | None = None
+    program: Program,
+    options: Mapping[str, tuple[Form, ...]],
+    weights: Weights | None = None,
+    rounds: bool = True,
 ) -> list[Site]:
     """The sites with the options that fit them, and those that are another weight."""
     found = []
@@ -102,7 +106,7 @@ def find_sites(
         }
         found.append(Site(
             name=s.site, kind="linear", node=s.node, x=s.x, weight=weight_of(program, s), bias=s.bias,
-            options=(*forms, *replaced), shared_peak=peaks.get(s.site), replaced=replaced,
+            options=(*forms, *replaced), shared_peak=peaks.get(s.site), replaced=replaced, rounds=rounds,
         ))  # fmt: skip
     taken = {site.name for site in found}
     tables, tanh, heads = (tuple(options.get(kind, ())) for kind in ("embedding", "gelu", "attention"))
@@ -192,7 +196,7 @@ def result_of(
     held = INT8_TOKEN if isinstance(site.replaced.get(option), Coded) else option.weights
     entering = x if held is None else _entering(x, held, limits, {} if known is None else known)
     moved = F.linear(entering, _stored(site, option))
-    if held is not None and held.activation == "bf16":
+    if site.rounds and held is not None and held.activation == "bf16":
         # the product is rounded before the bias is added, in fp32
         moved = fake_quant.bf16(moved)
     return moved if bias is None else moved.add_(bias)

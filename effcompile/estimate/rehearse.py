@@ -9,7 +9,7 @@ remains to the comparison of the artifact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -50,6 +50,7 @@ class Rehearsal:
         options: kind of site → options that make an error, as sensitivity has them.
         weights: options of single linears that are another weight in the place of theirs.
         calibration: flat inputs whose ranges static quantisers take.
+        sums: names of backends whose products of bf16 come out in fp32; those of others are rounded.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class Rehearsal:
         options: Mapping[str, tuple[Form, ...]],
         weights: Weights,
         calibration: Sequence[Sequence[torch.Tensor]],
+        sums: Collection[str] = (),
     ) -> None:
-        self._program, self._calibration = program, calibration
+        self._program, self._calibration, self._sums = program, calibration, sums
         self._options, self._weights = options, weights
         self._ranges: dict[fx.Node, fake_quant.Range] = {}
 
@@ -67,6 +69,10 @@ class Rehearsal:
     def known_by(self) -> str | None:
         """What kept errors of its plans are found by; None where an option is a weight that a pass makes."""
         return None if self._weights else kept.of_rehearsals(self._program, self._calibration)
+
+    def rounds(self, plan: Plan) -> bool:
+        """Whether the plan's backend rounds products of bf16."""
+        return plan.backend not in self._sums
 
     def of(self, plan: Plan) -> Emulation | None:
         """How the model runs under this plan; None for one that reduces nothing, or what is not emulated."""
@@ -100,7 +106,7 @@ class Rehearsal:
             for m in g.members
         }
         chosen = []
-        for site in find_sites(self._program, self._options, self._weights):
+        for site in find_sites(self._program, self._options, self._weights, self.rounds(plan)):
             known = {form.name: form for form in site.options}
             form = known.get(options.get(site.name, ""))
             if form is not None and form.weights == INT8_DYNAMIC and site.name in merged:

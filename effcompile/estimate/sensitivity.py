@@ -85,9 +85,9 @@ def measure(
     options: Mapping[str, tuple[Form, ...]],
     *,
     weights: Weights | None = None,
+    rounds: bool = True,
     probes: int = 8,
     budget_seconds: float = 20.0,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> Sensitivity:
     """Squared relative output error of every option at every site, each as if taken alone.
@@ -99,15 +99,15 @@ def measure(
         options: kind ("linear", "embedding", "gelu", "attention") → options to price there, without the
             baseline. Linears whose K is no multiple of a format's group are not priced for that.
         weights: options of single linears that are another weight in the place of theirs.
+        rounds: whether products of bf16 are rounded (perturb.Site).
         probes: backward passes per input and output group (three quarters of it where there are several
             outputs).
         budget_seconds: half of it bounds the probing beyond the fewest draws. Sites whose turn comes late are
             priced on one input instead of all; the method says so.
-        seed: of the random signs.
         progress: told what is done and the share done.
     """
     clock = _Clock(budget=budget_seconds, tell=progress or (lambda what, share: None))
-    sites = find_sites(program, options, weights)
+    sites = find_sites(program, options, weights, rounds)
     if not sites or not inputs:
         return Sensitivity(
             errors={}, method="nothing to measure: no site with an option that makes an error, or no inputs"
@@ -117,20 +117,20 @@ def measure(
     task = _Task(program=program, sites=sites, records=records, scales=_output_scales(records))
     count, emulated = f"{len(records)} calibration inputs", "δ from the emulated quantisers"
     try:
-        rounds = _probe(task, probes, torch.Generator().manual_seed(seed), clock)
-        backward = f"{rounds} random-sign backward passes on each of {count} (Hutchinson 1990)"
+        drawn = _probe(task, probes, torch.Generator().manual_seed(0), clock)
+        backward = f"{drawn} random-sign backward passes on each of {count} (Hutchinson 1990)"
         method = f"‖Jδ‖² at the output by {backward}, {emulated}"
     except (RuntimeError, NotImplementedError) as error:
         if not lacks_derivative(error):
             raise
-        rounds = _without_gradients(task)
+        drawn = _without_gradients(task)
         method = f"by running {count} with {emulated}, as torch says: {first_line(error)}"
     errors, late = _price(task, sites, clock)
     _fold_merged(program, errors)
     if late:
         method += f"; {late} of {len(sites)} sites on one input only, as the time was up"
     return Sensitivity(
-        errors=errors, method=method, draws=rounds * sum(r.batch for r in records), seconds=clock.elapsed
+        errors=errors, method=method, draws=drawn * sum(r.batch for r in records), seconds=clock.elapsed
     )
 
 

@@ -33,6 +33,6 @@ def emulated(
         error = max((distance(found, program, case, goal) for found, case in pairs), default=0.0)
         return error if math.isfinite(error) else None
 
-    chosen = (goal, [(d.site, d.option, d.form) for d in plan.decisions])
+    chosen = (goal, rehearsal.rounds(plan), [(d.site, d.option, d.form) for d in plan.decisions])
     inputs = (tensor for case in cases for tensor in case.inputs)
     return kept.rehearsed(rehearsal.known_by, inputs, chosen, run)

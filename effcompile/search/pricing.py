@@ -97,7 +97,9 @@ def search_for(
     options = {} if goal.exact else measured_options(passes)
     if backends and "attention" in options:
         options["attention"] = tuple(form for form in options["attention"] if is_had(form, backends))
-    measured, text = _sensitivity(program, goal, passes, options, progress)
+    # as the best of them has it: a plan of another is found out when it is rehearsed
+    rounds = not summing(backends)
+    measured, text = _sensitivity(program, goal, passes, options, rounds, progress)
     notes = (*machine.notes, *stored_notes(program), *program.mends, *program.fixed)
     return Search(
         program=program, regimes=Regimes.of_call(program),
@@ -130,6 +132,11 @@ def measured_options(passes: tuple[Pass, ...]) -> dict[str, tuple[Form, ...]]:
     return options
 
 
+def summing(backends: Sequence[Backend]) -> frozenset[str]:
+    """Names of those whose products of bf16 come out in fp32 here."""
+    return frozenset(each.name for each in backends if getattr(each, "sums_bf16", bool)())
+
+
 def replaced_weights(
     passes: tuple[Pass, ...], program: Program
 ) -> dict[tuple[str, str], Callable[[], torch.Tensor]]:
@@ -145,6 +152,7 @@ def _sensitivity(
     goal: Goal,
     passes: tuple[Pass, ...],
     options: Mapping[str, tuple[Form, ...]],
+    rounds: bool,
     progress: Progress,
 ) -> tuple[Sensitivity, str]:
     """Errors of every low-precision option, where the goal allows any; and which inputs they were measured
@@ -166,8 +174,9 @@ def _sensitivity(
     with progress.step("measure sensitivity"):
         tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
         measured = kept.measured(
-            program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell
-        )
+            program, inputs, options,
+            weights=weights, rounds=rounds, budget_seconds=SENSITIVITY_SECONDS, progress=tell,
+        )  # fmt: skip
     return measured, f"{text}; {measured.method}"
 
 

@@ -89,6 +89,9 @@ class TorchEager:
     def lacks(self, call: KernelCall) -> Reason | None:
         return numerics.lacks(call) or _breaks_regions(call)
 
+    def sums_bf16(self) -> bool:
+        return bf16_linear.fallback_reason() is None
+
     def measure(self, call: KernelCall) -> float | None:
         return None if _breaks_regions(call) else measure(call, "eager")
 
