@@ -81,7 +81,8 @@ class Backend(Protocol):
     # One that runs steps of generation says where the class is that does: `of_steps`, as the registry has it.
     # One whose products of bf16 come out in fp32 on this machine says so: `sums_bf16()`, a method.
     # One that can tell it beforehand says why it is not priced beside a plan of another: `beaten_by(plan)`, a
-    # Reason or None.
+    # Reason or None. One whose kernels take long to make and contain another says which: `no_less(call)`, the
+    # KernelCall that none of them takes less than, or None (search/bound.py).
 
     def unavailable(self) -> Reason | None:
         """None, or why this backend cannot run here, with the install line."""

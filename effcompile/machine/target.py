@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from effcompile.core.cost import Provenance
-from effcompile.ir.formats import LINEAR_FORMATS, TABLE_FORMATS, WeightFormat
+from effcompile.ir.formats import INT8_DYNAMIC, LINEAR_FORMATS, TABLE_FORMATS, WeightFormat
 from effcompile.machine.cluster import Links
 
 Dims = tuple[int, ...]
@@ -150,6 +150,7 @@ KERNELS: dict[str, KernelSpec] = {
     "linear/2:4": _two_of_four(),  # bf16 or fp16, two of every four weights of a row on sparse tensor cores
     "linear/sparse": _sparse_linear(),  # fp32, block-sparse weight with its pattern as constants
     "linear/sparse_int8": _sparse_bytes(),
+    "product/int8": replace(_linear(INT8_DYNAMIC), format=None),  # of codes that are there: search/bound.py
     "matmul/fp32": KernelSpec(
         "B M K N",
         "fp32",

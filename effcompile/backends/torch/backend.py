@@ -19,7 +19,18 @@ from effcompile.backends.torch.measure import measure
 from effcompile.backends.torch.on_gpu import Recorded, on_gpu
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.ir.formats import BF16, INT4_GROUPS, INT8_GROUPS, INT8_TOKEN, INT13_TOKEN, W4, W8_CHANNEL
+from effcompile.ir.formats import (
+    BF16,
+    INT4_GROUPS,
+    INT8_CHANNEL,
+    INT8_DYNAMIC,
+    INT8_GROUPS,
+    INT8_STATIC,
+    INT8_TOKEN,
+    INT13_TOKEN,
+    W4,
+    W8_CHANNEL,
+)
 from effcompile.ir.plan import Decision, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.cold import FEW_ROWS
@@ -142,6 +153,11 @@ class TorchInductor:
 
     def lacks(self, call: KernelCall) -> Reason | None:
         return numerics.lacks(call)
+
+    def no_less(self, call: KernelCall) -> KernelCall | None:
+        """Of a linear in 8 bits whose quantiser is compiled its product, which is not."""
+        compiled = call.format in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC)
+        return KernelCall("product/int8", call.dims[:3]) if compiled else None
 
     def measure(self, call: KernelCall) -> float | None:
         return None if self.unavailable() else measure(call, "inductor")

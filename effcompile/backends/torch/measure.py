@@ -21,6 +21,7 @@ from effcompile.backends.torch.measure_linears import (
     as_run_by,
     in_one_call,
     linears,
+    of_codes,
     quantizers,
 )
 from effcompile.core import gpu
@@ -52,7 +53,7 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
     inductor = compiling() if engine == "inductor" else contextlib.nullcontext()
     with torch.no_grad(), torch.device(device), inductor:
         if engine == "inductor" and device == "cpu":
-            _build_ahead(held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC), torch.get_num_threads())
+            _build_ahead(_built_with(call), torch.get_num_threads())
         if call.kernel in SPARSE:
             body = in_turn([SPARSE[call.kernel](call.dims) for _ in range(copies(call))])
         elif make is not None:
@@ -76,19 +77,33 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
 _USUAL = (128, 768)
 
 
+_WIDE = (_USUAL[0] * 4 * _USUAL[1],)
+#: Kernels that are built together: those that a plan's bound asks for need not wait for the others.
+_TOGETHER = (
+    (("add_norm/split", _USUAL), ("gelu/erf", _WIDE), ("gelu/tanh", _WIDE)),
+    (("pointwise/fp32", (256,)), ("pointwise/fp32", (1,))),
+)
+_IN_BYTES = "linear"
+
+
+def _built_with(call: KernelCall) -> str:
+    """What names the kernels that are built together with a call's; "" where it has none or is alone."""
+    if call.format in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC):
+        return _IN_BYTES
+    return next((some[0][0] for some in _TOGETHER if call.kernel in dict(some)), "")
+
+
 @functools.cache
-def _build_ahead(in_bytes: bool, threads: int) -> None:
+def _build_ahead(first: str, threads: int) -> None:
     """Have what Inductor compiles for its kernels, the same code for all shapes, generated one after the
     other and built side by side: of 15 s of a BERT's prices half was a compiler that ran alone.
 
-    `in_bytes`: for linears in 8 bits, too.
+    `first`: as `_built_with` has it.
     """
     rows, width = _USUAL
-    wide = (rows * 4 * width,)
-    asked = (("add_norm/split", _USUAL), ("gelu/erf", wide), ("gelu/tanh", wide),
-             ("pointwise/fp32", (256,)), ("pointwise/fp32", (1,)))  # fmt: skip
+    asked = next((some for some in _TOGETHER if some[0][0] == first), ())
     made = [_KERNELS[kernel](dims, "inductor") for kernel, dims in asked]
-    bodies = [body for m in (rows, 1) for body in quantizers(m, width, "inductor")] if in_bytes else []
+    bodies = [body for m in (rows, 1) for body in quantizers(m, width, "inductor")] if first == _IN_BYTES else []
     with built_later() as waits:
         for body in (*bodies, *made):
             with contextlib.suppress(Exception):  # not built yet; what cannot be is told where it is timed
@@ -125,7 +140,7 @@ def _one_operator(call: KernelCall) -> bool:
     if held is not None and is_linear(call):
         ours = held == FP32 and call.dims[0] <= few_rows.ROWS  # eager's own
         return held not in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) and not ours
-    alone = ("attention/", "predict/", "rows/", "embedding/")
+    alone = ("attention/", "predict/", "rows/", "embedding/", "product/")
     return call.kernel.startswith(alone) or call.kernel in SPARSE
 
 
@@ -276,6 +291,7 @@ def _rows(kernel: str, dims: Dims, engine: str) -> Body | None:
 
 
 _KERNELS: dict[str, Callable[[Dims, str], Body | None]] = {
+    "product/int8": of_codes,
     "matmul/fp32": _on_random(torch.matmul, lambda d: [(d[0], d[1], d[2]), (d[0], d[2], d[3])]),
     **ATTENTIONS,
     "norm/layer": _on_random(_norm, lambda d: [d, d[1:], d[1:]]),

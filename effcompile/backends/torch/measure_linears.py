@@ -216,26 +216,30 @@ def _wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str
 
 def _int8(held: WeightFormat, drawn: _Drawn, engine: str) -> Body:
     x, bias = drawn.x, drawn.bias
-    q, scale = drawn.coded(per_channel=held.scale == "channel")
-    packed = torch.ops.onednn.qlinear_prepack(q, None)
-    tail: tuple[Any, ...] = (
-        packed,
-        scale,
-        torch.zeros(len(scale), dtype=torch.int32),
-        bias,
-        1.0,
-        0,
-        torch.float32,
-        "none",
-        [],
-        "",
-    )
+    tail = _behind_codes(*drawn.coded(per_channel=held.scale == "channel"), bias)
     qlinear = torch.ops.onednn.qlinear_pointwise
     if held == INT8_STATIC:
         quantize = as_run_by(_static_at_unit_range, engine)
         return lambda: qlinear.default(quantize(x), 8.0 / 255.0, 128, *tail)
     dynamic = as_run_by(numerics.quantize_dynamic, engine)
     return lambda: qlinear.tensor(*dynamic(x), *tail)
+
+
+def _behind_codes(q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> tuple[Any, ...]:
+    """The operands of oneDNN's product behind the activations' codes, their scale and their zero."""
+    packed = torch.ops.onednn.qlinear_prepack(q, None)
+    zeros = torch.zeros(len(scale), dtype=torch.int32)
+    return packed, scale, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
+
+
+def of_codes(dims: Dims, engine: str) -> Body | None:
+    """A linear in 8 bits without its quantiser: nothing that compiles one takes less. None where it is not."""
+    if torch.get_default_device().type != "cpu" or numerics.why_not(INT8_DYNAMIC, *dims) is not None:
+        return None
+    drawn = _Drawn(*dims)
+    codes = _static_at_unit_range(drawn.x)
+    tail = _behind_codes(*drawn.coded(per_channel=False), drawn.bias)
+    return lambda: torch.ops.onednn.qlinear_pointwise.default(codes, 8.0 / 255.0, 128, *tail)
 
 
 def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:

@@ -212,22 +212,21 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 @pytest.mark.skipif(TorchInductor().unavailable() is not None, reason="no C++ compiler")
 @pytest.mark.skipif(lacking("int8_dynamic") is not None, reason="no such kernel here")
-def test_the_first_price_of_inductor_has_all_of_its_kernels_built_at_once(nothing_compiled: None) -> None:
+def test_the_first_price_of_inductor_has_its_kernels_of_a_kind_built_at_once(nothing_compiled: None) -> None:
     """While one is generated, others are built: then none is generated any more, at whatever shape."""
-    calls = [
+    in_bytes = [
         *(KernelCall(f"linear/int8_{kind}", (8, 32, 48)) for kind in ("dynamic", "channel", "static")),
         *(KernelCall(f"linear/int8_{kind}", (1, 64, 32)) for kind in ("dynamic", "static")),
-        KernelCall("add_norm/split", (16, 40)),
-        KernelCall("gelu/erf", (1000,)),
-        KernelCall("gelu/tanh", (77,)),
-        KernelCall("pointwise/fp32", (12,)),
-        KernelCall("pointwise/fp32", (1,)),
     ]
-    assert measure.measure(calls[0], "inductor", device="cpu")
-    made = counters["stats"]["unique_graphs"]
-    assert made > len({call.kernel for call in calls}) - 1
-    assert all(measure.measure(call, "inductor", device="cpu") for call in calls[1:])
-    assert counters["stats"]["unique_graphs"] == made
+    between = [KernelCall("gelu/erf", (1000,)), KernelCall("gelu/tanh", (77,)), KernelCall("add_norm/split", (16, 40))]
+    pointwise = [KernelCall("pointwise/fp32", (12,)), KernelCall("pointwise/fp32", (1,))]
+    for calls, least in ((between, 3), (in_bytes, 2), (pointwise, 1)):
+        before = counters["stats"]["unique_graphs"]
+        assert measure.measure(calls[0], "inductor", device="cpu")
+        made = counters["stats"]["unique_graphs"]
+        assert made - before >= least
+        assert all(measure.measure(call, "inductor", device="cpu") for call in calls[1:])
+        assert counters["stats"]["unique_graphs"] == made
 
 
 @pytest.mark.skipif(TorchInductor().unavailable() is not None, reason="no C++ compiler")
