@@ -186,8 +186,7 @@ KERNELS: dict[str, KernelSpec] = {
     "gelu/erf": _pointwise("elements", 20, 2),
     "gelu/tanh": _pointwise("elements", 12, 2),
     **{f"embedding/{family}": _lookup(held) for family, held in TABLE_FORMATS.items()},
-    # any other elementwise op or copy, per tensor read or written
-    "pointwise/fp32": _pointwise("elements", 1, 2),
+    "pointwise/fp32": _pointwise("elements", 1, 2),  # any other op or copy, per tensor read or written
     "softmax/fp32": _pointwise("rows cols", 8, 2),
 }
 

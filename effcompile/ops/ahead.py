@@ -124,12 +124,13 @@ _NICE = 10
 
 
 def _give_way() -> None:
-    """Have what this thread starts run where nothing else does: beside a compiler on one of two cores, each of
-    the hundreds of parallel loops of a forward waited for a thread that had none, and it took up to eight
+    """Have what this thread starts run where nothing else does: beside a compiler on one of two cores, each
+    of the hundreds of parallel loops of a forward waited for a thread that had none, and it took up to eight
     times as long.
     """
     with contextlib.suppress(AttributeError, OSError):  # not on this system
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        me = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, me, min(19, os.getpriority(os.PRIO_PROCESS, me) + _NICE))
 
 
 def _begun(find: Callable[[], list[Library]]) -> threading.Thread:

@@ -1,16 +1,16 @@
 """The least that a backend's plans take, from few prices: a backend that cannot be among the best is not
 priced in full.
 
-Every plan holds each linear in one format, alone or merged with others that read the same, takes one option at
-each other site, and all else takes no less than nothing. So with c(f, d) the price of a linear of dims
+Every plan holds each linear in one format, alone or merged with others that read the same, takes one option
+at each other site, and all else takes no less than nothing. So with c(f, d) the price of a linear of dims
 d = (M, K, N) in format f and t(o) that of an option, each plan takes at the least
     Σ over sites of min_o t(o)
     + Σ over groups g of  min( Σ over members d of min_f c(f, d),  min_f c(f, (M, K, Σ N)) )
 where a linear that is in no merge is a group by itself. A format is not timed where its arithmetic alone, at
-1.5 times the peak that was measured of this machine, takes as long as the best of that linear. Where making its
-kernel takes long, the price of what it contains stands for it (`Backend.no_less`), unless that sum is not beyond.
-Sites are those of attentions, norms and activations, whose
-kernels are few and timed in milliseconds; linears are made and timed in turn until the sum is beyond.
+1.5 times the peak that was measured of this machine, takes as long as the best of that linear. Where making
+its kernel takes long, the price of what it contains stands for it (`Backend.no_less`), unless that sum is not
+beyond. Sites are those of attentions, norms and activations, whose kernels are few and timed in milliseconds;
+linears are made and timed in turn until the sum is beyond.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from effcompile.search.shortlist import SHORTLIST
 from effcompile.sites.parts import linears, merges
 
 _SAID = (
-    "not priced further: some of its linears, attentions, norms and activations take {seconds} alone, the best "
-    "plan {seconds}"
+    "not priced further: some of its linears, attentions, norms and activations take {seconds} alone, the "
+    "best plan {seconds}"
 )
 #: Times the measured peak that nothing exceeds: it was measured in a minute of its own.
 _SURELY = 1.5
@@ -126,9 +126,7 @@ def of_others(passes: Iterable[Pass], program: Program, context: Context) -> flo
     return sum(found.values())
 
 
-def least(
-    counted: Counter[Group], context: Context, limit: float, no_less: NoLess | None = None
-) -> float:
+def least(counted: Counter[Group], context: Context, limit: float, no_less: NoLess | None = None) -> float:
     """Seconds that they take at the least on the context's backend, summed until they exceed a limit."""
     total = 0.0
     known: dict[Dims, float] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -101,6 +103,21 @@ def test_who_needs_it_meanwhile_waits_for_it(slowly: list[str]) -> None:
     for thread in threads:
         thread.join()
     assert len(slowly) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "getpriority"), reason="no priorities of threads here")
+def test_a_compiler_gives_way_to_who_started_it(slowly: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one of two cores it made each parallel loop of a forward wait."""
+    mine, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+
+    def noted(command: Sequence[str], path: Path) -> None:
+        said = subprocess.run(["nice"], capture_output=True, text=True, check=True)
+        seen.append(int(said.stdout))
+
+    monkeypatch.setattr(native, "_compile", noted)
+    ahead.begin.__wrapped__(exact=True).join()
+    assert seen and min(seen) == min(19, mine + 10) == max(seen)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
 def test_a_compiler_that_fails_is_no_error_here(slowly: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,15 @@ OURS = [_decision("linear", INT8_TOKEN, 8.0), _decision("attention", None, 1.2, 
 
 
 def test_products_by_our_kernels_leave_nothing_to_compile(plan: Plan) -> None:
-    said = _said(plan, [*OURS, _decision("gelu", None, 0.5, "erf")], 10.0)
+    said = _said(plan, OURS, 10.0)
     assert isinstance(said, Unsupported) and "92%" in str(said)
+
+
+def test_norms_in_one_pass_and_activations_between_products_leave_nothing_either(plan: Plan) -> None:
+    norm, gelu = _decision("norm", None, 2.0, "fused"), _decision("gelu", None, 3.0, "erf")
+    said = _said(plan, [*OURS, norm, gelu], 15.0)
+    assert isinstance(said, Unsupported) and "95%" in str(said)
+    assert _said(plan, [*OURS, _decision("norm", None, 2.0, "split"), gelu], 15.0) is None  # two passes
 
 
 def test_what_it_may_hasten_is_priced(plan: Plan) -> None:

@@ -22,6 +22,7 @@ from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.figures import Candidate
+from effcompile.ir.formats import LINEAR_FORMATS
 from effcompile.ir.plan import Plan
 from effcompile.machine.calibration import Calibration
 from effcompile.machine.hardware import this_hardware
@@ -32,6 +33,7 @@ from effcompile.search import bound, pricing
 from effcompile.search.machine import Machine
 from effcompile.search.progress import QUIET
 from effcompile.search.search import Search
+from effcompile.sites.attention.normalise import normalised
 
 
 class Heads(nn.Module):
@@ -91,16 +93,102 @@ def test_no_plan_takes_less_than_the_bound(
     assert found / 2 <= stopped <= found + 1e-12  # what is left out is none less
 
 
+class Block(nn.Module):
+    """An attention, residual norms and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.first, self.second = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).view(2, 16, 2, 16).transpose(1, 2) for each in (self.q, self.k, self.v))
+        found = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = self.first(x + self.o(found.transpose(1, 2).reshape(2, 16, 32)))
+        return self.second(x + self.down(nn.functional.gelu(self.up(x))))
+
+
+#: Kernels of the block that is bounded, and where Inductor's take long to make.
+KERNELS_BETWEEN = (
+    "attention/sdpa", "attention/sdpa_fp32", "attention/sdpa_bf16", "attention/math", "add_norm/split",
+    "add_norm/fused", "gelu/erf", "gelu/tanh",
+)  # fmt: skip
+COMPILED = ("linear/int8_dynamic", "linear/int8_channel", "linear/int8_static")
+
+
+@pytest.fixture(scope="module")
+def of_block() -> Callable[[Mapping[str, float], list[str]], Search]:
+    """A search of the block where a kernel takes what it is said to take, and says that it was asked for."""
+    torch.manual_seed(0)
+    program = normalised(capture(Block().eval(), (torch.randn(2, 16, 32),), dynamic=False))
+    target = replace(load_target("cpu-generic"), peak_flops={})
+    calibrated = Calibration(machine=this_hardware(), date="today", memory_bandwidth=1e10, peak_flops={})
+    machine = Machine(target=target, calibration=calibrated)
+    passes = load_passes(("quantize", "merge", "attention", "fuse"))
+    search = pricing.search_for(program, Goal(max_error=0.9), machine, passes, QUIET)
+
+    def made(seconds: Mapping[str, float], asked: list[str]) -> Search:
+        def probe(backend: str, call: KernelCall) -> float | None:
+            asked.append(call.kernel)
+            return seconds.get(call.kernel, 1e-6)
+
+        priced = replace(machine, target=replace(target, probe=probe))
+        return replace(search, machine=priced, _proposals={})
+
+    return made
+
+
+@settings(max_examples=8, deadline=None)
+@given(drawn=st.lists(st.floats(1e-4, 1.0), min_size=12, max_size=12))
+def test_no_plan_takes_less_than_the_bound_with_what_lies_between(
+    of_block: Callable[[Mapping[str, float], list[str]], Search], drawn: list[float]
+) -> None:
+    names = (*KERNELS_BETWEEN, "linear/fp32", "linear/int8_token", "linear/bf16", "linear/int8_groups")
+    search = of_block(dict(zip(names, drawn, strict=True)), [])
+    program, backend = search.regimes.each[0].program, load_backend("torch-eager")
+    context = search.context(backend)
+    others = bound.of_others(search.passes, program, context)
+    of = dict(zip(names, drawn, strict=True))
+    norms = 2 * min(of["add_norm/split"], of["add_norm/fused"])
+    assert others > norms + min(of["gelu/erf"], of["gelu/tanh"])  # and an attention
+    found = others + bound.least(bound.groups(program), context, math.inf)
+    assert found <= search.plan_for(backend).certificate.objective * (1 + 1e-9)
+
+
+def test_what_takes_long_to_make_is_not_made_where_what_it_contains_is_beyond(
+    of_block: Callable[[Mapping[str, float], list[str]], Search],
+) -> None:
+    asked: list[str] = []
+    prices = dict.fromkeys(COMPILED, 2.0) | {"product/int8": 1.0} | dict.fromkeys(KERNELS_BETWEEN, 1e-3)
+    prices |= {f"linear/{family}": 3.0 for family in LINEAR_FORMATS if f"linear/{family}" not in COMPILED}
+    search = of_block(prices, asked)
+    plan = search.plan_for(load_backend("torch-eager"))
+    for best, made in (
+        (0.1, False),
+        (5.0, True),
+    ):  # four products, three of them merged, of 1 s or in all of 2
+        asked.clear()
+        plans = [(load_backend("torch-eager"), _taking(plan, best))]
+        said = bound.beyond(search, load_backend("torch-inductor"), plans)
+        assert isinstance(said, Because) and float(said.figures[0]) > best  # type: ignore[arg-type]
+        assert "product/int8" in asked and bool(set(COMPILED) & set(asked)) == made
+    assert bound.beyond(search, load_backend("torch-inductor"), [(plans[0][0], _taking(plan, 100.0))]) is None
+
+
 def test_groups_are_merges_and_what_is_alone(searching: Callable[[Mapping[str, float]], Search]) -> None:
     program = searching({}).regimes.each[0].program
     one = (64, 32, 32)
     assert bound.groups(program) == Counter({(one, one, one): 1, (one,): 1, ((64, 32, 64),): 1})
 
 
+def _taking(plan: Plan, seconds: float) -> Plan:
+    return replace(plan, certificate=replace(plan.certificate, objective=seconds))
+
+
 def _told(search: Search, plan: Plan, seconds: float) -> object:
     backend = load_backend("onnxruntime")
-    best = replace(plan, certificate=replace(plan.certificate, objective=seconds))
-    return bound.beyond(search, backend, [(load_backend("torch-eager"), best)])
+    return bound.beyond(search, backend, [(load_backend("torch-eager"), _taking(plan, seconds))])
 
 
 def test_it_is_left_out_only_where_its_linears_are_beyond(

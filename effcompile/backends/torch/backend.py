@@ -68,15 +68,17 @@ _MAY_HASTEN = 0.1
 
 
 def _beside_ours(plan: Plan) -> float:
-    """The share of a plan's predicted time beside products by our kernels, attentions and tables: Inductor
-    calls those as they are.
+    """The share of a plan's predicted time that Inductor may hasten: beside products by our kernels,
+    attentions and tables, which it calls as they are; residual norms by our kernel, one pass over what one of
+    Inductor's reads and writes, too; and activations, whose neighbours are products: no loop to be one with.
     """
 
     def as_they_are(made: Decision) -> bool:
         if made.kind in ("linear", "merge"):
             held = made.form.weights if made.form is not None else None
             return held is not None and held.family in _OURS
-        return made.kind == "embedding" or (made.kind == "attention" and made.option != "math")
+        passes = {"embedding": True, "gelu": True, "norm": made.option == "fused"}
+        return passes.get(made.kind, made.kind == "attention" and made.option != "math")
 
     ours = sum(made.cost.seconds for made in plan.decisions if as_they_are(made))
     return 1 - ours / max(plan.predicted.seconds or 0.0, ours, 1e-12)
@@ -147,7 +149,8 @@ class TorchInductor:
         if elsewhere or plan.goal.minimize != "time" or (beside := _beside_ours(plan)) > _MAY_HASTEN:
             return None
         return Unsupported(
-            "not priced: {share} of torch-eager's plan is in kernels that it calls, too (--effort high does)",
+            "not priced: {share} of torch-eager's plan is in kernels that it calls, too, or cannot make "
+            "faster (--effort high does)",
             (1 - beside,),
         )
 

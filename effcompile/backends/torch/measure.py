@@ -103,7 +103,9 @@ def _build_ahead(first: str, threads: int) -> None:
     rows, width = _USUAL
     asked = next((some for some in _TOGETHER if some[0][0] == first), ())
     made = [_KERNELS[kernel](dims, "inductor") for kernel, dims in asked]
-    bodies = [body for m in (rows, 1) for body in quantizers(m, width, "inductor")] if first == _IN_BYTES else []
+    bodies = (
+        [body for m in (rows, 1) for body in quantizers(m, width, "inductor")] if first == _IN_BYTES else []
+    )
     with built_later() as waits:
         for body in (*bodies, *made):
             with contextlib.suppress(Exception):  # not built yet; what cannot be is told where it is timed

@@ -225,7 +225,7 @@ def _int8(held: WeightFormat, drawn: _Drawn, engine: str) -> Body:
     return lambda: qlinear.tensor(*dynamic(x), *tail)
 
 
-def _behind_codes(q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> tuple[Any, ...]:
+def _behind_codes(q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> tuple[object, ...]:
     """The operands of oneDNN's product behind the activations' codes, their scale and their zero."""
     packed = torch.ops.onednn.qlinear_prepack(q, None)
     zeros = torch.zeros(len(scale), dtype=torch.int32)
@@ -233,7 +233,7 @@ def _behind_codes(q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> t
 
 
 def of_codes(dims: Dims, engine: str) -> Body | None:
-    """A linear in 8 bits without its quantiser: nothing that compiles one takes less. None where it is not."""
+    """A linear in 8 bits without its quantiser: nothing that compiles one takes less. None elsewhere."""
     if torch.get_default_device().type != "cpu" or numerics.why_not(INT8_DYNAMIC, *dims) is not None:
         return None
     drawn = _Drawn(*dims)

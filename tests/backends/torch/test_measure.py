@@ -94,6 +94,18 @@ def test_an_operator_that_is_one_to_both_engines_is_priced_as_eagers(kernel: str
         assert measure.priced_as(other, call) == other
 
 
+@pytest.mark.skipif(lacking("int8_dynamic") is not None, reason="no such kernel here")
+def test_a_product_of_codes_is_timed_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = KernelCall("product/int8", (8, 32, 48))
+    made = counters["stats"]["unique_graphs"]
+    assert measure.measure(
+        call, measure.priced_as("torch-inductor", call).removeprefix("torch-"), device="cpu"
+    )
+    assert counters["stats"]["unique_graphs"] == made
+    (body,) = measure_linears.linears(form("int8_static").weights, call.dims, "eager", 1)
+    assert body().shape == measure_linears.of_codes(call.dims, "eager")().shape == (8, 48)
+
+
 def test_kernels_of_inductor_are_timed_as_it_compiles_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cache gave them for another ATEN_CPU_CAPABILITY, and it built every instruction set first."""
     seen: list[int | None] = []
@@ -218,7 +230,11 @@ def test_the_first_price_of_inductor_has_its_kernels_of_a_kind_built_at_once(not
         *(KernelCall(f"linear/int8_{kind}", (8, 32, 48)) for kind in ("dynamic", "channel", "static")),
         *(KernelCall(f"linear/int8_{kind}", (1, 64, 32)) for kind in ("dynamic", "static")),
     ]
-    between = [KernelCall("gelu/erf", (1000,)), KernelCall("gelu/tanh", (77,)), KernelCall("add_norm/split", (16, 40))]
+    between = [
+        KernelCall("gelu/erf", (1000,)),
+        KernelCall("gelu/tanh", (77,)),
+        KernelCall("add_norm/split", (16, 40)),
+    ]
     pointwise = [KernelCall("pointwise/fp32", (12,)), KernelCall("pointwise/fp32", (1,))]
     for calls, least in ((between, 3), (in_bytes, 2), (pointwise, 1)):
         before = counters["stats"]["unique_graphs"]
