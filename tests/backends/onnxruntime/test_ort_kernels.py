@@ -37,7 +37,7 @@ ABSENT = {
         )
     ),
 }
-ABSENT |= {kernel for kernel in KERNELS if kernel.startswith(("predict/", "rows/"))}
+ABSENT |= {kernel for kernel in KERNELS if kernel.startswith(("predict/", "product/", "rows/"))}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
