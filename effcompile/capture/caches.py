@@ -1,8 +1,8 @@
 """Hugging Face's caches taken apart into flat tensors.
 
 Layers are told apart by class: those that keep every token, those that keep a window, those of
-cross-attention, and those that keep a state of one size. With resumed.py, the only file that knows how
-transformers holds a cache.
+cross-attention, and those that keep a state of one size. With coded_layers.py and resumed.py, the only file
+that knows how transformers holds a cache.
 """
 
 from __future__ import annotations
@@ -16,26 +16,16 @@ import torch
 import transformers
 from transformers import cache_utils
 
+from effcompile.capture.coded_layers import HFLayer, hold, layer_class, plain_class
 from effcompile.core.errors import GuardError, UsageError
 from effcompile.core.types import HFClass, HFConfig, HFModel, Kwargs
 from effcompile.core.versions import released
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 
-#: Any of transformers' caches and of their layers, which have no types of their own.
+#: Any of transformers' caches, which have no type of their own.
 HFCache = Any
-HFLayer = Any
 #: (name of a leaf, its new rows) → what is kept of them.
 Kept = Callable[[str, torch.Tensor], torch.Tensor]
-
-
-class _Missing:
-    """Stands for a class of layers that an older transformers has not: no layer is one."""
-
-
-def layer_class(name: str) -> HFClass:
-    """Of transformers' layers with states, which came with 5.6."""
-    return getattr(cache_utils, name, _Missing)
-
 
 _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
 _ROWS, _STATES = (cache_utils.CacheLayerMixin,), (layer_class("LinearAttentionCacheLayerMixin"),)
@@ -186,7 +176,7 @@ def put(layer: HFLayer, name: str, tensor: torch.Tensor) -> None:
         layer.dtype, layer.device = tensor.dtype, tensor.device
     if not at:
         layer.is_initialized = True
-        setattr(layer, kind, tensor)
+        hold(layer, kind, tensor)
         return
     getattr(layer, kind)[int(at)] = tensor
     getattr(layer, f"is_{kind}_initialized")[int(at)] = layer.has_previous_state[int(at)] = True
@@ -225,7 +215,7 @@ def check_cache(cache: HFCache, layout: CacheLayout, name: str) -> None:
     for (part, at), wanted in _kinds(layout).items():
         layers = parts[part].layers if part in parts else None
         found = None if layers is None else layers[at] if at < len(layers) else cache_utils.DynamicLayer()
-        if type(found) is not wanted:
+        if plain_class(found) is not wanted:
             raise GuardError(
                 f"{name} is a {type(cache).__name__} whose layer {at} is a {type(found).__name__}; "
                 "the plan takes a DynamicCache made with the model's config, which generate() makes by "

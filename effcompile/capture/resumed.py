@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import cache_utils
 
-from effcompile.capture.caches import HFCache, HFLayer, layer_class, place_of, put
+from effcompile.capture.caches import HFCache, place_of, put
+from effcompile.capture.coded_layers import HFLayer, layer_class
 from effcompile.core.types import HFClass
 from effcompile.ir.cache import CacheLayout, Growth
 

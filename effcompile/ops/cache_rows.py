@@ -87,12 +87,12 @@ def _of_pairs(held: Tensor) -> Tensor:
 
 
 #: dtype of codes → what makes them.
-_CODED = {torch.int8: as_codes, torch.uint8: as_pairs}
+CODED = {torch.int8: as_codes, torch.uint8: as_pairs}
 
 
 def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows as a cache of that dtype gives them back, in their own dtype."""
-    return (as_numbers(_CODED[dtype](rows)) if dtype in _CODED else rows.to(dtype)).to(rows.dtype)
+    return (as_numbers(CODED[dtype](rows)) if dtype in CODED else rows.to(dtype)).to(rows.dtype)
 
 
 def held_width(width: int, dtype: torch.dtype) -> int:
@@ -104,4 +104,4 @@ def held_width(width: int, dtype: torch.dtype) -> int:
 
 def into(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows as a cache of that dtype holds them."""
-    return _CODED[dtype](rows) if dtype in _CODED and rows.dtype is not dtype else rows
+    return CODED[dtype](rows) if dtype in CODED and rows.dtype is not dtype else rows

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from dataclasses import replace
@@ -101,6 +102,30 @@ def test_it_is_the_model_behind_a_cache_that_rounds(narrow: Planned) -> None:
     assert float((found - told).norm() / told.norm()) < 5e-4
     exact = logits(model, transformers.DynamicCache(config=model.config), text, sizes)
     assert 1e-5 < float((found - exact).norm() / exact.norm()) < 0.2
+
+
+def test_the_model_itself_goes_on_behind_it(narrow: Planned) -> None:
+    """As behind what was rounded; its own rows it does not round. And the plan goes on behind the model."""
+    model, executable = narrow
+    if model.config.is_encoder_decoder:
+        pytest.skip("its cache has two parts")
+    text, layout = ids(2, 30), executable.lowered.layout
+    cache, rounding = (kind(config=model.config) for kind in (transformers.DynamicCache, Rounding))
+    rounding.layout = layout
+    logits(executable, cache, text[:, :20], [12, 1, 7])
+    logits(model, rounding, text[:, :20], [12, 1, 7])
+    copied = copy.deepcopy(cache)
+    rounding.layout = plain(layout)
+    told = logits(model, rounding, text[:, 20:], [6, 1, 3])
+    for each in (cache, copied):
+        found = logits(model, each, text[:, 20:26], [6])
+        found = torch.cat([found, logits(executable, each, text[:, 26:], [1, 3])], 1)
+        torch.testing.assert_close(found, told, rtol=2e-3, atol=2e-3)
+        assert float((found - told).norm() / told.norm()) < 5e-4
+
+
+def plain(layout: CacheLayout) -> CacheLayout:
+    return CacheLayout(leaves=tuple(replace(leaf, held="") for leaf in layout))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 20, 33, 60])
