@@ -55,13 +55,13 @@ class CodedWindowLayer(cache_utils.DynamicSlidingWindowLayer):
     update = _update
 
 
-class CodedHybridLayer(layer_class("LinearAttentionAndFullAttentionLayer")):
+class CodedHybridLayer(layer_class("LinearAttentionAndFullAttentionLayer")):  # type: ignore[misc]
     """Of all tokens, beside states."""
 
     update = _update
 
 
-class CodedWindowHybridLayer(layer_class("LinearAttentionAndSlidingWindowAttentionLayer")):
+class CodedWindowHybridLayer(layer_class("LinearAttentionAndSlidingWindowAttentionLayer")):  # type: ignore[misc]
     """Of the last ones, beside states."""
 
     update = _update
