@@ -30,7 +30,7 @@ def layer_class(name: str) -> HFClass:
 
 
 def _update(
-    layer: HFLayer, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    layer: HFLayer, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the layer's own `update`, behind numbers in the place of codes."""
     layer.keys, layer.values = _plain(layer.keys, key_states), _plain(layer.values, value_states)

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers.activations import ACT2FN
 
-from effcompile.capture.caches import HFLayer, left_alone
+from effcompile.capture.caches import left_alone
+from effcompile.capture.coded_layers import HFLayer
 from effcompile.capture.resumed import ResumedCache
 from effcompile.core.errors import UsageError
 from effcompile.core.types import Forward, HFModel, Kwargs
