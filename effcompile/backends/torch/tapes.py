@@ -82,7 +82,8 @@ def _joins(node: fx.Node, run: NodeRun) -> bool:
     if node.target is operator.getitem:
         several = node.args[0]
         return isinstance(several, fx.Node) and several in run.nodes
-    return isinstance(node.target, _HELD)
+    # a constant (the norm of a table of positions) is no value that a tape is given
+    return isinstance(node.target, _HELD) and len(values_read(node)) == len(node.all_input_nodes)
 
 
 def _sizes(split: fx.Node) -> list[int] | None:

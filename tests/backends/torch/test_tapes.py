@@ -147,3 +147,26 @@ def test_one_of_several_values_that_is_read_outside_stays_itself() -> None:
     wanted = module(*given)
     found = with_tapes(module)
     assert all(map(torch.equal, found(*given), wanted))
+
+
+class NormedTable(nn.Module):
+    """Attends to a table whose rows are normed first, as DeBERTa does to its relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(32, 64))
+        self.norm, self.query, self.key = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.query(x) @ self.key(self.norm(self.table)).mT
+
+
+def test_a_constant_is_no_input_of_a_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edit, "packing", lambda *dims, ours: "ours")
+    torch.manual_seed(0)
+    model, x = NormedTable().eval(), torch.randn(2, 40, 64)
+    program = capture(model, (x,), {})
+    tags = {site.site: "int8_token" for site in linears(program)}
+    lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [program.flat_inputs()])  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert error(lowered(x)[0], model.double()(x.double())) < 0.05
