@@ -98,7 +98,7 @@ def search_for(
     if backends and "attention" in options:
         options["attention"] = tuple(form for form in options["attention"] if is_had(form, backends))
     # as the best of them has it: a plan of another is found out when it is rehearsed
-    rounds = not summing(backends)
+    rounds = not (machine.here and summing(backends))
     measured, text = _sensitivity(program, goal, passes, options, rounds, progress)
     notes = (*machine.notes, *stored_notes(program), *program.mends, *program.fixed)
     return Search(
