@@ -158,10 +158,8 @@ def _best_of(
     asked = task.request
     search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress, backends)
     race = Race.of(search, *plans_for(search, backends, absent, asked.progress))
-    plans, shop = (
-        race.plans,
-        _workshop(task, program, search.passes, asked.goal, backends if machine.here else ()),
-    )
+    plans, here = race.plans, backends if machine.here else ()
+    shop = _workshop(task, program, search.passes, asked.goal, here)
     try:
         outcomes, told = _settle_all(shop, search, plans, race.candidates)
     except EffcompileError:

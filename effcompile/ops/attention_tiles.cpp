@@ -63,7 +63,7 @@ struct Ahead {
     const Sizes& s;
     const Head<T>&head, &next;  // the same of the last one
     int64_t keys;               // of the next one, 0 if they are the same
-    int64_t share = (keys + s.queries - 1) / s.queries;
+    int64_t share = s.queries ? (keys + s.queries - 1) / s.queries : 0;
 
     __attribute__((always_inline)) void of(const T* row) const {
         for (int64_t i = 0; i < s.width; i += 64 / (int64_t)sizeof(T)) _mm_prefetch(reinterpret_cast<const char*>(row + i), _MM_HINT_T1);
