@@ -80,6 +80,8 @@ def test_options_of_several_passes_at_one_kind_are_all_measured(monkeypatch: pyt
         )
     )
     program = capture(nn.Linear(2, 2).eval(), (randn(1, 2),))
-    search = pricing.search_for(program, Goal(max_error=0.1), SimpleNamespace(notes=()), passes, QUIET)
+    search = pricing.search_for(
+        program, Goal(max_error=0.1), SimpleNamespace(notes=(), here=True), passes, QUIET
+    )
     assert wanted == {"linear": (bf16, w8, mine), "gelu": (tanh,), "attention": (int8,)}
     assert [held.name for held in search.formats] == ["fp32", "bf16", "w8g64"]
