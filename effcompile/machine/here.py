@@ -9,7 +9,14 @@ from dataclasses import replace
 from time import perf_counter
 
 from effcompile.core.pace import Pace, at_pace
-from effcompile.machine.calibration import BackendPoints, Calibration, Measure, measured, versions_of
+from effcompile.machine.calibration import (
+    BackendPoints,
+    Calibration,
+    Measure,
+    measured,
+    peak_rates,
+    versions_of,
+)
 from effcompile.machine.cold import reads_weights
 from effcompile.machine.hardware import DeviceRates
 from effcompile.machine.load import busy
@@ -56,6 +63,7 @@ def this_machine(
         ),
         probe=prober,
         failure=prober.failure,
+        peak=prober.peak if rates is None else None,
     )
     return found if rates is None else _on_gpu(found, calibration, rates)
 
@@ -124,6 +132,10 @@ def _times(seconds: float | None, times: float, overhead: float) -> float | None
     return None if seconds is None else seconds * times - overhead * (times - 1)
 
 
+#: What a dtype's best rate is taken of: a linear of ours of so many rows, columns in and out.
+_OF_PEAKS, _LARGE = {"int8": "linear/int8_token", "bf16": "linear/bf16"}, (1024, 1024, 4096)
+_OURS = "torch-eager"
+
 #: Times as long, or as short, as what its neighbour's time allows, that a time is not taken for true at once.
 _OUTLYING = 2.0
 
@@ -162,6 +174,7 @@ class _Prober:
         self.left = dict.fromkeys(measures, budget_seconds)
         # those that were taken twice
         self.confirmed = set[KernelCall]()
+        self.peaks = dict[str, float]()
         self.pace = pace
 
     def _busy(self) -> str:
@@ -217,6 +230,14 @@ class _Prober:
             if (again := self._timed(points, measure, near[0])) is not None and again < near[1]:
                 points.amend(near[0], again)
         return seconds
+
+    def peak(self, dtype: str) -> float:
+        """Target.peak: FLOP/s that some linear reached, a large one of ours among them."""
+        if dtype not in self.peaks:
+            if (kernel := _OF_PEAKS.get(dtype)) is not None:
+                self(_OURS, KernelCall(kernel, _LARGE))
+            self.peaks[dtype] = peak_rates(self.calibration.backends, 0.0).get(dtype, 0.0)
+        return self.peaks[dtype]
 
     def failure(self, backend: str, call: KernelCall) -> str | None:
         """Target.failure: what the measurement of an absent kernel raised."""

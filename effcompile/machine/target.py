@@ -309,7 +309,7 @@ class Target:
         laws: backend → kernel → Law, measured (empty for machines that are not here).
         sources: figure name → where it was read.
         probe: measures what `laws` lacks, on this machine only. `failure`: what a probe that found no kernel
-            raised.
+            raised. `peak`: a dtype's FLOP/s as it was reached since, for roofs alone.
     """
 
     name: str
@@ -336,6 +336,7 @@ class Target:
     sources: Mapping[str, str] = field(default_factory=dict)
     probe: Probe | None = field(default=None, repr=False, compare=False)
     failure: Callable[[str, KernelCall], str | None] | None = field(default=None, repr=False, compare=False)
+    peak: Callable[[str], float] | None = field(default=None, repr=False, compare=False)
 
     def price(self, backend: str, call: KernelCall) -> tuple[float, Provenance] | None:
         """Seconds of one kernel on one backend and where they come from; None where there is no such kernel.
@@ -376,9 +377,15 @@ class Target:
         """Seconds of a product's arithmetic at the peak of its dtype: nothing runs it faster. 0 for what is
         none, or of an unknown peak.
         """
+        if not call.kernel.startswith(MATMULS):
+            return 0.0
         spec = call.spec
-        peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain, 1.0) if spec.gain else 1.0
-        return call.flops / (peak * gain) if peak and call.kernel.startswith(MATMULS) else 0.0
+        peak, gain = (
+            self.peak_flops.get(spec.dtype, 0.0),
+            self.gains.get(spec.gain, 1.0) if spec.gain else 1.0,
+        )
+        peak = max(peak, 0.0 if self.peak is None else self.peak(spec.dtype))
+        return call.flops / (peak * gain) if peak else 0.0
 
     def describe(self) -> str:
         """One line for the report's head."""

@@ -143,15 +143,17 @@ def _over_tolerance(plan: Plan) -> bool:
 
 #: A kind of work that takes less than this part of a call is not told of.
 _SEEN = 0.005
+#: Times the peak that a kernel may have run at where that is noise.
+_NOISE = 1.1
 
 
 def where_time_goes(plan: Plan) -> str:
-    """`linear 36.6 ms (68 % of peak) · attention 3.10 ms (12 %) · norm 2.10 ms · the rest 0.3 ms`, predicted,
-    most first.
+    """`linear 36.6 ms (68 % of peak) · norm 2.10 ms · whole 38.7 ms (64 %)`, predicted, most first.
 
     Linears with what is merged, attention, then what memory binds. The part: what the arithmetic of its
-    products takes at the machine's peak rates, of its time. No part is told where one is more than all: then
-    the rates were taken when the machine was slower. Empty where no peak rate is known.
+    products takes at the machine's peak rates, of its time; at the end, of the whole. No part is told where
+    one is more than all by more than noise: then the rates were taken when the machine was slower. Empty
+    where no peak rate is known.
     """
     whole, roof = plan.predicted.seconds, plan.predicted.roof_seconds
     if not whole or not roof:
@@ -167,15 +169,17 @@ def where_time_goes(plan: Plan) -> str:
         ((seconds, own, kind) for kind, (seconds, own) in kinds.items() if seconds >= _SEEN * whole),
         key=lambda each: (-float(f"{each[0]:.2e}"), each[2] == "the rest", each[2]),
     )
-    texts, named, true = [], False, all(own <= seconds for seconds, own, _ in shown)
+    texts, named, true = [], False, all(own <= _NOISE * seconds for seconds, own, _ in shown)
     for seconds, own, kind in shown:
         part = (
-            f" ({format_share(own / seconds)}{'' if named else ' of peak'})"
+            f" ({format_share(min(own / seconds, 1.0))}{'' if named else ' of peak'})"
             if true and own > _SEEN * seconds
             else ""
         )
         named = named or bool(part)
         texts.append(f"{kind} {format_seconds(seconds)}{part}")
+    if named:
+        texts.append(f"whole {format_seconds(whole)} ({format_share(min(roof / whole, 1.0))})")
     return " · ".join(texts)
 
 

@@ -72,3 +72,25 @@ def test_its_memory_is_given_back() -> None:
     assert cold._buffer.cache_info().currsize == 1
     cold.forget()
     assert cold._buffer.cache_info().currsize == 0 and torch.ones(1).sum() == 1
+
+
+def test_a_roof_is_of_the_best_rate_reached_a_large_linear_among_them() -> None:
+    asked: list[KernelCall] = []
+
+    def timed(call: KernelCall) -> float:
+        asked.append(call)
+        return call.flops / 2e12
+
+    known = Calibration(machine=this_hardware(), date="", memory_bandwidth=1e10, peak_flops={"fp32": 1e11})
+    target: Any = this_machine(known, {"torch-eager": timed}, budget_seconds=9.0)
+    coded, plain = (KernelCall(f"linear/{held}", (8, 64, 64)) for held in ("int8_token", "fp32"))
+    assert target.roof(coded) == pytest.approx(coded.flops / 2e12)
+    assert target.roof(plain) == pytest.approx(plain.flops / 1e11), "its rate is known, and is not taken here"
+    assert target.roof(coded) and [call.kernel for call in asked] == ["linear/int8_token"], "timed once"
+    assert target.peak_flops == {"fp32": 1e11}, "what is not measured is not modelled by it"
+
+
+def test_a_roof_of_a_dtype_that_nothing_reached_is_none() -> None:
+    known = Calibration(machine=this_hardware(), date="", memory_bandwidth=1e10, peak_flops={"fp32": 1e11})
+    target: Any = this_machine(known, {"torch-eager": lambda _: None}, budget_seconds=9.0)
+    assert target.roof(KernelCall("linear/int8_token", (8, 64, 64))) == 0.0

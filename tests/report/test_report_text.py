@@ -147,6 +147,25 @@ def test_predicted_ratio_where_nothing_was_measured() -> None:
     assert time.split() == ["time", "168", "ms", "44.1", "ms", "0.26×"]
 
 
+@pytest.mark.parametrize(
+    ("roof", "said"),
+    [
+        (40e-3, "linear 50.0 ms (80 % of peak) · the rest 50.0 ms · whole 100 ms (40 %)"),
+        (54e-3, "linear 50.0 ms (100 % of peak) · the rest 50.0 ms · whole 100 ms (54 %)"),
+        (60e-3, "linear 50.0 ms · the rest 50.0 ms"),
+    ],
+    ids=["a part", "noise above the peak", "the peak was not one"],
+)
+def test_work_is_told_with_its_part_of_the_peak(roof: float, said: str) -> None:
+    plan = samples.planned_only()
+    linear = Cost(seconds=50e-3, roof_seconds=roof)
+    decided = replace(next(d for d in plan.decisions if d.kind == "linear"), cost=linear)
+    told = replace(
+        plan, decisions=(decided,), predicted=replace(plan.predicted, seconds=0.1, roof_seconds=roof)
+    )
+    assert f" time {said} " in " ".join(plan_text(told).split())
+
+
 def test_proof_claims_no_more_than_the_certificate() -> None:
     flat = " ".join(plan_text(samples.bert()).split())
     assert (
