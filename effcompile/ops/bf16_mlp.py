@@ -19,12 +19,13 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.core.types import Shape
 from effcompile.machine.instructions import l2_bytes
 from effcompile.ops import bf16_linear as halves
-from effcompile.ops import int8_codes, tape
+from effcompile.ops import int8_codes
 from effcompile.ops.bf16_linear import HalvesKernels, bf16_linear_on_cpu, check, fits
 from effcompile.ops.coded_rows import flat_rows
+from effcompile.ops.held_mlp import HeldMlpOf, MlpCall, is_plain
 from effcompile.ops.instruction_sets import LINE, at_line
 from effcompile.ops.int8_mlp import Behind, address, are_dense, with_behind
-from effcompile.ops.tape import KernelTold, Made, Scratch, TapeValue
+from effcompile.ops.tape import Argument
 
 __all__ = ["HeldHalvesMlp", "bf16_linear_residual", "bf16_mlp", "fallback_reason", "pays", "workspace_bytes"]
 
@@ -176,50 +177,27 @@ def workspace_bytes(name: str, args: object) -> int | None:
     return 4 * rows * (between + n) + max(inside)
 
 
-class HeldHalvesMlp:
+class HeldHalvesMlp(HeldMlpOf[Linear]):
     """`bf16_mlp`, and without a first linear `bf16_linear_residual`, of weights that stay, as a step of a
     tape (tape.py).
     """
 
-    __name__, pair = "bf16_mlp", False
+    __name__ = "bf16_mlp"
 
-    def __init__(
-        self,
-        first: Linear | None,
-        after: str,
-        last: Linear,
-        norm: tuple[Tensor | None, Tensor | None, float | None] = (None, None, None),
-    ) -> None:
-        self._first, self._after, self._last, self._norm = first, after, last, norm
+    def _run(self, x: Tensor, behind: Behind) -> Tensor:
+        return run(x, self._first, self._after, self._last, behind)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(..., N), for x (..., K) and a residual (..., N)."""
-        return run(x, self._first, self._after, self._last, (residual, *self._norm))
-
-    def told(self, threads: int, x: TapeValue, residual: TapeValue | None = None) -> KernelTold | None:
-        found, n = halves.kernels(), self._last[1]
-        rows, k, shape = math.prod(x.shape[:-1]), x.shape[-1], (*x.shape[:-1], n)
-        if isinstance(found, str) or not (pays(rows) and x.dense and self._fits(k, n)):
+    def _called(self, rows: int, k: int, between: int, n: int) -> MlpCall | None:
+        found = halves.kernels()
+        if isinstance(found, str) or not pays(rows):
             return None
-        if residual is not None and not (residual.dense and residual.shape == shape):
-            return None
-        between, (weight, bias, eps) = 0 if self._first is None else self._first[1], self._norm
-        arguments = (
-            x, k, rows, k, *_addresses(self._first), between, int8_codes.AFTER.index(self._after),
-            *_addresses(self._last), n, residual, int(eps is not None), address(weight), address(bias),
-            Made, Scratch(), _at_once(found, rows, k, between, n), threads,
-        )  # fmt: skip
-        return KernelTold(
-            kind=tape.MLP, function=found.mlp, arguments=arguments, shape=shape,
-            scratch=_room(found, rows, k, between, n), number=eps or 0.0,
-        )  # fmt: skip
+        return MlpCall(found.mlp, _at_once(found, rows, k, between, n), _room(found, rows, k, between, n))
 
-    def _fits(self, k: int, n: int) -> bool:
-        """Whether the kernel takes what is held, of k columns."""
-        linears = [linear for linear in (self._first, self._last) if linear is not None]
-        depths = (k, *(linear[1] for linear in linears))
-        held = all(fits(depth, *linear) for depth, linear in zip(depths, linears, strict=False))
-        plain = [*(linear[2] for linear in linears), *self._norm[:2]]
-        return held and all(
-            each is None or (each.dtype is torch.float32 and each.is_contiguous()) for each in plain
-        ) and all(each is None or each.shape == (n,) for each in self._norm[:2])  # fmt: skip
+    def _outputs(self, linear: Linear) -> int:
+        return linear[1]
+
+    def _takes(self, k: int, linear: Linear) -> bool:
+        return fits(k, *linear) and (linear[2] is None or is_plain(linear[2]))
+
+    def _addresses(self, linear: Linear | None) -> tuple[Argument, Argument, Argument]:
+        return _addresses(linear)

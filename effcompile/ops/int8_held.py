@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from effcompile.ops import int8_codes, int8_mlp, int8_native, int13_linear, tape
+from effcompile.ops.held_mlp import HeldMlpOf, MlpCall, is_plain
 from effcompile.ops.int8_linear import fits, int8_linear_on_cpu
-from effcompile.ops.int8_mlp import Linear, address
+from effcompile.ops.int8_mlp import Behind, Linear, address
 from effcompile.ops.tape import Argument, KernelTold, Made, Scratch, TapeValue
 
 
@@ -72,57 +73,32 @@ class HeldWords(HeldLinear):
         return None if isinstance(found, str) or not _fits(k, self._linear, int13_linear.fits) else found
 
 
-class HeldMlp:
+class HeldMlp(HeldMlpOf[Linear]):
     """`int8_mlp`, and without a first linear `int8_linear_residual`, of weights that stay."""
 
-    __name__, pair = "int8_mlp", False
+    __name__ = "int8_mlp"
 
-    def __init__(
-        self,
-        first: Linear | None,
-        after: str,
-        last: Linear,
-        norm: tuple[Tensor | None, Tensor | None, float | None] = (None, None, None),
-    ) -> None:
-        self._first, self._after, self._last, self._norm = first, after, last, norm
+    def _run(self, x: Tensor, behind: Behind) -> Tensor:
+        return int8_mlp.run(x, self._first, self._after, self._last, behind)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(..., N), for x (..., K) and a residual (..., N)."""
-        return int8_mlp.run(x, self._first, self._after, self._last, (residual, *self._norm))
-
-    def told(self, threads: int, x: TapeValue, residual: TapeValue | None = None) -> KernelTold | None:
-        kernels, n = int8_mlp.kernels(), int(self._last[1].shape[0])
-        rows, k, shape = math.prod(x.shape[:-1]), x.shape[-1], (*x.shape[:-1], n)
-        if isinstance(kernels, str) or not (int8_mlp.pays(rows) and x.dense and self._fits(k, n)):
+    def _called(self, rows: int, k: int, between: int, n: int) -> MlpCall | None:
+        found = int8_mlp.kernels()
+        if isinstance(found, str) or not int8_mlp.pays(rows):
             return None
-        if residual is not None and not (residual.dense and residual.shape == shape):
-            return None
-        between, (weight, bias, eps) = 0 if self._first is None else int(self._first[1].shape[0]), self._norm
-        arguments = (
-            x, k, rows, k, *_addresses(self._first), between, int8_codes.AFTER.index(self._after),
-            *_addresses(self._last), n, residual, int(eps is not None), address(weight), address(bias),
-            Made, Scratch(), kernels.at_once(rows, between), threads,
-        )  # fmt: skip
-        return KernelTold(
-            kind=tape.MLP, function=kernels.call, arguments=arguments, shape=shape,
-            scratch=kernels.room(rows, k, between), number=eps or 0.0,
-        )  # fmt: skip
+        return MlpCall(found.call, found.at_once(rows, between), found.room(rows, k, between))
 
-    def _fits(self, k: int, n: int) -> bool:
-        """Whether the kernel takes what is held, of k columns."""
-        between = k if self._first is None else int(self._first[1].shape[0])
-        held = _fits(between, self._last) and (self._first is None or _fits(k, self._first))
-        return held and all(
-            each is None or (each.shape == (n,) and _is_plain(each)) for each in self._norm[:2]
-        )
+    def _outputs(self, linear: Linear) -> int:
+        return int(linear[1].shape[0])
+
+    def _takes(self, k: int, linear: Linear) -> bool:
+        return _fits(k, linear)
+
+    def _addresses(self, linear: Linear | None) -> tuple[Argument, Argument, Argument]:
+        return _addresses(linear)
 
 
 def _fits(k: int, linear: Linear, fitting: Callable[..., bool] = fits) -> bool:
-    return fitting(k, *linear) and (linear[2] is None or _is_plain(linear[2]))
-
-
-def _is_plain(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.is_contiguous()
+    return fitting(k, *linear) and (linear[2] is None or is_plain(linear[2]))
 
 
 def _addresses(linear: Linear | None) -> tuple[Argument, Argument, Argument]:
