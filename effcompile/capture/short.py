@@ -19,7 +19,8 @@ from effcompile.ir.program import Program, TensorSpec
 
 #: Dimensions of what is one text to a row, as ids or as a row of numbers for each token; images have more.
 _MOST_DIMS = 3
-_BATCH = "batch"
+#: Name of the axis of which each row is one text.
+BATCH = "batch"
 #: Calls of one input, where each holds one row.
 _CALLS = 4
 #: What attends to one token has its value; among two it chooses.
@@ -38,9 +39,9 @@ def short_texts(program: Program, rows: int, length: int = 1) -> list[Inputs]:
     texts, here = _texts(program), sizes_of(program)
     if not texts or any(spec.counts for spec in program.inputs):
         return []
-    own = here.get(_BATCH, 1)
-    times = max(1, min(rows // own, rows if _BATCH in here else _CALLS))
-    free = {_BATCH: own * times} if _BATCH in here else {}
+    own = here.get(BATCH, 1)
+    times = max(1, min(rows // own, rows if BATCH in here else _CALLS))
+    free = {BATCH: own * times} if BATCH in here else {}
     runs = runs_at(program)
     while length < min(texts.values()):
         sizes = free | dict.fromkeys(texts, length)
@@ -92,7 +93,7 @@ def _texts(program: Program) -> dict[str, int]:
 def _text_axes(spec: TensorSpec) -> list[str]:
     if len(spec.shape) > _MOST_DIMS:
         return []
-    return [dim for dim in spec.shape[1:] if isinstance(dim, str) and dim != _BATCH]
+    return [dim for dim in spec.shape[1:] if isinstance(dim, str) and dim != BATCH]
 
 
 def _cut(
@@ -132,7 +133,7 @@ def _beside(program: Program, found: list[Inputs]) -> Inputs:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             return leaves[0]
-        axes = [at for at, dim in enumerate(next(specs).shape) if isinstance(dim, str) and _BATCH in dim]
+        axes = [at for at, dim in enumerate(next(specs).shape) if isinstance(dim, str) and BATCH in dim]
         return torch.cat(tensors, axes[0]) if axes else tensors[0]
 
     args, kwargs = pytree.tree_map(together, *found)

@@ -33,6 +33,7 @@ def emulated(
         error = max((distance(found, program, case, goal) for found, case in pairs), default=0.0)
         return error if math.isfinite(error) else None
 
-    chosen = (goal, rehearsal.rounds(plan), [(d.site, d.option, d.form) for d in plan.decisions])
+    compared = [sorted(case.rows.items()) for case in cases]
+    chosen = (goal, compared, rehearsal.rounds(plan), [(d.site, d.option, d.form) for d in plan.decisions])
     inputs = (tensor for case in cases for tensor in case.inputs)
     return kept.rehearsed(rehearsal.known_by, inputs, chosen, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import short_variants, variants
 from effcompile.capture.mends import as_reference
+from effcompile.capture.short import BATCH
 from effcompile.capture.verify import relative_error
 from effcompile.core.errors import EffcompileError
 from effcompile.core.findings import Failed, Together
@@ -45,7 +46,8 @@ class Reference:
 
     `rounding`: how far each output is from what the model computes in float64; nothing where it cannot. It
     runs the model when called. `most`: the largest error that it may explain. `usual`: the usual size of an
-    element of the outputs.
+    element of the outputs. `rows`: output → the axis of its texts, where each of them has to be within the
+    limit: a user may send it alone.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Reference:
     rounding: Callable[[], Sequence[float]] = lambda: ()
     most: float
     usual: Callable[[], float] = lambda: 0.0
+    rows: Mapping[int, int] = field(default_factory=dict)
 
     def limit(self, goal: Goal, error: float) -> float:
         """The largest error to accept here."""
@@ -102,8 +105,17 @@ def references(
     cases += short
     cases += [("calibration input", args, dict(kwargs)) for args, kwargs in list(calibration)[:1]]
     found = _references(program, model, goal, cases + (stress_inputs(program) if goal.robust else []))
-    doubtful = {name for name, _, _ in short}
-    return [case for case in found if case.name not in doubtful or _tells(case)]
+    doubtful, axes = {name for name, _, _ in short}, _batch_axes(program)
+    return [
+        replace(case, rows=axes) if case.name in doubtful else case
+        for case in found
+        if case.name not in doubtful or _tells(case)
+    ]
+
+
+def _batch_axes(program: Program) -> dict[int, int]:
+    """Output → the axis of its texts; nothing for one that has none."""
+    return {at: spec.shape.index(BATCH) for at, spec in enumerate(program.outputs) if BATCH in spec.shape}
 
 
 def _tells(case: Reference) -> bool:
@@ -205,7 +217,8 @@ def _rounding(
 
 
 def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> list[Check]:
-    """One check per case: relative L2 error over all outputs, against the goal's tolerance.
+    """One check per case: the largest relative L2 error of its outputs, and among short texts of any text in
+    them, against the goal's tolerance.
 
     run: called as a user calls the model, with each case's own arguments; returns what the model returns.
     """
@@ -225,11 +238,28 @@ def distance(tensors: Sequence[torch.Tensor], program: Program, case: Reference,
 def _errors(
     found: Sequence[torch.Tensor], case: Reference, mask: torch.Tensor | None, goal: Goal
 ) -> list[tuple[float, bool]]:
-    """Reference.error of each output, padded positions left out."""
-    return [
-        case.error(at, _seen(a, mask), _seen(b, mask), goal.tolerance)
-        for at, (a, b) in enumerate(zip(found, case.outputs, strict=True))
-    ]
+    """Reference.error of each output, padded positions left out, or its worst text's where each counts."""
+    errors = []
+    for at, (a, b) in enumerate(zip(found, case.outputs, strict=True)):
+        error, rounded = case.error(at, _seen(a, mask), _seen(b, mask), goal.tolerance)
+        if at in case.rows and not rounded and math.isfinite(error) and _kind(a) == _kind(b):
+            error = max(error, worst_row(a, b, case.rows[at]))
+        errors.append((error, rounded))
+    return errors
+
+
+def worst_row(found: torch.Tensor, wanted: torch.Tensor, axis: int) -> float:
+    """The largest ‖y − y₀‖ / ‖y₀‖ of an output's rows along an axis; a row that is smaller than they are
+    usually (by the root of their mean square) is taken as large as that: zeros have no share.
+    """
+    if not wanted.is_floating_point() or not wanted.numel():
+        return 0.0
+    apart, size = (
+        torch.linalg.vector_norm(t.movedim(axis, 0).flatten(1), dim=1, dtype=torch.float64)
+        for t in (found.double() - wanted.double(), wanted)
+    )
+    usual = size.square().mean().sqrt()
+    return float((apart / size.clamp(min=usual)).max()) if usual > 0 else 0.0
 
 
 def worst(checks: Sequence[Check]) -> float:
