@@ -48,8 +48,8 @@ class Goal:
         memory: peak bytes live on the device during the call or step, or None for no limit. Accepts "6GiB".
             In training parameters, buffers, inputs, gradients, kept activations and workspace count; in
             generation weights, the cache of the whole context and workspace.
-        max_error: largest relative L2 error of the output, ‖y − y₀‖ / ‖y₀‖; None or 0 allows only
-            exact choices (verified to EXACT_TOLERANCE).
+        max_error: largest relative L2 error of the output, ‖y − y₀‖ / ‖y₀‖, of texts of one or two tokens
+            of each; None or 0 allows only exact choices (verified to EXACT_TOLERANCE).
         reads: which positions of the output's sequence axis are read: "all", or "last" for a generator
             that reads only the last token's logits (inference only).
         robust: the limit on the error holds for stress inputs too: scaled, one outlier channel, zeros
