@@ -60,13 +60,14 @@ def test_one_text_that_is_off_fails_beside_others_that_are_right(length: int, ou
     assert failed(found) == [f"short texts 8×{length}"]
     error = max(check.error for check in found)
     with torch.no_grad():
-        rows = Embeds()(torch.tensor([[0], [8], [2], [10], [4], [12], [6], [14]]))[output].flatten(1).norm(dim=1)
+        texts = torch.tensor([[0], [8], [2], [10], [4], [12], [6], [14]])
+        rows = Embeds()(texts)[output].flatten(1).norm(dim=1)
     own = ERROR * float(rows[-1]) / max(float(rows[-1]), float(rows.square().mean().sqrt()))
     assert length == 2 or error == pytest.approx(own, rel=1e-5)
 
 
 def test_a_text_that_is_nearly_zero_is_measured_by_the_usual_size() -> None:
-    """Of its own size it is off by more than the limit, of what texts usually have by a thousandth of that."""
+    """Of its own size it is off by more than the limit, of the usual one by a thousandth of that."""
     found = checks(Embeds(small=True).eval(), Goal(max_error=0.1), length=1, output=0)
     assert failed(found) == []
     assert 0 < max(check.error for check in found) < 1e-3
