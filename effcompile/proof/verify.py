@@ -255,7 +255,7 @@ def worst_row(found: torch.Tensor, wanted: torch.Tensor, axis: int) -> float:
     if not wanted.is_floating_point() or not wanted.numel():
         return 0.0
     apart, size = (
-        torch.linalg.vector_norm(t.movedim(axis, 0).flatten(1), dim=1, dtype=torch.float64)
+        torch.linalg.vector_norm(t.movedim(axis, 0).reshape(t.shape[axis], -1), dim=1, dtype=torch.float64)
         for t in (found.double() - wanted.double(), wanted)
     )
     usual = size.square().mean().sqrt()
