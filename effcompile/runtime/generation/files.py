@@ -19,6 +19,7 @@ from effcompile.backends.base import Lowered
 from effcompile.backends.onnxruntime import OpenedStep
 from effcompile.backends.openvino import steps as openvino
 from effcompile.backends.torch import lowered as torch_lowered
+from effcompile.backends.torch.called import called
 from effcompile.capture.generation import Boundary, GenerationStep
 from effcompile.capture.images import ImageToken
 from effcompile.core.errors import FormatError
@@ -172,7 +173,8 @@ def read(folder: Path) -> tuple[Plan, Header]:
 def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
     """The graphs at work again."""
     runs: dict[str, Run] = {
-        name: _open(folder / Path(graph.file).name, graph, plan) for name, graph in header.graphs.items()
+        name: _open(folder / Path(graph.file).name, graph, plan, is_step=name == "step")
+        for name, graph in header.graphs.items()
     }
     made = _image(folder) if header.boundary.images else None
     of_step = (header.boundary, header.layout, header.room, header.inputs)
@@ -194,13 +196,14 @@ def _image(folder: Path) -> ImageToken:
         ) from error
 
 
-def _open(file: Path, graph: SavedGraph, plan: Plan) -> Run:
+def _open(file: Path, graph: SavedGraph, plan: Plan, *, is_step: bool) -> Run:
     if file.suffix == ".xml":
         return openvino.open_graph(file, graph.inputs)
     if file.suffix != ".onnx":
         if plan.backend == "triton":
             kernels.register(kernels.device())  # where they cannot run, torch's own do
-        return torch_lowered.open_flat(file)
+        opened = torch_lowered.open_flat(file)
+        return opened if is_step else called(opened)  # as it was planned; a step's cache grows in place
     return OpenedStep(file, plan.settings, graph.inputs)
 
 
