@@ -87,6 +87,17 @@ def qwen3(layers: int = 2) -> transformers.Qwen3VLForConditionalGeneration:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
+def paligemma() -> transformers.PaliGemmaForConditionalGeneration:
+    """Reads its prompt both ways, whether an image is in it or not."""
+    torch.manual_seed(0)
+    config = transformers.PaliGemmaConfig(
+        vision_config=transformers.SiglipVisionConfig(**_EYE, vision_use_head=False, projection_dim=32),
+        text_config=transformers.GemmaConfig(**_TEXT, head_dim=8),
+        image_token_id=98, projection_dim=32,
+    )  # fmt: skip
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
 def asked(grid: tuple[int, int] = (4, 4), at: int = 3) -> dict[str, torch.Tensor]:
     """Two rows of 12 tokens, four of which are one image's, as the model's processor gives them."""
     generator = torch.Generator().manual_seed(0)

@@ -19,6 +19,7 @@ from torch import nn
 
 from effcompile.capture import images
 from effcompile.capture.caches import cache_name, caches_of, layout_of, leaves_of, new_cache
+from effcompile.capture.causal import check_causal
 from effcompile.capture.inference import capture
 from effcompile.capture.mends import evaluating
 from effcompile.capture.recurrences import carrying
@@ -370,6 +371,7 @@ def _boundary(model: HFModel, tokens: torch.Tensor) -> Boundary:
             tokens="decoder_input_ids", mask="decoder_attention_mask", positions=positions,
             source_mask="attention_mask" in taken and model.main_input_name == "input_ids",
         )  # fmt: skip
+    check_causal(model, tokens)
     positions = "position_ids" if "position_ids" in taken else ""
     counted = bool(positions) and _counts(model, tokens)
     made = Boundary(positions=positions, rows="logits_to_keep" in taken, counted=counted)

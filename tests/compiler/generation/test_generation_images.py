@@ -15,7 +15,7 @@ from generation_models import more
 import effcompile
 from effcompile.capture import images
 from effcompile.capture.eye import capture_eye
-from effcompile.core.errors import FormatError, GuardError, InputsError
+from effcompile.core.errors import FormatError, GuardError, InputsError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.torch_compat_memory import watched_memory
 from effcompile.ir.program import Program
@@ -310,3 +310,9 @@ def placed(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 def unseen(given: dict[str, Any]) -> dict[str, Any]:
     """The same text without its image."""
     return {name: value for name, value in given.items() if name not in ("pixel_values", "image_grid_thw")}
+
+
+def test_a_prompt_that_is_read_both_ways_is_refused() -> None:
+    """Its last tokens' logits alone would hide it: an error that a plan allows, until the text goes on."""
+    with pytest.raises(UsageError, match="both ways"):
+        plan(models.paligemma().eval(), max_error=0.1)
