@@ -33,7 +33,7 @@ from torch import Tensor
 
 from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
-from effcompile.ops.loss_rows import LossRows, where_for
+from effcompile.ops.loss_rows import LossRows, row_stride, where_for
 from effcompile.ops.sums import sum_dtype
 from effcompile.ops.wide import product_into
 
@@ -214,11 +214,15 @@ def _chunk(head: Head, needs: Sequence[bool] = ()) -> _Rows:
 
 
 class _CompiledRows:
-    """By `loss_rows`: in x's dtype, in one place."""
+    """By `loss_rows`: in x's dtype, in one place, rows `row_stride` apart."""
 
     def __init__(self, head: Head, kernels: LossRows) -> None:
         self.head, self.kernels = head, kernels
-        self.narrow = head.x.new_empty((chunk_rows(head.x.shape[0], head.chunks), head.weight.shape[0]))
+        rows, columns = chunk_rows(head.x.shape[0], head.chunks), head.weight.shape[0]
+        memory = head.x.new_empty((rows, row_stride(columns, head.x.dtype)))
+        # oneDNN multiplies what it reads behind a row by zero, which a NaN survives
+        memory[:, columns:].zero_()
+        self.narrow = memory[:, :columns]
 
     def gradient(self, rows: slice, labels: _Labels) -> Tensor:
         return self._run(rows, labels, factors=labels.factor[rows], picked=labels.picked[rows])

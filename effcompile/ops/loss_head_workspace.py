@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from effcompile.ops.loss_head import chunk_rows, row_slices
-from effcompile.ops.loss_rows import where_for
+from effcompile.ops.loss_rows import row_stride, where_for
 from effcompile.ops.products import Product, Scratch, measured, unknown
 from effcompile.ops.sums import sum_dtype
 from effcompile.ops.wide import scratch_of
@@ -17,7 +17,9 @@ from effcompile.ops.wide import scratch_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """Bytes of the kernels' parts: e bytes per element of x, w of the softmax."""
+    """Bytes of the kernels' parts: e bytes per element of x, w of the softmax; stride: elements from row to
+    row of compiled kernels' logits, None without any.
+    """
 
     n: int
     v: int
@@ -25,7 +27,7 @@ class _Sizes:
     e: int
     w: int
     capped: bool
-    compiled: bool
+    stride: int | None
 
     @property
     def labels(self) -> int:
@@ -34,8 +36,8 @@ class _Sizes:
 
     def chunk(self, *, backward: bool) -> int:
         """wide, narrow, tanh; or narrow alone, by compiled kernels."""
-        if self.compiled:
-            return self.r * self.v * self.e
+        if self.stride is not None:
+            return self.r * self.stride * self.e
         return (
             self.r
             * self.v
@@ -74,12 +76,14 @@ def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measur
     needs = given[-1] if kind != "forward" else (False, False, False)
     assert isinstance(needs, Sequence)
     of_bias, here = bool(needs[2]) and bias is not None, scratch in (measured, unknown)
+    compiled = here and where_for(x, capped=bool(capped), bias=of_bias) is not None
     sizes = _Sizes(
         n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=sum_dtype(x).itemsize, capped=bool(capped),
-        compiled=here and where_for(x, capped=bool(capped), bias=of_bias) is not None,
+        stride=row_stride(v, x.dtype) if compiled else None,
     )  # fmt: skip
     of_products = max(
-        map(scratch_of(scratch), _products(x, weight, bias is not None, chunks, needs)), default=0
+        map(scratch_of(scratch), _products(x, weight, bias is not None, chunks, needs, sizes.stride or v)),
+        default=0,
     )
     if kind == "forward":
         return sizes.labels + n * sizes.w + sizes.chunk(backward=False) + of_products
@@ -87,13 +91,15 @@ def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measur
     return sizes.labels + picked + sizes.chunk(backward=True) + sizes.bias(of_bias) + of_products
 
 
-def _products(x: Tensor, weight: Tensor, bias: bool, chunks: int, needs: Sequence[bool]) -> Iterator[Product]:
+def _products(
+    x: Tensor, weight: Tensor, bias: bool, chunks: int, needs: Sequence[bool], stride: int
+) -> Iterator[Product]:
     """The distinct products of `_Chunk.logits` and `_Gradients.add`, of the whole chunks and of
-    the last one.
+    the last one; `stride`: elements from row to row of the logits.
     """
     rows = int(x.shape[0])
     for part in dict.fromkeys(chunk.stop - chunk.start for chunk in row_slices(rows, chunks)):
-        given, logits = x[:part], x.new_empty((part, weight.shape[0]), device="meta")
+        given, logits = x[:part], x.new_empty((part, stride), device="meta")[:, : weight.shape[0]]
         yield Product.of(given, weight.t(), logits, bias=bias, device=x.device.type)
         if needs[0]:
             yield Product.of(

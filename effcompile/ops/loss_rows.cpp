@@ -67,13 +67,13 @@ void gradient(T* z, int64_t count, float scale, float lse, int64_t label, float 
 }
 
 template <typename T>
-int64_t all_rows(T* z, int64_t rows, int64_t count, float scale, const int64_t* labels, const float* factors, float* picked, float* lse, bool given,
+int64_t all_rows(T* z, int64_t rows, int64_t count, int64_t stride, float scale, const int64_t* labels, const float* factors, float* picked, float* lse, bool given,
                  int64_t threads) {
     for (int64_t r = 0; r < rows; r++)
         if (labels[r] < 0 || labels[r] >= count) return 0;
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t r = 0; r < rows; r++) {
-        T* row = z + r * count;
+        T* row = z + r * stride;
         const float sum = given ? lse[r] : denominator(row, count, scale);
         if (lse && !given) lse[r] = sum;
         if (picked) picked[r] = one(row + labels[r]) * scale - sum;
@@ -84,11 +84,11 @@ int64_t all_rows(T* z, int64_t rows, int64_t count, float scale, const int64_t* 
 
 }  // namespace
 
-// z (rows, count) in fp32 or, `narrow`, bf16; labels, factors, picked and lse (rows). Writes log sum exp to `lse`, or reads it there if it is
+// z (rows, count) in fp32 or, `narrow`, bf16, `stride` numbers from row to row; labels, factors, picked and lse (rows). Writes log sum exp to `lse`, or reads it there if it is
 // `given`; the label's log probability to `picked`; the gradient over z, where there are `factors`. Any of the three may be null. Returns 0,
 // and does nothing, where a label is none of the columns.
-extern "C" int64_t loss_rows(void* z, int64_t narrow, int64_t rows, int64_t count, float scale, const int64_t* labels, const float* factors,
+extern "C" int64_t loss_rows(void* z, int64_t narrow, int64_t rows, int64_t count, int64_t stride, float scale, const int64_t* labels, const float* factors,
                              float* picked, float* lse, int64_t given, int64_t threads) {
-    if (narrow) return all_rows((uint16_t*)z, rows, count, scale, labels, factors, picked, lse, given, threads);
-    return all_rows((float*)z, rows, count, scale, labels, factors, picked, lse, given, threads);
+    if (narrow) return all_rows((uint16_t*)z, rows, count, stride, scale, labels, factors, picked, lse, given, threads);
+    return all_rows((float*)z, rows, count, stride, scale, labels, factors, picked, lse, given, threads);
 }

@@ -188,8 +188,8 @@ def _adam8(a: Sequence[int]) -> Pointers:
 def _loss_rows(a: Sequence[int]) -> Pointers:
     rows, size = a[2], 2 if a[1] else 4
     each = 4 * rows
-    numbers = {6: (_IN, each), 7: (_OUT, each), 8: (_BOTH, each)}
-    return {**numbers, 0: (_BOTH, size * rows * a[3]), 5: (_IN, 2 * each)}
+    numbers = {7: (_IN, each), 8: (_OUT, each), 9: (_BOTH, each)}
+    return {**numbers, 0: (_BOTH, size * ((rows - 1) * a[4] + a[3])), 6: (_IN, 2 * each)}
 
 
 def _of_blocks(block: int, size: int) -> dict[str, Of]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,6 +52,72 @@ def test_equals_the_softmax_in_double(
     _close(picked, log.gather(1, index), loose * 10)
     for gradient in (z, again):
         _close(gradient, right, loose if dtype is torch.float32 else 2**-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9), columns=st.integers(1, 300), apart=st.integers(0, 70),
+    dtype=st.sampled_from(DTYPES), threads=st.sampled_from([1, 2]), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_rows_that_lie_apart_are_each_their_own_and_what_is_between_stays(
+    rows: int, columns: int, apart: int, dtype: torch.dtype, threads: int, seed: int
+) -> None:
+    assert not isinstance(KERNELS, str)
+    before = torch.get_num_threads()
+    torch.manual_seed(seed)
+    memory = torch.full((rows, columns + apart), 7.0).to(dtype)
+    z = memory[:, :columns]
+    z.copy_(torch.randn(rows, columns) * 5)
+    index, factors = torch.randint(0, columns, (rows, 1)), torch.randn(rows, 1)
+    log = torch.log_softmax(z.double(), 1)
+    right = (log.exp() - torch.zeros_like(log).scatter_(1, index, 1.0)) * factors
+    picked = torch.empty(rows, 1)
+    torch.set_num_threads(threads)
+    try:
+        KERNELS.run(z, index, 1.0, factors=factors, picked=picked)
+    finally:
+        torch.set_num_threads(before)
+    _close(picked, log.gather(1, index), 1e-5)
+    _close(z, right, 1e-5 if dtype is torch.float32 else 2**-8)
+    assert memory[:, columns:].eq(7.0).all()
+
+
+@pytest.mark.parametrize(("columns", "stride"), [(50257, 50272), (64, 64), (1, 32), (33, 64)])
+def test_rows_of_two_bytes_begin_at_a_line_of_the_cache(columns: int, stride: int) -> None:
+    assert loss_rows.row_stride(columns, torch.bfloat16) == stride
+    assert loss_rows.row_stride(columns, torch.float32) == columns
+
+
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("columns", [64, 97, 131])
+def test_a_head_in_bf16_is_as_near_to_double_as_its_rounding(
+    columns: int, chunks: int, new_memory_is_nan: None
+) -> None:
+    torch.manual_seed(columns)
+    narrow = [torch.randn(shape).mul_(0.3).to(torch.bfloat16) for shape in ((50, 16), (columns, 16))]
+    target = torch.randint(0, columns, (50,)).masked_fill_(torch.arange(50) % 7 == 0, -100)
+    form = (None, target, MEAN, -100, 1.0, 1.0, False, chunks)
+    x, weight = (t.double().requires_grad_() for t in narrow)
+    right = torch.nn.functional.cross_entropy(x @ weight.t(), target)
+    right.backward()
+    loss, *once = ours.loss_head_gradients(*narrow, *form, [True, True, False])
+    again, lse = ours.loss_head_forward(*narrow, *form)
+    twice = ours.loss_head_backward(torch.tensor(1.0), *narrow, *form[:2], lse, *form[2:], [True, True, False])
+    for found in (loss, again):
+        assert abs(float(found) - float(right)) <= 1e-2
+    for found in (once, twice):
+        for a, b in zip(found[:2], (x.grad, weight.grad), strict=True):
+            assert b is not None
+            assert float((a.double() - b).norm()) <= 1e-2 * float(b.norm())
 
 
 def _close(found: Tensor, right: Tensor, tolerance: float) -> None:

@@ -17,7 +17,7 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.estimate.operators import Measured
 from effcompile.machine.calibration import Calibration, calibration_path
 
-_FORMAT = "effcompile-operators-3"
+_FORMAT = "effcompile-operators-4"
 #: More than this many, and the file is begun anew.
 _MOST = 20_000
 #: What a figure can be: seconds of one operator, bytes of its workspace, bytes of the file.
