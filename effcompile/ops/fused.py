@@ -21,6 +21,7 @@ from effcompile.core import torch_compat
 from effcompile.core.torch_compat_aot import elementwise_kernel
 from effcompile.core.torch_compat_inductor import built_later
 from effcompile.core.types import Outputs
+from effcompile.ops.tanh_by_sigmoid import by_sigmoid
 
 #: Operators that the name shows; the rest is counted.
 _SHOWN = 4
@@ -121,7 +122,7 @@ class Fused:
             if key not in _compiled:
                 try:
                     kernel, allocations = elementwise_kernel(
-                        self.module, [(i.shape, i.stride, i.dtype, i.device) for i in self.inputs]
+                        self._to_compile(), [(i.shape, i.stride, i.dtype, i.device) for i in self.inputs]
                     )
                     within = allocations == len(self.outputs)
                     _compiled[key] = (
@@ -133,6 +134,12 @@ class Fused:
                     # no C++ compiler, an operator that Inductor does not know: the aten graph is there
                     _compiled[key] = _no_kernel(error)
         return self.fallback_reason
+
+    def _to_compile(self) -> fx.GraphModule:
+        if any(layout.device != "cpu" for layout in self.inputs):
+            return self.module
+        graph = by_sigmoid(self._graph)
+        return self.module if graph is self._graph else fx.GraphModule(torch.nn.Module(), graph)
 
     def _run(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         key = (self.digest, torch.get_num_threads())

@@ -91,7 +91,7 @@ class LossRows:
         lse: Tensor | None = None,
         given: bool = False,
     ) -> None:
-        """What is wanted of z (R, V), dense within its rows, of labels `index` (R, 1): see the module's definition.
+        """What is wanted of z (R, V), whose rows are dense, of labels `index` (R, 1): see the definition.
 
         z becomes the gradient where there are `factors`; `lse` is read where it is `given`. All else (R, 1),
         in fp32.

@@ -111,7 +111,8 @@ def test_a_head_in_bf16_is_as_near_to_double_as_its_rounding(
     right.backward()
     loss, *once = ours.loss_head_gradients(*narrow, *form, [True, True, False])
     again, lse = ours.loss_head_forward(*narrow, *form)
-    twice = ours.loss_head_backward(torch.tensor(1.0), *narrow, *form[:2], lse, *form[2:], [True, True, False])
+    given = (*narrow, *form[:2], lse, *form[2:])
+    twice = ours.loss_head_backward(torch.tensor(1.0), *given, [True, True, False])
     for found in (loss, again):
         assert abs(float(found) - float(right)) <= 1e-2
     for found in (once, twice):
