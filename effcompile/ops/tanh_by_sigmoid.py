@@ -42,7 +42,7 @@ def _is_beside_one(user: fx.Node, tanh: fx.Node) -> bool:
 
 
 def _is_one_more(user: fx.Node) -> bool:
-    return user.target in _ONE_MORE and user.args[1] == 1 and not user.kwargs and len(user.args) == 2
+    return user.target in _ONE_MORE and not user.kwargs and user.args[1:] in ((1,), (1.0,))
 
 
 def _rewrite(graph: fx.Graph, tanh: fx.Node) -> None:
