@@ -30,6 +30,7 @@ from effcompile.report import (
     print_plan,
 )
 from effcompile.report.chart import Line, bar, bytes_like, dots_of, frontier_chart, memory_chart, resample
+from effcompile.report.figures import headline
 from effcompile.report.infeasible import command
 from effcompile.report.reasons import words
 
@@ -348,3 +349,16 @@ def test_optional_fields_may_be_absent_and_all_come_back() -> None:
     old = Plan.from_dict(data)
     assert old.memory_timeline is None
     assert old.levers == ()
+
+
+def test_a_measured_step_is_not_said_to_be_faster_by_a_prediction() -> None:
+    """The original did not fit, and was not run: 3.98 s and 3.84 s were predicted, the step took 5.36 s."""
+    plan = samples.gpt2(
+        baseline=Totals(seconds=3.98, peak_bytes=2 << 30, error=0.0),
+        predicted=Totals(seconds=3.84, peak_bytes=1 << 30, error=0.0),
+        measured=Totals(seconds=5.36, peak_bytes=1 << 30, error=0.0),
+        measured_baseline=None,
+    )
+    told = headline(plan)
+    assert "step 5.36 s measured · the original's 3.98 s predicted" in told and "%" not in told
+    assert "step −3.5 %: 3.98 s → 3.84 s" in headline(replace(plan, measured=None))
