@@ -212,8 +212,8 @@ def _less_memory(peak: Measure) -> str:
 
 
 def _step_time(time: Measure, how: int) -> str:
-    """`step +6.1 %: 4.31 s → 4.57 s`; where the original was not run, both as they are known: how a prediction
-    compares with another says nothing of a step that then took longer.
+    """`step +6.1 %: 4.31 s → 4.57 s`; where the original was not run, both as they are known: that one
+    prediction is below the other says nothing of a step that then took longer.
     """
     if not how and time.after[1] is not None and time.before[0] is not None:
         ours, theirs = time.text(time.after[1]), time.text(time.before[0])
