@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from effcompile.capture.verify import relative_error
 from effcompile.core.errors import UsageError
 from effcompile.core.types import HFModel
 
@@ -30,8 +31,7 @@ def check_causal(model: HFModel, tokens: torch.Tensor) -> None:
     plain, changed = (
         model(input_ids=ids, use_cache=False, return_dict=True).logits[:, :-1] for ids in (tokens, other)
     )
-    seen = float((changed - plain).norm() / plain.norm().clamp(min=1e-30))
-    if seen > _SEEN.get(plain.dtype, _SEEN_IN_16_BITS):
+    if relative_error(changed, plain) > _SEEN.get(plain.dtype, _SEEN_IN_16_BITS):
         raise UsageError(
             f"{type(model).__name__} reads a prompt both ways: its first tokens see the last ones, so that "
             "no token can be read behind a cache of those before it alone. Let it generate as it is, or "
