@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -22,12 +23,15 @@ from effcompile.core import gpu, torch_compat_memory
 from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.types import Args, Value
 from effcompile.machine import memory
+from effcompile.machine.cold import evict, forget
 from effcompile.ops import block_sparse, grouped
 from effcompile.ops.products import OPERANDS
 from effcompile.ops.wide import pays
 
 #: Bytes of operands and results from which on it is asked whether they fit beside the model.
 _LARGE = 256 << 20
+#: Calls of an operator whose operands no cache holds, and the share of its time that reading them must be.
+_COLD_CALLS, _SMALL = 3, 0.125
 #: Rows between two neighbours that are looked up, where rows are made up: a prime.
 _STRIDE = 7919
 #: Multiplications of a slow product that are timed, and its rows at the least.
@@ -45,16 +49,18 @@ class Measured:
     """One operator, run alone.
 
     Attributes:
-        seconds: the median of warm calls. workspace: bytes beyond operands and results.
+        seconds: the median of calls. workspace: bytes beyond operands and results.
         results: bytes of the storages that it made, in the order of its results: a kernel may make them
             larger than their shapes.
         busy: whether others used the machine meanwhile, so that the seconds do not hold when it is idle.
+        cold: bytes of other values that were read before each call of one that is bound by memory.
     """
 
     seconds: float
     workspace: int
     results: tuple[int, ...] = ()
     busy: bool = False
+    cold: int = 0
 
     def with_bytes_of(self, other: Measured) -> Measured:
         """The same with the more of both measurements' bytes."""
@@ -83,9 +89,13 @@ def measure(
     known: MutableMapping[str, Measured],
     *,
     seconds_each: float = 0.05,
+    cold: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
     """Run every operator that is not yet in `known`, and put it there.
+
+    `cold`: bytes that are read before each call of those that are bound by memory, as a step's other values
+    are.
 
     Operators that cannot run alone are left out.
 
@@ -100,9 +110,11 @@ def measure(
             continue
         try:
             with torch.random.fork_rng(devices=devices):
-                known[name] = _measure(node, seconds_each)
+                known[name] = _measure(node, seconds_each, cold)
         except Exception:  # an operator that needs real values (data-dependent): the target's law stands in
             continue
+    if cold and todo:
+        forget()
 
 
 def _fits(node: fx.Node) -> bool:
@@ -117,7 +129,7 @@ def _fits(node: fx.Node) -> bool:
     return free is None or 2 * nbytes < free
 
 
-def _measure(node: fx.Node, seconds_each: float) -> Measured:
+def _measure(node: fx.Node, seconds_each: float, cold: int = 0) -> Measured:
     args, kwargs = _operands(node)
     args = _with_spread_rows(
         node.target, _with_seeds_on_host(node.target, _with_full_bags(node.target, args))
@@ -140,10 +152,14 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
         results = _made_bytes(result, args)
         workspace = peak() - sum(map(gpu.rounded, results) if on_gpu else results)
         del result
-        seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each, first)
-        return Measured(
-            seconds=times * seconds, workspace=max(0, workspace), results=results if times == 1 else ()
-        )
+        if on_gpu:
+            cold, seconds = 0, gpu.seconds(call, budget=seconds_each)
+        else:
+            seconds = _seconds(call, seconds_each, first)
+            touched = sum(t.numel() * t.element_size() for t in _tensors((args, kwargs))) + sum(results)
+            seconds = _pushed_out(call, seconds, touched, cold) if cold else seconds
+        made = results if times == 1 else ()
+        return Measured(seconds=times * seconds, workspace=max(0, workspace), results=made, cold=cold)
 
 
 def _of_fewer_rows(target: object, args: Args) -> tuple[Args, float]:
@@ -202,6 +218,23 @@ def _seconds(call: Callable[[], object], budget: float, first: float) -> float:
     if once < budget:
         return median_seconds(call, min_rounds=2, budget=budget - once, settled=SETTLED)
     return min(once, first)
+
+
+def _pushed_out(call: Callable[[], object], warm: float, touched: int, cold: int) -> float:
+    """Seconds of a call after others have read `cold` bytes; those of warm calls, where reading the bytes
+    that it touches takes a small share of them.
+    """
+    samples = []
+    for _ in range(_COLD_CALLS):
+        start = perf_counter()
+        evict(cold)
+        read = perf_counter() - start
+        if read * touched < _SMALL * warm * cold:
+            return warm
+        start = perf_counter()
+        call()
+        samples.append(perf_counter() - start)
+    return max(warm, median(samples))
 
 
 def made_up(value: object) -> Value:

@@ -1,6 +1,7 @@
-"""Linears of few rows, whose time is that of reading their weights: timed on weights that no cache holds.
+"""Caches emptied before a timing: in a model the other layers have pushed out what is timed.
 
-In a model the other layers have pushed them out. As many copies in turn as were thought to exceed the caches
+Linears of few rows take the time of reading their weights, memory-bound operators of a training step that of
+their operands. As many copies in turn as were thought to exceed the caches
 were read at 60 to 76 GB/s in a virtual machine that says it has 32 MiB of last level, whose memory gives 24.
 """
 
@@ -24,6 +25,8 @@ _LEAST = 1 << 18
 _ENOUGH, _MOST_COPIES = 12 << 20, 24
 #: Bytes that are more than the last-level caches that we saw.
 _BYTES = 1 << 27
+#: Bytes of a program that stay in the last level, and that surely leave nothing else there.
+_STAYS, _EMPTIES = 64 << 20, 256 << 20
 
 
 def reads_weights(call: KernelCall) -> bool:
@@ -38,13 +41,21 @@ def cold_copies(nbytes: int) -> int:
 
 
 @functools.cache
-def _buffer() -> Tensor:
-    return torch.ones(_BYTES // 4, device="cpu")
+def _buffer(nbytes: int = _BYTES) -> Tensor:
+    return torch.ones(nbytes // 4, device="cpu")
 
 
-def evict() -> None:
-    """Read so much that nothing else is left in the processor's caches."""
-    _buffer().sum()
+def evict(nbytes: int = _BYTES) -> None:
+    """Read so much that nothing else is left in the processor's caches, or what as many bytes leave of it."""
+    _buffer(nbytes).sum()
+
+
+def pushed_out(nbytes: int) -> int:
+    """Bytes that are read between two uses of a value by a program that touches so many in all: a power of
+    two, at most what empties every cache that we saw (a virtual machine's last level of 480 MB kept 100 MB);
+    0 where all may stay.
+    """
+    return 0 if nbytes < _STAYS else 1 << min(_EMPTIES, nbytes).bit_length() - 1
 
 
 def forget() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from effcompile.capture import capture_training
 from effcompile.compiler import optimize_training
 from effcompile.compiler.training import attempt
 from effcompile.core.errors import InfeasibleError
@@ -158,6 +159,21 @@ def test_an_operator_timed_on_a_busy_machine_is_timed_again_once_it_is_idle(
     assert kept("", 600.0).seconds == 600, "timed once where nobody interferes"
     known = {name: Measured(seconds=600.0, workspace=0, busy=True)}
     assert OperatorCosts(target=load_target("cpu-generic"), here=True, known=known).doubted == {name}
+
+
+def test_operators_timed_within_another_step_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that the caches hold leaves its operands there; a large one does not."""
+    step = capture_training(Deep(), (), {"x": torch.ones(64, 16)})
+    figures = OperatorCosts(target=load_target("cpu-generic"), here=True)
+    figures.within(step)
+    assert figures.cold == 0 and not figures.doubted
+    nodes = [node for node in step.graph.nodes if node.op == "call_function"]
+    figures.measure(nodes)
+    assert {found.cold for found in figures.known.values()} == {0}
+    monkeypatch.setattr(operator_costs, "pushed_out", lambda nbytes: 4096)
+    figures.within(step)
+    figures.measure(nodes)
+    assert figures.cold == 4096 and {found.cold for found in figures.known.values()} == {4096}
 
 
 def test_what_running_took_beside_is_part_of_the_budget_that_is_named_then(

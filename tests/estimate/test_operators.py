@@ -1,6 +1,7 @@
 """Operators run alone: time, workspace, what counts as the same one; and the roofline's flops and bytes."""
 
 import dataclasses
+import itertools
 import operator
 from typing import Any
 
@@ -371,3 +372,34 @@ def test_block_sparse_products_are_timed_with_all_their_blocks_and_counted() -> 
     )
     other = [x, x.T]
     assert block_sparse.with_indices(aten.mm.default, other) is other
+
+
+def test_one_bound_by_memory_is_timed_on_values_that_others_pushed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(operators, "evict", read.append)
+    monkeypatch.setattr(operators, "perf_counter", itertools.count(step=2.0).__next__)
+    monkeypatch.setattr(operators, "_seconds", lambda call, budget, first: 1.0)
+    add = call(aten.add.Tensor, torch.randn(1 << 18), torch.randn(1 << 18))
+    known: dict[str, Measured] = {}
+    measure([add], known, cold=1 << 20)
+    assert read == [1 << 20] * 3 and known[key(add)].cold == 1 << 20
+    assert known[key(add)].seconds == 2.0
+
+
+def test_one_bound_by_arithmetic_is_timed_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(operators, "evict", read.append)
+    monkeypatch.setattr(operators, "_seconds", lambda call, budget, first: 60.0)
+    product = call(aten.mm.default, torch.randn(8, 8), torch.randn(8, 8))
+    known: dict[str, Measured] = {}
+    measure([product], known, cold=1 << 20)
+    assert read == [1 << 20] and known[key(product)].seconds == 60.0
+
+
+def test_in_a_step_that_the_caches_hold_nothing_is_pushed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "evict", lambda nbytes: pytest.fail("others were read"))
+    known: dict[str, Measured] = {}
+    measure([call(aten.add.Tensor, torch.randn(64), torch.randn(64))], known, seconds_each=0.0)
+    assert [found.cold for found in known.values()] == [0]

@@ -94,3 +94,18 @@ def test_a_roof_of_a_dtype_that_nothing_reached_is_none() -> None:
     known = Calibration(machine=this_hardware(), date="", memory_bandwidth=1e10, peak_flops={"fp32": 1e11})
     target: Any = this_machine(known, {"torch-eager": lambda _: None}, budget_seconds=9.0)
     assert target.roof(KernelCall("linear/int8_token", (8, 64, 64))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "read"),
+    [
+        (0, 0),
+        (63 << 20, 0),
+        (64 << 20, 64 << 20),
+        (200 << 20, 128 << 20),
+        (256 << 20, 256 << 20),
+        (1 << 40, 256 << 20),
+    ],
+)
+def test_a_program_pushes_out_what_it_cannot_keep(program: int, read: int) -> None:
+    assert cold.pushed_out(program) == read

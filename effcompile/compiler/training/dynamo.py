@@ -73,6 +73,7 @@ class _Partition:
             store=machine.calibration,
             pace=machine.pace,
         )
+        figures.within(step)
         found = prepare(step, [Case(step=step)], checkpoint, figures)
         keep_figures(figures.known, machine.calibration)
         self.schedule = fastest(found, self.goal.memory)

@@ -19,6 +19,7 @@ from effcompile.estimate.roofline import roofline_seconds
 from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ir.step import Step
 from effcompile.machine.calibration import Calibration
+from effcompile.machine.cold import pushed_out
 from effcompile.machine.load import busy
 from effcompile.machine.target import Target
 from effcompile.ops import products
@@ -43,6 +44,7 @@ class OperatorCosts:
         modelled: operators that had to be modelled.
         doubted: operators whose seconds are measured again when they are asked for.
         progress: is told what is being measured. pace: that timings are held against.
+        cold: bytes of a step's other values that are read between two operators on the same.
         traced: graphs of steps, which do not change, → their storages.
     """
 
@@ -54,6 +56,7 @@ class OperatorCosts:
     doubted: set[str] = field(default_factory=set)
     progress: Progress = QUIET
     pace: Pace | None = None
+    cold: int = 0
     traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,12 +86,22 @@ class OperatorCosts:
         todo = [key for key in asked if key not in self.known]
         tell = lambda done, of: self.progress.update("measure operators", done, of)  # noqa: E731
         with at_pace(self.pace):
-            operators.measure(asked.values(), self.known, progress=tell)
+            operators.measure(asked.values(), self.known, cold=self.cold, progress=tell)
         self.known.update({key: self.known.get(key, was).with_bytes_of(was) for key, was in before.items()})
         self.doubted -= before.keys()
         timed = [key for key in todo if key in self.known]
         if timed and self.target.device == "cpu" and busy():
             self.known.update({key: replace(self.known[key], busy=True) for key in timed})
+
+    def within(self, step: Step) -> None:
+        """Have operators timed as they run in a step: what its values leave in the caches.
+
+        Those timed otherwise are doubted.
+        """
+        if not self.here or self.target.device != "cpu":
+            return
+        self.cold = pushed_out(sum(self.storages(step).nbytes.values()))
+        self.doubted |= {key for key, found in self.known.items() if found.cold != self.cold}
 
     def doubt_busy(self) -> None:
         """Doubt what was timed while others used the machine, unless they still do."""

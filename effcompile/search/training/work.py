@@ -88,6 +88,7 @@ class Work:
             source = replace(source, base=self._as_on_gpu)
         with self.progress.step("capture the step"):
             step, front = source.capture_with_front()
+        self.figures.within(step)
         given, target = self.optimizer, self.figures.target
         optimizer = (
             None
