@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -23,15 +22,16 @@ from effcompile.core import gpu, torch_compat_memory
 from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.types import Args, Value
 from effcompile.machine import memory
-from effcompile.machine.cold import evict, forget
+from effcompile.machine.cold import OtherValues, forget
 from effcompile.ops import block_sparse, grouped
 from effcompile.ops.products import OPERANDS
 from effcompile.ops.wide import pays
 
 #: Bytes of operands and results from which on it is asked whether they fit beside the model.
 _LARGE = 256 << 20
-#: Calls of an operator whose operands no cache holds, and the share of its time that reading them must be.
-_COLD_CALLS, _SMALL = 3, 0.125
+#: Share of an operator's time that reading its operands must be, that it matters whether a cache holds them;
+#: and of the seconds of each, those for one where it does.
+_SMALL, _COLD = 0.125, 0.25
 #: Rows between two neighbours that are looked up, where rows are made up: a prime.
 _STRIDE = 7919
 #: Multiplications of a slow product that are timed, and its rows at the least.
@@ -104,16 +104,17 @@ def measure(
     todo = {key(node): node for node in nodes if node.op == "call_function"}
     todo = {k: node for k, node in todo.items() if k not in known}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    others = OtherValues(cold) if cold and todo else None
     for done, (name, node) in enumerate(todo.items()):
         progress(done, len(todo))
         if not _fits(node):
             continue
         try:
             with torch.random.fork_rng(devices=devices):
-                known[name] = _measure(node, seconds_each, cold)
+                known[name] = _measure(node, seconds_each, others)
         except Exception:  # an operator that needs real values (data-dependent): the target's law stands in
             continue
-    if cold and todo:
+    if others is not None:
         forget()
 
 
@@ -129,7 +130,7 @@ def _fits(node: fx.Node) -> bool:
     return free is None or 2 * nbytes < free
 
 
-def _measure(node: fx.Node, seconds_each: float, cold: int = 0) -> Measured:
+def _measure(node: fx.Node, seconds_each: float, others: OtherValues | None = None) -> Measured:
     args, kwargs = _operands(node)
     args = _with_spread_rows(
         node.target, _with_seeds_on_host(node.target, _with_full_bags(node.target, args))
@@ -153,13 +154,17 @@ def _measure(node: fx.Node, seconds_each: float, cold: int = 0) -> Measured:
         workspace = peak() - sum(map(gpu.rounded, results) if on_gpu else results)
         del result
         if on_gpu:
-            cold, seconds = 0, gpu.seconds(call, budget=seconds_each)
+            seconds = gpu.seconds(call, budget=seconds_each)
         else:
-            seconds = _seconds(call, seconds_each, first)
             touched = sum(t.numel() * t.element_size() for t in _tensors((args, kwargs))) + sum(results)
-            seconds = _pushed_out(call, seconds, touched, cold) if cold else seconds
+            seconds = _seconds(call, seconds_each, first, touched, others)
         made = results if times == 1 else ()
-        return Measured(seconds=times * seconds, workspace=max(0, workspace), results=made, cold=cold)
+        return Measured(
+            seconds=times * seconds,
+            workspace=max(0, workspace),
+            results=made,
+            cold=0 if others is None else others.nbytes,
+        )
 
 
 def _of_fewer_rows(target: object, args: Args) -> tuple[Args, float]:
@@ -208,33 +213,23 @@ def _operand(node: fx.Node) -> Value:
         return source.target(*args, **kwargs)[node.args[1]]  # type: ignore[operator]
 
 
-def _seconds(call: Callable[[], object], budget: float, first: float) -> float:
-    """The median of warm calls; of a call that takes longer than the budget, the faster of one and of the one
-    that was watched before (`first` seconds).
+def _seconds(
+    call: Callable[[], object], budget: float, first: float, touched: int, others: OtherValues | None
+) -> float:
+    """The median of calls; of a call that takes longer than the budget, the faster of one and of the one that
+    was watched before (`first` seconds).
+
+    Calls are warm where there are no others, or where reading the bytes that are touched takes little of
+    them.
     """
     start = perf_counter()
     call()
     once = perf_counter() - start
-    if once < budget:
-        return median_seconds(call, min_rounds=2, budget=budget - once, settled=SETTLED)
-    return min(once, first)
-
-
-def _pushed_out(call: Callable[[], object], warm: float, touched: int, cold: int) -> float:
-    """Seconds of a call after others have read `cold` bytes; those of warm calls, where reading the bytes
-    that it touches takes a small share of them.
-    """
-    samples = []
-    for _ in range(_COLD_CALLS):
-        start = perf_counter()
-        evict(cold)
-        read = perf_counter() - start
-        if read * touched < _SMALL * warm * cold:
-            return warm
-        start = perf_counter()
-        call()
-        samples.append(perf_counter() - start)
-    return max(warm, median(samples))
+    if once >= budget:
+        return min(once, first)
+    if others is not None and touched * others.seconds_per_byte >= _SMALL * once:
+        return median_seconds(call, min_rounds=2, budget=_COLD * (budget - once), before=others.read)
+    return median_seconds(call, min_rounds=2, budget=budget - once, settled=SETTLED)
 
 
 def made_up(value: object) -> Value:

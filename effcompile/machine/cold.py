@@ -8,6 +8,7 @@ were read at 60 to 76 GB/s in a virtual machine that says it has 32 MiB of last 
 from __future__ import annotations
 
 import functools
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -56,6 +57,25 @@ def pushed_out(nbytes: int) -> int:
     0 where all may stay.
     """
     return 0 if nbytes < _STAYS else 1 << min(_EMPTIES, nbytes).bit_length() - 1
+
+
+class OtherValues:
+    """Other values of a program, of so many bytes, that are read between two uses of one."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def read(self) -> None:
+        """Leave in the caches what they leave of it."""
+        evict(self.nbytes)
+
+    @functools.cached_property
+    def seconds_per_byte(self) -> float:
+        """Of reading them from memory."""
+        self.read()
+        start = perf_counter()
+        self.read()
+        return (perf_counter() - start) / self.nbytes
 
 
 def forget() -> None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured, key, made_up, measure
 from effcompile.estimate.roofline import flops, moved_bytes, roofline_seconds
+from effcompile.machine import cold
 from effcompile.machine.target import Target
 from effcompile.ops import block_sparse, loss_head
 from effcompile.ops.block_sparse_dense import dense_weight
@@ -238,7 +239,7 @@ def test_seconds_of_a_long_call_are_the_faster_of_two(monkeypatch: pytest.Monkey
     monkeypatch.setattr(operators, "_operands", lambda node: ((torch.ones(4),), {}))
     node = fx.Graph().call_function(lambda x: calls.append(x) or x + 1, ())
     assert operators._measure(node, 0.05).seconds == 3.0 and len(calls) == 2
-    assert operators._seconds(lambda: None, 0.05, 3.5) == 3.5
+    assert operators._seconds(lambda: None, 0.05, 3.5, 0, None) == 3.5
 
 
 # ------------------------------------------------------------------ the roofline
@@ -374,32 +375,39 @@ def test_block_sparse_products_are_timed_with_all_their_blocks_and_counted() -> 
     assert block_sparse.with_indices(aten.mm.default, other) is other
 
 
-def test_one_bound_by_memory_is_timed_on_values_that_others_pushed_out(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("operator_", "read"),
+    [(aten.add.Tensor, True), (aten.mm.default, False)],
+)
+def test_only_one_bound_by_memory_is_timed_on_values_that_others_pushed_out(
+    operator_: Any, read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
-    monkeypatch.setattr(operators, "evict", read.append)
-    monkeypatch.setattr(operators, "perf_counter", itertools.count(step=2.0).__next__)
-    monkeypatch.setattr(operators, "_seconds", lambda call, budget, first: 1.0)
-    add = call(aten.add.Tensor, torch.randn(1 << 18), torch.randn(1 << 18))
+    order: list[str] = []
+    monkeypatch.setattr(cold, "evict", lambda nbytes: order.append(f"{nbytes} read"))
+    monkeypatch.setattr(cold, "perf_counter", itertools.count(step=(1 << 20) / 1e9).__next__)  # 1 GB/s
+    monkeypatch.setattr(operators, "perf_counter", itertools.count(step=0.01).__next__)  # each call 10 ms
+    side = 1 << (11 if read else 6)
+    node = call(operator_, torch.randn(side, side), torch.randn(side, side))
+    target = node.target
+    node.target = lambda *args: (order.append("call"), target(*args))[1]
     known: dict[str, Measured] = {}
-    measure([add], known, cold=1 << 20)
-    assert read == [1 << 20] * 3 and known[key(add)].cold == 1 << 20
-    assert known[key(add)].seconds == 2.0
-
-
-def test_one_bound_by_arithmetic_is_timed_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    monkeypatch.setattr(operators, "evict", read.append)
-    monkeypatch.setattr(operators, "_seconds", lambda call, budget, first: 60.0)
-    product = call(aten.mm.default, torch.randn(8, 8), torch.randn(8, 8))
-    known: dict[str, Measured] = {}
-    measure([product], known, cold=1 << 20)
-    assert read == [1 << 20] and known[key(product)].seconds == 60.0
+    measure([node], known, cold=1 << 20)
+    (found,) = known.values()
+    assert found.cold == 1 << 20
+    asked, timed = order[:4], order[4:]
+    assert asked == ["call", "call", "1048576 read", "1048576 read"]
+    if read:
+        assert (
+            timed[:2] == ["call"] * 2
+            and set(timed[2::2]) == {"1048576 read"}
+            and set(timed[3::2]) == {"call"}
+        )
+    else:
+        assert set(timed) == {"call"}
 
 
 def test_in_a_step_that_the_caches_hold_nothing_is_pushed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "evict", lambda nbytes: pytest.fail("others were read"))
+    monkeypatch.setattr(cold, "evict", lambda nbytes: pytest.fail("others were read"))
     known: dict[str, Measured] = {}
     measure([call(aten.add.Tensor, torch.randn(64), torch.randn(64))], known, seconds_each=0.0)
     assert [found.cold for found in known.values()] == [0]
