@@ -65,7 +65,11 @@ def _still_computed(mask: GraphMask, program: Program) -> bool:
 
 
 def visible_keys(mask: GraphMask, k_len: int) -> int:
-    """Keys that a query sees in the mean at the example, whole tiles counted."""
+    """Keys that a query sees in the mean at the example, whole tiles counted; all, where the mask's values are
+    the model's own and were not looked at.
+    """
+    if TILE not in mask.counts:
+        return k_len
     empty, full, partial = mask.counts[TILE]
     return max(1, round(k_len * (full + partial) / max(1, empty + full + partial)))
 

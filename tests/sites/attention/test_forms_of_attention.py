@@ -14,6 +14,7 @@ from generation_models import more
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+import effcompile
 from effcompile.capture import capture
 from effcompile.capture.verify import relative_error
 from effcompile.core.errors import LoweringError
@@ -248,3 +249,30 @@ def test_a_mask_is_recovered_once_and_the_graph_matched_once_however_often_it_is
         assert len(told) == 2 and differs(edited, model, padded=True) < 1e-5
     assert counts == {"recover_mask": len(dense), "match": 1}
     assert len(dense) == 2, "each layer of this model computes its own"
+
+
+class Gated(nn.Module):
+    """Attention to what the model's own values let it see, and to oneself."""
+
+    def __init__(self, *, learned: bool) -> None:
+        super().__init__()
+        self.project, self.learned = nn.Linear(WIDTH, 3 * WIDTH), learned
+        self.gates = nn.Parameter(torch.linspace(-1, 1, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in self.project(x).split(WIDTH, -1))
+        open_ = self.gates[:s].expand(b, s) if self.learned else x.mean(-1)
+        seen = (open_ > 0)[:, None, None, :] | torch.eye(s, dtype=torch.bool)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_mask_of_the_models_own_values_is_priced_as_if_all_were_seen(learned: bool) -> None:
+    """Its tiles are not counted: no plan was found for such a model."""
+    model, x = Gated(learned=learned).eval(), torch.randn(2, 32, WIDTH)
+    program = capture(model, (x,), {})
+    (site,) = attentions(program)
+    mask = mask_of(program, site.node)
+    assert mask is not None and not mask.counts and visible_keys(mask, 32) == 32
+    assert effcompile.plan(model, inputs=(x,), passes=["attention"]).decisions is not None
