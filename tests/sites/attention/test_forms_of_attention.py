@@ -262,7 +262,7 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
         q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in self.project(x).split(WIDTH, -1))
-        open_ = self.gates[:s].expand(b, s) if self.learned else x.mean(-1)
+        open_ = self.gates[:s].expand(b, s) if self.learned else q.mean((1, 3))
         seen = (open_ > 0)[:, None, None, :] | torch.eye(s, dtype=torch.bool)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
