@@ -58,10 +58,17 @@ Labels = Tensor | tuple[Tensor | None, ...]
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """The one axis of a value along which its units lie, and the unit at each place of it."""
+    """The one axis of a value along which its units lie, and the unit at each place of it.
+
+    `first`: the unit at its beginning, which tells whose they are.
+    """
 
     axis: int
     units: Tensor
+    first: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = int(self.units[0])
 
 
 @dataclass(kw_only=True)

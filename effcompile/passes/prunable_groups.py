@@ -121,7 +121,8 @@ def _structure(
     family = tuple(units.tolist())
     if len(family) < 2:
         return None
-    heads = any(unit in found.attended for unit in family)
+    own = set(family)
+    heads = not found.attended.isdisjoint(own)
     made, read = (
         tuple((found.sites[site], torch.searchsorted(units, table[site])) for site in sites)
         for table, sites in ((found.makes, makes), (found.reads, reads))
@@ -130,7 +131,7 @@ def _structure(
     refused = next((found.pinned[unit] for unit in family if unit in found.pinned), None)
     refused = refused or _uneven([u for _, u in (*made, *read)], len(family))
     refused = refused or _weights(program, [s for s, _ in (*made, *read)], shared, dtypes)
-    fixed = (_fixed(node, found) for node in program.graph.nodes if _touches(node, found, set(family)))
+    fixed = (_fixed(node, found) for node in program.graph.nodes if _touches(node, found, own))
     refused = refused or next(filter(None, fixed), None)
     parent = common_parent([site.site for site, _ in (*made, *read)])
     return Structure(
@@ -177,7 +178,7 @@ def _weights(
 def _touches(node: fx.Node, found: Channels, family: set[int]) -> bool:
     """Whether an operator reads values in which these units lie."""
     lines = [found.lines.get((n, 0)) for n in node.all_input_nodes]
-    return any(line is not None and int(line.units[0]) in family for line in lines)
+    return any(line is not None and line.first in family for line in lines)
 
 
 def _source(node: fx.Node, found: Channels) -> tuple[fx.Node, Line]:
@@ -223,7 +224,7 @@ def cut(program: Program, structure: Structure, keep: Tensor) -> None:
         return (~torch.isin(units, gone)).nonzero().squeeze(1)
 
     for (node, constant), line in found.constants.items():
-        if int(line.units[0]) in family:
+        if line.first in family:
             value = program.tensor(constant)
             assert value is not None
             replace_constant(
@@ -233,7 +234,7 @@ def cut(program: Program, structure: Structure, keep: Tensor) -> None:
         if _touches(node, found, family):
             _resize(node, found, left)
     for (node, number), line in found.lines.items():
-        if int(line.units[0]) in family:
+        if line.first in family:
             _refresh(node, number, line.axis, len(left(line.units)))
     for site, units in structure.makes:
         _cut_weight(program, site, keep[units].nonzero().squeeze(1), rows=True)
