@@ -19,6 +19,12 @@ WIDTH, HEADS, WORDS = 16, 2, 40
 Layer = Callable[[], nn.Module]
 
 
+SPELLINGS = ("sdpa", "matmul", "einsum", "capped", "sigmoid", "grouped", "flat", "topmost", "linear")
+MASKS = (
+    "none", "causal", "window", "learned", "of the input", "slopes", "gates", "own gates", "blocks", "prefix"
+)  # fmt: skip
+
+
 class Does(nn.Module):
     """A layer without weights of its own."""
 
@@ -52,14 +58,18 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=i != 1) for i in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
         self.table = nn.Embedding(9, HEADS)
+        self.slopes = nn.Parameter(torch.linspace(-0.2, 0.4, HEADS))
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         parts = self.qkv(x).chunk(3, dim=-1) if self.packed else (self.q(x), self.k(x), self.v(x))
         q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in parts)
-        y = {"sdpa": self._sdpa, "matmul": self._matmul, "einsum": self._einsum}[self.spelling](
-            q, k, v, self._bias(t, x)
-        )
+        bias = self._bias(t, x)
+        if bias is not None and bias.dtype == torch.bool and self.spelling != "sdpa":
+            bias = torch.zeros((), dtype=q.dtype).masked_fill(~bias, torch.finfo(q.dtype).min)
+        if bias is not None and bias.is_floating_point() and self.spelling != "sdpa":
+            bias = bias.to(q.dtype)
+        y = getattr(self, f"_{self.spelling}")(q, k, v, bias)
         return self.out(y.transpose(1, 2).reshape(b, t, WIDTH))
 
     def _bias(self, t: int, x: Tensor) -> Tensor | None:
@@ -73,12 +83,20 @@ class Attention(nn.Module):
             return self.table(distance.clamp(-4, 4) + 4).permute(2, 0, 1)[None]
         if self.mask == "of the input":
             return torch.where(x[:, None, None, :, 0] > 2.5, -1e9, 0.0)
-        return None
+        if self.mask == "slopes":
+            return -self.slopes[:, None, None] * distance.abs()
+        seen = {
+            "gates": lambda: (self.k(x)[:, None, None, :, 0] > 0) | (distance == 0),
+            "own gates": lambda: (self.slopes[:, None, None] > 0) & (distance >= 0) | (distance == 0),
+            "blocks": lambda: i[:, None] // 4 == i[None] // 4,
+            "prefix": lambda: (distance >= 0) | (i[None] < 3),
+        }.get(self.mask)
+        return None if seen is None else seen()
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         if self.mask == "causal":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        if bias is not None and q.dtype == torch.float64:
+        if bias is not None and q.dtype == torch.float64 and bias.dtype != torch.bool:
             # torch 2.13's kernel on a CPU reads a mask in float32 wrongly beside float64: 40 % off
             bias = bias.double()
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
@@ -93,6 +111,38 @@ class Attention(nn.Module):
         weights = scores.float().exp() if bias is None else scores.softmax(dim=-1, dtype=torch.float32)
         weights = weights / weights.sum(-1, keepdim=True)
         return torch.einsum("bhij,bhjd->bhid", weights.to(v.dtype), v)
+
+    def _capped(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        scores = torch.tanh(q @ k.mT / math.sqrt(q.shape[-1]) / 5.0) * 5.0
+        scores = scores if bias is None else scores + bias
+        return torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v
+
+    def _sigmoid(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        return torch.sigmoid(scores if bias is None else scores + bias) @ v / q.shape[2]
+
+    def _grouped(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k[:, :1], v[:, :1], attn_mask=bias, scale=0.3, enable_gqa=True
+        )
+
+    def _flat(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        b, h, t, d = q.shape
+        q, k, v = (part.reshape(b * h, t, d) for part in (q, k, v))
+        bias = torch.zeros((), dtype=q.dtype) if bias is None else bias
+        bias = bias.expand(b, h, t, t).reshape(b * h, t, t)
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=d**-0.5)
+        return torch.bmm(scores.softmax(-1), v).view(b, h, t, d)
+
+    def _topmost(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scores = scores if bias is None else scores + bias
+        least = scores.amax(-1, keepdim=True) - 1.0
+        return scores.masked_fill(scores < least, -1e4).softmax(-1) @ v
+
+    def _linear(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        return q @ (k.mT @ v) / (q @ k.sum(2, keepdim=True).mT)
 
 
 class Einsum(nn.Module):
@@ -151,6 +201,95 @@ class InPlace(nn.Module):
         return h.masked_fill_(h > 1, 0.25)
 
 
+class Turned(nn.Module):
+    """Rotary positions, in one of the ways in which they are written."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.register_buffer("rates", 10.0 ** -torch.linspace(0, 2, WIDTH // 2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[1]).float(), self.rates.float())
+        if self.form == "complex":
+            turn = torch.polar(torch.ones_like(angles), angles)
+            pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
+        if self.form == "pairs":
+            even, odd = x[..., 0::2], x[..., 1::2]
+            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+        angles = torch.cat([angles, angles], -1)
+        first, second = x.chunk(2, -1)
+        half = torch.cat([-second, first], -1)
+        return x * angles.cos().to(x.dtype) + half * angles.sin().to(x.dtype)
+
+
+class Experts(nn.Module):
+    """The two best of three experts for each token, all of them computed, or each for its tokens."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.gate = form, nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        if self.form == "dense":
+            share = torch.zeros_like(self.gate(x)).scatter(-1, chosen, weights)
+            return x + sum(e(x) * share[..., i, None] for i, e in enumerate(self.experts))
+        made = torch.stack([expert(x) for expert in self.experts], -2)
+        taken = made.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, WIDTH))
+        return x + (taken * weights.unsqueeze(-1)).sum(-2)
+
+
+class Adapted(nn.Module):
+    """A linear whose weight is computed: by low rank, normalised, or a mean of two."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.linear = form, nn.Linear(WIDTH, WIDTH)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        if self.form == "low rank beside":
+            return self.linear(x) + self.up(self.down(x)) * 0.5
+        if self.form == "low rank within":
+            return F.linear(x, weight + self.up.weight @ self.down.weight, self.linear.bias)
+        if self.form == "normalised":
+            return F.linear(x, F.normalize(weight, dim=1), self.linear.bias)
+        return x @ (weight.t() + 0.1) + self.linear.bias
+
+
+class Shared(nn.Module):
+    """What stands in place of a library's layers: several of them, with states of their own."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.attends = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.patches = nn.Conv2d(1, WIDTH, (1, WIDTH))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.slope = nn.PReLU(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "gru":
+            return x + self.gru(x)[0]
+        if self.form == "attends":
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            return x + self.attends(x, x, x, attn_mask=future, need_weights=False)[0]
+        if self.form == "attends, weights":
+            y, weights = self.attends(x, x, x)
+            return x + y * weights.mean()
+        if self.form == "patches":
+            return x + self.patches(x.unsqueeze(1)).squeeze(-1).transpose(1, 2)
+        if self.form == "weight norm":
+            return self.normed(x)
+        return self.slope(x.transpose(1, 2)).transpose(1, 2)
+
+
 def _softmax_by_hand(x: Tensor) -> Tensor:
     e = (x - x.amax(-1, keepdim=True)).exp()
     return e / e.sum(-1, keepdim=True)
@@ -207,6 +346,53 @@ LAYERS: dict[str, Layer] = {
     "looked up": lambda: Looked("table"),
     "gathered": lambda: Looked("gathered"),
     "one hot": lambda: Looked("one hot"),
+    "turned, complex": lambda: Turned("complex"),
+    "turned, pairs": lambda: Turned("pairs"),
+    "turned, halves": lambda: Turned("halves"),
+    "experts": lambda: Experts("dense"),
+    "experts, gathered": lambda: Experts("gathered"),
+    "low rank": lambda: Adapted("low rank beside"),
+    "low rank, merged": lambda: Adapted("low rank within"),
+    "weight, normalised": lambda: Adapted("normalised"),
+    "weight, moved": lambda: Adapted("moved"),
+    "recurrent": lambda: Shared("gru"),
+    "attends": lambda: Shared("attends"),
+    "attends, weights": lambda: Shared("attends, weights"),
+    "patches": lambda: Shared("patches"),
+    "weight norm": lambda: Shared("weight norm"),
+    "slopes": lambda: Shared("slopes"),
+    "squared relu": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 32), Does(lambda x: x.relu() ** 2), nn.Linear(32, WIDTH)
+    ),
+    "quick gelu": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 32), Does(lambda x: x * (1.702 * x).sigmoid()), nn.Linear(32, WIDTH)
+    ),
+    "gelu by hand": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 32),
+        Does(lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
+        nn.Linear(32, WIDTH),
+    ),
+    "halves gate": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GLU()),
+    "soft plus": lambda: Does(lambda x: F.softplus(x) - F.mish(x) + F.hardswish(x)),
+    "pooled": lambda: Does(lambda x: x + F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)),
+    "resized": lambda: Does(lambda x: x + F.interpolate(x.transpose(1, 2), scale_factor=2.0).mT[:, ::2]),
+    "sorted": lambda: Does(lambda x: x + x.sort(-1).values),
+    "in buckets": lambda: Does(
+        lambda x: x + torch.bucketize(x.float(), torch.linspace(-2, 2, 5)).to(x.dtype)
+    ),
+    "neighbours": lambda: Does(lambda x: x + F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1)),
+    "distances": lambda: Does(
+        lambda x: x + torch.cdist(x.float(), x.float()).mean(-1, keepdim=True).to(x.dtype)
+    ),
+    "of all": lambda: Does(
+        lambda x: x * x.mean((1, 2), keepdim=True).sigmoid() + x.logsumexp(-1, keepdim=True)
+    ),
+    "repeated": lambda: Does(lambda x: x + x[:, :, :4].repeat_interleave(WIDTH // 4, -1)),
+    "scattered": lambda: Does(lambda x: x + torch.zeros_like(x).scatter_add(-1, x.argsort(-1), x)),
+    "last": lambda: Does(lambda x: x + x[:, -1:]),
+    "first of each": lambda: Does(
+        lambda x: x + x[torch.arange(x.shape[0]), x[..., 0].argmax(-1)].unsqueeze(1)
+    ),
     "attention of torch": lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True),
 }
 
@@ -324,16 +510,19 @@ def drawn(
 ) -> tuple[Case, list[Setting]]:
     """A model, and from `least` to `several` settings that are planned for it."""
     attention = st.tuples(
-        st.sampled_from(["sdpa", "matmul", "einsum"]),
-        st.sampled_from(["none", "causal", "window", "learned", "of the input"]),
+        st.sampled_from(SPELLINGS),
+        st.sampled_from(MASKS),
         st.booleans(),
     )
     names = draw(st.lists(st.sampled_from(list(LAYERS)), min_size=1, max_size=4))
-    steep = bool({"looked up", "gathered", "one hot"} & set(names))  # rounding chooses a row there
-    rough = steep or "in place, mask" in names  # an error chooses a branch there
+    attentions = draw(st.lists(attention, max_size=1))
+    steep = bool(STEEP & set(names))
+    # an error chooses a branch there
+    branching = {"topmost", "gates", "in place, mask", "in buckets"}
+    rough = steep or bool(branching & {*names, *(word for each in attentions for word in each[:2])})
     case = Case(
         names=names,
-        attentions=draw(st.lists(attention, max_size=1)),
+        attentions=attentions,
         output=draw(st.sampled_from(list(OUTPUTS))),
         ids=draw(st.booleans()),
         dtype=torch.float32
@@ -359,6 +548,11 @@ def drawn(
     )
     return case, draw(st.lists(setting, min_size=least, max_size=several, unique=True))
 
+
+#: Layers in which rounding chooses a row.
+STEEP = {
+    "looked up", "gathered", "one hot", "experts", "experts, gathered", "scattered", "first of each"
+}  # fmt: skip
 
 Undo = Callable[[], object]
 

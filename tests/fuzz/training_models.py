@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import inference_models
 import torch
 from fuzz_settings import ASKED
 from hypothesis import strategies as st
@@ -191,7 +193,37 @@ class Grouped(Part):
         return self.norm(h.permute(0, 2, 1)).permute(0, 2, 1) + h
 
 
-KINDS: Mapping[str, Callable[[], Part]] = {
+class Layer(Part):
+    """One of the layers that inference is asked about."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = 0.5 * h + self.inner(h)
+        return out
+
+
+def _of_inference() -> dict[str, Callable[[], Part]]:
+    layers = {f"{name} (inference)": partial(_layer, made) for name, made in inference_models.LAYERS.items()}
+    spelled = {
+        f"{spelling}, {mask}": partial(_attention, spelling, mask)
+        for spelling in inference_models.SPELLINGS
+        for mask in ("gates", "slopes", "learned")
+    }
+    return layers | spelled
+
+
+def _layer(made: Callable[[], nn.Module]) -> Part:
+    return Layer(made())
+
+
+def _attention(spelling: str, mask: str) -> Part:
+    return Layer(inference_models.Attention(spelling, mask, packed=spelling != "sdpa"))
+
+
+KINDS: Mapping[str, Callable[[], Part]] = _of_inference() | {
     "mlp": Mlp, "gated": Gated, "norms": Norms, "batch norm": BatchNorm, "fused attention": Attention,
     "attention, dropout": lambda: Attention(fused=False, dropout=0.1),
     "fused attention, dropout": lambda: Attention(dropout=0.1), "noise": Noise,
@@ -201,8 +233,13 @@ KINDS: Mapping[str, Callable[[], Part]] = {
     "group norm": Grouped,
 }  # fmt: skip
 #: Rows of a table, chosen by values.
-LOOKUPS = {"bag", "mean bag", "max bag", "embedding"}
-RANDOM = {"noise", "dropout", "alpha dropout", "attention, dropout", "fused attention, dropout"}
+LOOKUPS = {"bag", "mean bag", "max bag", "embedding", "in buckets (inference)"} | {
+    f"{name} (inference)" for name in inference_models.STEEP
+}
+RANDOM = {
+    "noise", "dropout", "alpha dropout", "attention, dropout", "fused attention, dropout",
+    "dropout (inference)", "attention of torch (inference)",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
