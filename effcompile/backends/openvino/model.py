@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from effcompile.core import torch_compat
 from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError
+from effcompile.core.garbage import uncollected
 from effcompile.core.stages import first_line
 from effcompile.core.torch_compat_narrow import products_saturate
 from effcompile.ir.export import reexport
@@ -41,7 +43,8 @@ def convert(program: Program) -> Untyped:
     import openvino
 
     try:
-        model = openvino.convert_model(reexport(without_ours(program)))
+        with torch_compat.quiet_export(), uncollected():  # else half as long again (a Llama of 6 layers)
+            model = openvino.convert_model(reexport(without_ours(program)))
     except Exception as error:
         raise LoweringError(
             f"OpenVINO cannot convert {program.name}: {first_line(error)}. Choose another backend."

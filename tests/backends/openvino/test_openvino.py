@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from form_names import form, forms
-from torch import nn
+from torch import fx, nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.openvino import OpenVino, load, measure
+from effcompile.backends.openvino.model import convert
 from effcompile.capture import capture
 from effcompile.core.errors import FormatError, InputsError, LoweringError
 from effcompile.core.goal import Goal
@@ -58,6 +59,25 @@ def test_refuses_bf16_beside_fp32(program: Program) -> None:
 
 
 @installed
+def test_no_stack_is_kept_of_nodes_while_openvino_traces_again(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads them, and they were a quarter of a conversion."""
+    import openvino
+
+    kept = list[bool]()
+    plain = openvino.convert_model
+
+    def converting(*args: object) -> object:
+        kept.append(not fx.config.do_not_emit_stack_traces)
+        return plain(*args)
+
+    monkeypatch.setattr(openvino, "convert_model", converting)
+    convert(program)
+    assert kept == [False]
+
+
+@installed
 @pytest.mark.parametrize(("option", "limit"), [("fp32", 1e-5), ("bf16", 2e-2), ("int8_static", 0.15)])
 def test_options_run_at_any_shape_and_are_read_back(
     model: nn.Module, program: Program, option: str, limit: float
@@ -82,7 +102,7 @@ def test_nothing_is_printed(program: Program) -> None:
     """In a process of its own, as nncf's log handler keeps the stdout of its first import."""
     script = """
 import torch
-from torch import nn
+from torch import fx, nn
 from effcompile.backends.openvino import OpenVino
 from effcompile.capture import capture
 from effcompile.ir.formats import INT8_STATIC, Form
