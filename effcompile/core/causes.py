@@ -95,6 +95,13 @@ class OverWhenRun(Cause):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TookMore(Cause):
+    """Plans took so many bytes more when they were run than was foreseen, which the whole counts."""
+
+    over: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NotReached(Cause):
     """In so many rounds the simulated peak stayed above the budget, lastly by `over` bytes at an operator."""
 

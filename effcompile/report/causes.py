@@ -114,6 +114,13 @@ def _over_when_run(cause: c.OverWhenRun, inner: bool = False) -> str:
 
 
 @head.register
+def _took_more(cause: c.TookMore, inner: bool = False) -> str:
+    return (
+        f"That counts the {format_bytes(cause.over)} that a plan took beyond its prediction when it was run."
+    )
+
+
+@head.register
 def _host_memory(cause: c.HostMemory, inner: bool = False) -> str:
     return (
         f"No plan is within {format_bytes(cause.budget)} with {format_bytes(cause.host)} of host memory. It "

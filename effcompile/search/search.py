@@ -13,7 +13,7 @@ from torch import fx
 from effcompile import planner
 from effcompile.backends.base import Backend
 from effcompile.backends.torch.numerics import not_here
-from effcompile.core.causes import Limits, MachineTooSmall
+from effcompile.core.causes import Cause, Limits, MachineTooSmall, TookMore
 from effcompile.core.cost import Cost, total
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
@@ -90,7 +90,7 @@ class Search:
                 solution = planner.solve(problem, gap=GAP)
             except InfeasibleError as error:
                 error = _with_errors(error)
-                error = error.needing(error.needed + beyond) if beyond and error.needed else error
+                error = _counting(error, beyond) if beyond else error
                 infeasible.append(error if goal is asked else too_large(error, self.machine.target))
                 continue
             plans.append(self._plan(part, problem, solution, constraints))
@@ -268,6 +268,20 @@ def stored_notes(program: Program) -> tuple[Reason, ...]:
 def explain_infeasible(errors: Mapping[str, InfeasibleError]) -> InfeasibleError:
     """One error for a goal that no backend meets: the nearest misses."""
     return min(errors.values(), key=lambda e: sum(e.nearest.values(), start=0.0))
+
+
+def _counting(error: InfeasibleError, beyond: int) -> InfeasibleError:
+    """With the memory that was asked for, of which so many bytes were taken that nobody had foreseen."""
+    whole = lambda name, value: value + beyond * (name == "memory")  # noqa: E731
+    why = list[Cause]()
+    for cause in error.why:
+        if isinstance(cause, Limits) and "memory" in dict(cause.limits):
+            limits = tuple((name, whole(name, value)) for name, value in cause.limits)
+            why += (replace(cause, limits=limits), TookMore(over=beyond))
+        else:
+            why.append(cause)
+    nearest = {name: whole(name, value) for name, value in error.nearest.items()}
+    return InfeasibleError(*why, binding=error.binding, nearest=nearest, untried=error.untried)
 
 
 def _with_errors(error: InfeasibleError) -> InfeasibleError:

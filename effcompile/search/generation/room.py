@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from effcompile.capture.generation import GenerationStep
-from effcompile.core.causes import LargestContext
+from effcompile.core.causes import LargestContext, TookMore
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.torch_compat import fake_mode
@@ -68,10 +68,11 @@ def largest_context(
         low, high = (
             (middle, high) if middle < least or weights + held(middle) <= goal.memory else (low, middle)
         )
+    beyond = sum(cause.over for cause in error.why if isinstance(cause, TookMore))
     fits = low if low >= least and weights + held(low) <= goal.memory else 0
     return InfeasibleError(
         *error.why,
-        LargestContext(context=fits, weights=max(0, weights)),
+        LargestContext(context=fits, weights=max(0, weights - beyond)),
         binding=error.binding,
         nearest=error.nearest,
     )

@@ -15,10 +15,11 @@ from torch import nn
 import effcompile
 from effcompile.backends.torch import TorchLowered
 from effcompile.core.findings import TokenRates
+from effcompile.core.units import format_bytes
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import KernelCall
 from effcompile.ops.append import lengthened
-from effcompile.proof.generation import ends
+from effcompile.proof.generation import ends, measured
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.search.search import GAP
 
@@ -151,6 +152,20 @@ def test_what_does_not_fit_says_the_largest_context_that_does(
             **{**HOW, "context": 512, "prompt": 48},
         )
     assert "context" in str(raised.value)
+
+
+def test_what_running_took_beside_is_told_apart_from_what_was_asked_for(
+    exact: GenerationExecutable, llama: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runtime's peak is measured: the limit that is named stays the caller's, and the weights their own."""
+    assert exact.plan.predicted is not None and exact.plan.predicted.peak_bytes is not None
+    memory, over = exact.plan.predicted.peak_bytes + (100 << 10), 300 << 10
+    monkeypatch.setattr(measured, "peak_bytes", lambda *given: memory + over)
+    with pytest.raises(effcompile.InfeasibleError) as raised:
+        effcompile.optimize(copy.deepcopy(llama), memory=memory, **HOW)
+    said = str(raised.value)
+    assert said.startswith(f"No plan is within peak memory {format_bytes(memory)}. That counts the 300 KiB")
+    assert f"smallest weights within the error ({format_bytes(exact.plan.predicted.weight_bytes)})" in said
 
 
 @pytest.mark.parametrize(
