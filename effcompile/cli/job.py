@@ -254,7 +254,8 @@ class Job:
             from effcompile.loader.reading import load
             from effcompile.passes import load_passes, load_training_passes
 
-            loaded = load(self.model, replace(self.reading, training=mode == "training"))
+            reading = replace(self.reading, training=mode == "training", cache=mode == "generation")
+            loaded = load(self.model, reading)
             console.keep_what_is_loaded()
         changes = dict(self.changes)
         if loaded.stages and not isinstance(loaded.goal, Goal):

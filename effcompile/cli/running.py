@@ -40,20 +40,27 @@ def run(
             help="Generation: tokens drafted from the text before, checked at once.",
         ),
     ] = 0,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Generation: an image of the prompt; may be given several times."),
+    ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Generation: where the tokenizer is, if not in DIR.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Generation: where tokenizer and image processor are, if not in DIR."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run and time a saved artifact; of a generation, stream the text that follows a prompt."""
     plan = read_steadily(directory, lambda place: Plan.load(place / saved.PLAN))
     if plan.goal.mode == "generation":
-        _generate(directory, plan, prompt, (new, drafts), tokenizer or directory, as_json)
+        _generate(directory, plan, prompt, (new, drafts), image or [], tokenizer or directory, as_json)
         return
-    if prompt is not None or new is not None or drafts or tokenizer is not None:
+    if prompt is not None or new is not None or drafts or image or tokenizer is not None:
         raise UsageError(
-            f"--prompt, --new, --drafts and --tokenizer are for a generation, and {str(directory)!r} "
-            f"holds a plan of {plan.goal.mode}."
+            "--prompt, --new, --drafts, --image and --tokenizer are for a generation, and "
+            f"{str(directory)!r} holds a plan of {plan.goal.mode}."
         )
     if plan.goal.mode == "training":
         raise UsageError(
@@ -90,6 +97,7 @@ def _generate(
     plan: Plan,
     prompt: str | None,
     tokens: tuple[int | None, int],
+    images: list[Path],
     tokenizer: Path,
     as_json: bool,
 ) -> None:
@@ -98,7 +106,7 @@ def _generate(
     `tokens`: new ones at the most, and drafted ones at a time.
 
     Raises:
-        UsageError: no prompt, one that is too long, or no tokenizer.
+        UsageError: no prompt, one that is too long, no tokenizer, or images that cannot be read.
     """
     if prompt is None:
         raise UsageError(
@@ -109,7 +117,7 @@ def _generate(
         from effcompile.runtime.generation.spoken import speak
 
         told = speak(directory, tokenizer)
-    spoken = told(prompt, *tokens, None if as_json else typer.echo)
+    spoken = told(prompt, *tokens, None if as_json else typer.echo, images)
     if as_json:
         console.emit(spoken)
         return

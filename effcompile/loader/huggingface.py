@@ -92,7 +92,7 @@ def pretrained(
     notes = [
         Because("not in the weights, and set at random: {name}", (_some(info.get("missing_keys", ())),))
     ] * bool(info.get("missing_keys"))
-    if getattr(model.config, "use_cache", False) and model.can_generate():
+    if not reading.cache and getattr(model.config, "use_cache", False) and model.can_generate():
         model.config.use_cache = False  # a cache is an output that nobody reads in a plain call
         notes.append(
             Because(

@@ -50,6 +50,7 @@ class Reading:
         shape: batch and length (or image size) of inputs that are derived; None: 1, and what the model has,
             128 tokens at the most.
         training: the derived inputs are of a training step.
+        cache: it is to generate, with its cache of keys and values.
     """
 
     task: str | None = None
@@ -57,6 +58,7 @@ class Reading:
     allow_pickle: bool = False
     shape: tuple[int, int] | None = None
     training: bool = False
+    cache: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,8 @@ def test_the_dtype_is_as_stored_and_no_cache_is_kept(tmp_path: Path) -> None:
         assert torch.equal(loaded.kwargs["labels"], loaded.kwargs["input_ids"])
         assert "past_key_values" not in loaded.model(**loaded.kwargs)
         assert any("use_cache" in str(note) for note in loaded.notes)
+    told = load(str(tmp_path), Reading(cache=True))
+    assert told.model.config.use_cache and not any("use_cache" in str(note) for note in told.notes)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,11 @@ class Eye:
         if step is None or step.eye is None:
             return f"A saved generation has the step's weights alone, and no image encoder. {beside}"
         planned = ", ".join(f"{spec.name} {described(spec)}" for spec in step.eye_inputs)
+        fixed = {spec.name for spec in step.eye_inputs if spec.values is not None}
         found = ", ".join(
-            f"{name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            f"{name} = {value.tolist()}"
+            if name in fixed and value.numel() <= _FEW
+            else f"{name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
             for name, value in given.items()
             if isinstance(value, torch.Tensor)
         )

@@ -44,7 +44,7 @@ _TOKENIZER = (
     "merges.txt",
     "spiece.model",
     "chat_template*",
-    "preprocessor_config.json",
+    "*preprocessor_config.json",  # of images, of videos
     "processor_config.json",
 )
 

@@ -1,11 +1,13 @@
-"""Text in, text out: a saved generation with its tokenizer, and the rates at which it reads and writes."""
+"""Text in, text out: a saved generation with its tokenizer, or with its processor where there are images, and
+the rates at which it reads and writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoTokenizer
@@ -14,14 +16,26 @@ from transformers.generation.streamers import BaseStreamer
 from effcompile.core.errors import UsageError
 from effcompile.core.stages import first_line
 from effcompile.runtime.generation.executable import open_generation
+from effcompile.runtime.generation.pictures import processor_in, with_pictures
 
 #: Says a piece of text; `nl` is False, as typer.echo has it.
 Say = Callable[..., object]
+#: Text and rates, by name.
+Told = dict[str, Any]
 
 
-def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, Say | None], dict[str, Any]]:
-    """A function of a prompt, the most new tokens, how many of them are drafted at a time and who is told the
-    text; returns text and rates.
+class Spoken(Protocol):
+    """Goes on from a prompt: the most new tokens, how many of them are drafted at a time, who is told the
+    text, and files of images; returns text and rates.
+    """
+
+    def __call__(
+        self, prompt: str, new: int | None, drafts: int, say: Say | None, images: Sequence[Path] = ()
+    ) -> Told: ...
+
+
+def speak(directory: Path, tokenizer: Path) -> Spoken:
+    """What a folder says.
 
     Drafts are what followed the last tokens where they stood before (prompt look-up); a step checks all of
     them, so that the text is the same.
@@ -31,8 +45,18 @@ def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, S
     """
     opened, words = open_generation(directory), tokenizer_in(tokenizer)
 
-    def spoken(prompt: str, new: int | None, drafts: int, say: Say | None) -> dict[str, Any]:
-        ids = words(prompt, return_tensors="pt")["input_ids"].to(opened.lowered.device)
+    def spoken(
+        prompt: str, new: int | None, drafts: int, say: Say | None, images: Sequence[Path] = ()
+    ) -> Told:
+        if images and opened.lowered.image is None:
+            raise UsageError(f"{opened.plan.model} takes no images. Leave them out.")
+        given = (
+            with_pictures(processor_in(tokenizer), prompt, images)
+            if images
+            else {"input_ids": words(prompt, return_tensors="pt")["input_ids"]}
+        )
+        given = {name: value.to(opened.lowered.device) for name, value in given.items()}
+        ids = given["input_ids"]
         room = opened.lowered.room.context - (0 if opened.config.is_encoder_decoder else ids.shape[1])
         if not ids.shape[1] or room < 1:
             raise UsageError(
@@ -43,7 +67,7 @@ def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, S
         clock = _Clock(words, say)
         how = {"prompt_lookup_num_tokens": drafts} if drafts else {}
         found = opened.generate(
-            ids, max_new_tokens=min(new or room, room), streamer=clock, do_sample=False, **how
+            **given, max_new_tokens=min(new or room, room), streamer=clock, do_sample=False, **how
         )
         said = found[0, 0 if opened.config.is_encoder_decoder else ids.shape[1] :]
         rates = clock.rates(ids.shape[1], len(said))
@@ -97,7 +121,7 @@ class _Clock(BaseStreamer):
     def end(self) -> None:
         """Nothing is held back."""
 
-    def rates(self, prompt: int, new: int) -> dict[str, Any]:
+    def rates(self, prompt: int, new: int) -> Told:
         """Tokens a second of the prompt, and of the new ones after the first step; and how many a
         step made.
         """
