@@ -139,6 +139,7 @@ def test_text_is_streamed_and_rates_are_told(folder: Path) -> None:
     [
         ([], "Give the text to go on from"),
         (["--prompt", "w1"], "There is no tokenizer in"),
+        (["--prompt", "", "--tokenizer", "WORDS"], "The prompt has no tokens"),
         (["--prompt", "w1 " * 60, "--tokenizer", "WORDS"], "room for context = 48"),
     ],
 )

@@ -58,7 +58,9 @@ def speak(directory: Path, tokenizer: Path) -> Spoken:
         given = {name: value.to(opened.lowered.device) for name, value in given.items()}
         ids = given["input_ids"]
         room = opened.lowered.room.context - (0 if opened.config.is_encoder_decoder else ids.shape[1])
-        if not ids.shape[1] or room < 1:
+        if not ids.shape[1]:
+            raise UsageError("The prompt has no tokens. Give a text.")
+        if room < 1:
             raise UsageError(
                 f"The prompt has {ids.shape[1]} tokens, and the plan has room for context = "
                 f"{opened.lowered.room.context}, prompt and new ones. Give a shorter prompt, or plan again "
