@@ -164,6 +164,18 @@ def test_one_call_that_codes_x_is_never_dearer_than_several(block: Program) -> N
     assert options["merged@int8_token"] == pytest.approx(-2e-5) and options["merged@int8_channel"] > 1
 
 
+def test_a_coding_timed_as_longer_than_the_linears_saves_no_more_than_they_take(block: Program) -> None:
+    """A plan of less than no seconds was saved, and refused when it was opened."""
+    given = context(lambda call: 1.0 if call.kernel == "pointwise/fp32" else by_work(call), backend="torch-eager")
+    found = split(Merge().propose(block, given))[0][":merge"].options
+    costs = {option.name: option.cost.seconds for option in found if option.name != "separate"}
+    (site,) = merges(block)
+    for name, seconds in costs.items():
+        family = name.removeprefix("merged").removeprefix("@") or "fp32"
+        members = [by_work(KernelCall(f"linear/{family}", m.dims)) for m in site.members]
+        assert sum(members) + seconds >= max(members) - 1e-12, name
+
+
 def test_an_exact_goal_merges_in_fp32_only_and_a_missing_kernel_is_declined(block: Program) -> None:
     exact, declined = split(Merge().propose(block, context(goal=Goal())))
     assert [o.name for o in exact[":merge"].options] == ["separate", "merged"] and not declined
