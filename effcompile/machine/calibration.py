@@ -114,6 +114,7 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
         pace: the least seconds of what a pace is told by (core/pace.py); 0: not known.
         busy: as of BackendPoints, while these rates were measured.
         dirty: whether it holds points that its file does not.
+        amended: how many of its times were put in the place of others, in this process.
     """
 
     machine: Hardware
@@ -125,6 +126,7 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
     pace: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     backends: dict[str, BackendPoints] = {}
     dirty: bool = False
+    amended: int = 0
 
     def laws(self) -> dict[str, dict[str, Law]]:
         """backend → kernel → Law, as a Target carries them."""
@@ -260,7 +262,8 @@ def save(calibration: Calibration, path: Path | None = None) -> Path:
     """
     path = path or calibration_path(calibration.machine)
     body = msgspec.to_builtins(calibration)
-    body.pop("dirty", None)
+    for of_process in ("dirty", "amended"):
+        body.pop(of_process, None)
     written = write_kept(path, msgspec.json.encode({"format": FORMAT, "version": VERSION, **body}))
     calibration.dirty = False
     return written

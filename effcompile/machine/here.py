@@ -229,6 +229,7 @@ class _Prober:
             self.confirmed.add(near[0])
             if (again := self._timed(points, measure, near[0])) is not None and again < near[1]:
                 points.amend(near[0], again)
+                self.calibration.amended += 1
         return seconds
 
     def peak(self, dtype: str) -> float:

@@ -66,6 +66,11 @@ class Machine:
         """True when plans for it can be run and timed here."""
         return self.calibration is not None
 
+    @property
+    def amended(self) -> int:
+        """How many times of kernels were put in the place of others until now."""
+        return self.calibration.amended if self.calibration is not None else 0
+
     def distrust(self, backend: str) -> bool:
         """Forget all kernel times of a backend, to be taken again for the next plan; whether
         there were any.

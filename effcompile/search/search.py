@@ -139,15 +139,7 @@ class Search:
     def _proposal(self, backend: Backend) -> Proposal:
         name = backend.name
         if name not in self._proposals:
-            context = self.context(backend)
-            found = [
-                propose_all(
-                    self.passes if regime.passes is None else regime.passes,
-                    regime.program,
-                    replace(context, elsewhere=self.regimes.elsewhere(regime)),
-                )
-                for regime in self.regimes.each
-            ]
+            found = self._proposed(backend)
             made = [choices for choices, _ in found]
             beside = self.beside if name in NARROW.get(self.machine.target.device, ()) else ()
             choices = (*merged(self.regimes.each, made), *beside, *self._own(name))
@@ -161,6 +153,24 @@ class Search:
                 provenance=total([o.cost for c in choices for o in c.options]).provenance,
             )  # fmt: skip
         return self._proposals[name]
+
+    def _proposed(self, backend: Backend) -> list[tuple[list[Choice], list[Declined]]]:
+        """What the passes propose in each regime, with one time of each kernel: again where one was corrected
+        meanwhile, which some were priced with as it was before (merged linears would save more than all take).
+        """
+        context = self.context(backend)
+        while True:
+            before = self.machine.amended
+            found = [
+                propose_all(
+                    self.passes if regime.passes is None else regime.passes,
+                    regime.program,
+                    replace(context, elsewhere=self.regimes.elsewhere(regime)),
+                )
+                for regime in self.regimes.each
+            ]
+            if self.machine.amended == before:
+                return found
 
     def _own(self, backend: str) -> list[Choice]:
         """What this backend alone has to choose."""
