@@ -2,7 +2,8 @@
 
 torch.export takes an axis of size 1 for a constant, so that no graph is ever traced there, and its bounds of
 2 say nothing about the model. The model itself may raise at one token (InstanceNorm), or go another way (`if
-x.shape[1] == 1`): so both are run there.
+x.shape[1] == 1`): so both are run there. So they are where something else within the graph is 1 long, a text
+without its first token: torch's guards exclude these sizes, too.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
 from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
-from effcompile.ir.export import allowed, domain_of, resized, sizes_of
+from effcompile.ir.export import allowed, domain_of, resized, sizes_of, unmet_guard
 from effcompile.ir.program import Program
 
 #: Relative L2 that re-ordered arithmetic may cost, by the size in bytes of the narrowest output.
 _LIMITS = {1: 0.3, 2: 5e-2, 4: 1e-4, 8: 1e-4}
 #: Axes that may be 1 together; models have two or three in all.
 _TOGETHER = 2
+#: Sizes up to which a guard is tried: one that excludes larger ones is left alone.
+_SMALL = 16
 
 
 def without_unproven_ones(program: Program, model: nn.Module) -> Program:
@@ -48,6 +51,41 @@ def without_unproven_ones(program: Program, model: nn.Module) -> Program:
     if fixed:
         program.module.meta["effcompile_domain"] = domain
     return replace(program, fixed=(*program.fixed, *fixed)) if fixed else program
+
+
+def without_needless_guards(program: Program, model: nn.Module) -> Program:
+    """The program, its domain without the guards that something is not 1 long where the graph is the model
+    all the same (MobileBERT at two tokens).
+    """
+    domain = domain_of(program)
+    with as_reference(model), torch.no_grad():
+        needless = {guard for guard in domain.guards if _is_needless(guard, program, model)}
+    if needless:
+        guards = tuple(guard for guard in domain.guards if guard not in needless)
+        program.module.meta["effcompile_domain"] = replace(domain, guards=guards)
+    return program
+
+
+def _is_needless(guard: str, program: Program, model: nn.Module) -> bool:
+    """Whether it excludes a few small sizes of one axis alone, at each of which the graph is the model."""
+    if not guard.endswith(" != 1") or guard.count(".size()[") != 1:
+        return False
+    here = sizes_of(program)
+    for name in here:
+        sizes = [here | {name: size} for size in range(2, _SMALL + 1)]
+        broken = [each for each in sizes if unmet_guard(program.module, [guard], *resized(program, each))]
+        if broken and broken[-1] is not sizes[-1]:
+            return all(_is_model(program, model, each) for each in broken)
+    return False
+
+
+def _is_model(program: Program, model: nn.Module, sizes: dict[str, int]) -> bool:
+    args, kwargs = resized(program, sizes)
+    try:
+        ours, theirs = program.module(*args, **kwargs), model(*args, **kwargs)
+    except Exception:  # the one or the other does not take it
+        return False
+    return relative_error(ours, theirs) <= _limit(ours)
 
 
 def _ones(program: Program) -> Iterator[tuple[frozenset[str], list[dict[str, int]]]]:

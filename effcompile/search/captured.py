@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 
-from effcompile.capture import capture, verify_capture, without_unproven_ones
+from effcompile.capture import capture, verify_capture, without_needless_guards, without_unproven_ones
 from effcompile.core.errors import CaptureError
 from effcompile.core.findings import Equals, Of
 from effcompile.core.reasons import Reason, Unsupported
@@ -68,7 +68,7 @@ def verified(task: Task) -> tuple[Program, tuple[Reason, ...]]:
                 f"error {format_error(check.error)}{f' ({check.note})' if check.note else ''}. "
                 f"{_OF_TRACING if check.name == _EXAMPLE else _OF_SIZES}"
             )
-    program = without_unproven_ones(program, task.model)
+    program = without_unproven_ones(without_needless_guards(program, task.model), task.model)
     return program, (Equals(inputs=tuple(Of(check.name, check.note) for check in checks)),)
 
 

@@ -11,9 +11,9 @@ from vision_language_models import gemma
 
 import effcompile
 from effcompile.capture.inference import capture
-from effcompile.capture.ones import without_unproven_ones
+from effcompile.capture.ones import without_needless_guards, without_unproven_ones
 from effcompile.core.errors import GuardError
-from effcompile.ir.export import allowed, sizes_of
+from effcompile.ir.export import allowed, domain_of, sizes_of
 from effcompile.loader.derive import derive
 from effcompile.loader.source import Reading
 from effcompile.machine.machines import load_target
@@ -86,3 +86,30 @@ def test_a_text_cut_short_of_its_image_is_no_reason_to_refuse_one_row() -> None:
     assert sizes["batch"] == 2
     assert allowed(program, sizes) and allowed(program, {**sizes, "batch": 1})
     assert not allowed(program, {**sizes, "seq": 1})
+
+
+class Trigrams(nn.Module):
+    """Reads what lies beside each token (MobileBERT): of two tokens it takes one from either side."""
+
+    def __init__(self, *, other_way: bool = False) -> None:
+        super().__init__()
+        self.linear, self.other_way = nn.Linear(24, 8), other_way
+
+    def forward(self, x: Tensor) -> Tensor:
+        after, before = nn.functional.pad(x[:, 1:], (0, 0, 0, 1)), nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+        beside = x[:, 1:] * (2 if self.other_way and x.shape[1] == 2 else 1)
+        out: Tensor = self.linear(torch.cat([after, x, before], dim=2))[:, 1:] + beside
+        return out
+
+
+def test_a_size_at_which_a_part_is_1_long_is_taken_where_the_graph_is_the_model() -> None:
+    x = torch.randn(3, 6, 8)
+    model = Trigrams().eval()
+    program = capture(model, (x,))
+    assert any(guard.endswith("!= 1") for guard in domain_of(program).guards)
+    assert allowed(without_needless_guards(program, model), {"batch": 3, "seq": 2})
+    run = effcompile.optimize(model, inputs=(x,), backend="torch-eager", target=load_target("cpu-generic"))
+    torch.testing.assert_close(run(x[:, :2]), model(x[:, :2]), rtol=1e-5, atol=1e-6)
+    another = Trigrams(other_way=True).eval()
+    kept = without_needless_guards(capture(another, (x,)), another)
+    assert not allowed(kept, {"batch": 3, "seq": 2}) and allowed(kept, {"batch": 3, "seq": 3})
