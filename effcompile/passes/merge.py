@@ -123,7 +123,7 @@ def merge_cost(site: MergeSite, held: WeightFormat, context: Context) -> Cost | 
     seconds = merged.seconds + split.seconds - apart.seconds
     coding = price(context, "pointwise/fp32", m * k) if held.activation in _CODES_ROWS else None
     if coding is not None and context.backend in VIEW_SPLITS:
-        # x is coded within each member's seconds; a coding that was timed while the machine stood may be longer
+        # x is coded within each member's seconds; what was timed while the machine stood may be longer
         least = max(cost.seconds for cost in priced) - apart.seconds
         seconds = min(seconds, max((1 - len(priced)) * coding.seconds, least))
     return replace(

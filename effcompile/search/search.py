@@ -156,7 +156,7 @@ class Search:
 
     def _proposed(self, backend: Backend) -> list[tuple[list[Choice], list[Declined]]]:
         """What the passes propose in each regime, with one time of each kernel: again where one was corrected
-        meanwhile, which some were priced with as it was before (merged linears would save more than all take).
+        meanwhile, with which some were priced as it was (merged linears would save more than all take).
         """
         context = self.context(backend)
         while True:

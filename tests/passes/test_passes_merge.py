@@ -166,7 +166,9 @@ def test_one_call_that_codes_x_is_never_dearer_than_several(block: Program) -> N
 
 def test_a_coding_timed_as_longer_than_the_linears_saves_no_more_than_they_take(block: Program) -> None:
     """A plan of less than no seconds was saved, and refused when it was opened."""
-    given = context(lambda call: 1.0 if call.kernel == "pointwise/fp32" else by_work(call), backend="torch-eager")
+    given = context(
+        lambda call: 1.0 if call.kernel == "pointwise/fp32" else by_work(call), backend="torch-eager"
+    )
     found = split(Merge().propose(block, given))[0][":merge"].options
     costs = {option.name: option.cost.seconds for option in found if option.name != "separate"}
     (site,) = merges(block)
