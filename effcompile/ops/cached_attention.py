@@ -19,26 +19,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from effcompile.machine.instructions import integer_isas
+from effcompile.machine.instructions import bf16_isas, integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import elsewhere
 from effcompile.ops.cache_rows import as_numbers, held_width, into
-from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, WORDS, best_of, with_tiles
 
 _SOURCE = Path(__file__).with_name("cached_attention.cpp")
 #: dtype of a cache → how the kernel names it.
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
-_WIDEST = max(WORDS.values())
+#: Instruction set → words of a vector; of tiles those of what stands beside them.
+WIDTHS = {**WORDS, "amx_bf16": 16}
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
-#: Queries of one row that the kernel takes at once, and all that share a head of keys; keys whose rows it
-#: widens at once.
-FEW, MOST, _KEYS = 8, 512, 64
+#: Queries of one row that the kernel takes at once, and all that share a head of keys; keys that are one task.
+FEW, MOST, _SPAN = 8, 512, 256
+
+
+def isas() -> tuple[str, ...]:
+    """Those that this machine has, the fastest first: tiles for rows in 16 bits and fewer."""
+    return (*(isa for isa in bf16_isas() if isa == "amx_bf16"), *integer_isas())
 
 
 @functools.cache
 def kernels() -> AttentionKernels | str:
     """The best kernels that this machine runs, or why there are none."""
-    return best_of(AttentionKernels, integer_isas())
+    return best_of(AttentionKernels, isas())
 
 
 class AttentionKernels:
@@ -48,9 +53,10 @@ class AttentionKernels:
     """
 
     def __init__(self, isa: str, instead: str = "") -> None:
-        """Raises LoweringError when it cannot be compiled."""
+        """Raises LoweringError when it cannot be compiled, or the system keeps its registers."""
         self.isa, self.instead = isa, instead
-        self.call = library(_SOURCE, {"WIDTH": WORDS[isa]}, isa).cached_attention
+        found = library(_SOURCE, {"WIDTH": WIDTHS[isa]}, isa)
+        self.call = (with_tiles(found) if isa == "amx_bf16" else found).cached_attention
         self.call.argtypes = (
             *(POINTER,) * 5,
             _SIX,
@@ -60,7 +66,6 @@ class AttentionKernels:
             ARGUMENT,
             ctypes.c_float,
             POINTER,
-            ARGUMENT,
             ARGUMENT,
         )
         self.call.restype = None
@@ -73,15 +78,15 @@ class AttentionKernels:
         groups, keys = key.shape[1], key.shape[2]
         shared, threads = heads // groups, torch.get_num_threads()
         made = query.new_empty((batch, queries, heads, width))
-        apart = scratch_floats(shared * queries, keys, width)
-        scratch = torch.empty(threads * apart, dtype=torch.float32, device="cpu")
+        floats = scratch_floats(batch * groups, shared * queries, keys, width, threads)
+        scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
         strides = (0, 0, 0) if mask is None else mask_strides(mask)
         self.call(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
             made.data_ptr(), _SIX(batch, groups, shared, queries, keys, width), _THREE(*query.stride()[:3]),
             _THREE(*key.stride()[:3]), _THREE(*value.stride()[:3]), _THREE(*strides), FORMS[key.dtype],
             FORMS[value.dtype], mask is not None and mask.dtype is torch.float32, scale, scratch.data_ptr(),
-            apart, threads,
+            threads,
         )  # fmt: skip
         return made.transpose(1, 2)
 
@@ -103,11 +108,15 @@ class AttentionKernels:
         return None
 
 
-def scratch_floats(queries: int, keys: int, width: int) -> int:
-    """Floats that one thread needs, for so many queries of a head of keys: their scores in whole vectors, and
-    some rows.
+def scratch_floats(heads: int, queries: int, keys: int, width: int, threads: int) -> int:
+    """Floats that the kernel needs, for so many heads of keys and queries of each.
+
+    Of a thread: scores of a span, and rows of it, which tiles hold with queries and weights. Of each span:
+    what is put together in the end.
     """
-    return queries * (-(-keys // _WIDEST) * _WIDEST) + _KEYS * width
+    wide, columns = -(-min(keys, _SPAN) // 32) * 32, -(-width // 32) * 32
+    own = -(-(queries * wide + (_SPAN + -(-queries // 8) * 8) * columns) // 16) * 16
+    return 16 + threads * own + heads * -(-keys // _SPAN) * queries * (width + 2)
 
 
 def mask_strides(mask: Tensor) -> tuple[int, int, int]:

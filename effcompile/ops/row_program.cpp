@@ -47,7 +47,7 @@ typedef void Wide(const float*, int64_t, int64_t, int64_t, const void*, const vo
 typedef void LayerNorm(const float*, const float*, const void*, const void*, double, int64_t, int64_t, float*, int64_t);
 typedef void Follow(const float*, int64_t, int64_t, float*, int64_t);
 typedef void Attend(const float*, const void*, const void*, const void*, float*, const int64_t*, const int64_t*, const int64_t*,
-                    const int64_t*, const int64_t*, int64_t, int64_t, int64_t, float, float*, int64_t, int64_t);
+                    const int64_t*, const int64_t*, int64_t, int64_t, int64_t, float, float*, int64_t);
 
 // To bf16, to nearest even; NaN stays one.
 inline uint16_t narrowed(float x) {
@@ -114,22 +114,21 @@ void append(const Cache& to, const float* from, int64_t batch, int64_t rows, int
 
 // Queries (batch, rows, heads * width) over a cache.
 void attend(const Step& s, const Cache& keys, const Cache& values, const Mask* mask, const float* q, float* out, int64_t batch, int64_t rows,
-            float* scratch, int64_t apart, int64_t threads) {
+            float* scratch, int64_t threads) {
     const int64_t sizes[6] = {batch, keys.heads, s.n / keys.heads, rows, keys.rows, s.k}, none[3] = {0, 0, 0};
     const int64_t of_q[3] = {rows * s.n * s.k, s.k, s.n * s.k};
     const int64_t of_k[3] = {keys.of_batch, keys.of_head, keys.of_row};
     const int64_t of_v[3] = {values.of_batch, values.of_head, values.of_row};
     reinterpret_cast<Attend*>(s.call)(q, keys.at, values.at, mask ? mask->at : nullptr, out, sizes, of_q, of_k, of_v,
-                                      mask ? mask->strides : none, keys.form, values.form, mask ? mask->added : 0, (float)s.eps, scratch, apart,
-                                      threads);
+                                      mask ? mask->strides : none, keys.form, values.form, mask ? mask->added : 0, (float)s.eps, scratch, threads);
 }
 
 }  // namespace
 
 // `scratch` holds the codes of x of the widest linear, and 8 bytes for each of its groups or rows, at 64 bytes for each 32 columns;
-// or what `cached_attention` wants of it, `apart` floats for each thread.
+// or what `cached_attention` wants of it.
 extern "C" void row_program(const Step* steps, int64_t count, float* const* slots, int64_t batch, int64_t rows, int8_t* scratch,
-                            int64_t threads, int64_t of_cos, const Cache* caches, const Mask* masks, int64_t apart) {
+                            int64_t threads, int64_t of_cos, const Cache* caches, const Mask* masks) {
     const int64_t m = batch * rows;
     for (const Step* s = steps; s < steps + count; s++) {
         const float* a = slots[s->a];
@@ -140,7 +139,7 @@ extern "C" void row_program(const Step* steps, int64_t count, float* const* slot
         float* out = slots[s->out];
         if (s->kind == ATTEND) {
             attend(*s, caches[s->b], caches[s->more], s->bits < 0 ? nullptr : masks + s->bits, a, out, batch, rows,
-                   reinterpret_cast<float*>(scratch), apart, threads);
+                   reinterpret_cast<float*>(scratch), threads);
             continue;
         }
         const float* b = s->b < 0 ? nullptr : slots[s->b];

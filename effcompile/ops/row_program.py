@@ -107,7 +107,6 @@ def _runner() -> Callable[..., None] | None:
         ARGUMENT,
         POINTER,
         POINTER,
-        ARGUMENT,
     )
     run.restype = None
     made: Callable[..., None] = run
@@ -185,9 +184,9 @@ class RowProgram:
         batch, rows = inputs[0].shape[:2]
         made = [inputs[0].new_empty((batch, rows, self._widths[slot])) for slot in self.results]
         count, threads = batch * rows, torch.get_num_threads()
-        apart = self._apart(caches, rows)
+        attending = self._attending(caches, rows, threads)
         room = torch.empty(
-            4 * count * self._inner_columns + max(count * self._scratch, 4 * threads * apart) + 64,
+            4 * count * self._inner_columns + max(count * self._scratch, 4 * attending) + 64,
             dtype=torch.uint8,
             device="cpu",
         )
@@ -203,14 +202,17 @@ class RowProgram:
             of_cos = 0 if cos.shape[0] == 1 else rows * cos.shape[2]
         scratch = start + 4 * count * self._inner_columns
         held, hidden = (_Cache * len(caches))(*map(_cache, caches)), (_Mask * len(masks))(*map(_mask, masks))
-        run(self._steps, len(self._steps), slots, batch, rows, scratch, threads, of_cos, held, hidden, apart)
+        run(self._steps, len(self._steps), slots, batch, rows, scratch, threads, of_cos, held, hidden)
         return made
 
-    def _apart(self, caches: Sequence[Tensor], rows: int) -> int:
-        """Floats of scratch that attentions want of each thread."""
+    def _attending(self, caches: Sequence[Tensor], rows: int, threads: int) -> int:
+        """Floats of scratch that an attention wants."""
         wanted = (
-            cached_attention.scratch_floats(heads // caches[at].shape[1] * rows, caches[at].shape[2], width)
+            cached_attention.scratch_floats(
+                held.shape[0] * held.shape[1], heads // held.shape[1] * rows, held.shape[2], width, threads
+            )
             for heads, width, at in self._attentions
+            for held in (caches[at],)
         )
         return max(wanted, default=0)
 

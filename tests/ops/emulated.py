@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from effcompile.machine import native
+from effcompile.ops.cached_attention import scratch_floats
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 #: Instruction set → a processor that has it and no better one.
@@ -135,7 +136,7 @@ def _rotary(a: Sequence[int]) -> Pointers:
 
 def _cached_attention(a: Sequence[int]) -> Pointers:
     batch, groups, shared, queries, keys, width = _read(a[5], 6)
-    heads, threads = groups * shared, a[16]
+    heads = groups * shared
     sizes = {0: (4, width), 1: (2, width), 2: (1, width + 4), 3: (1, width // 2 + 2 * _up(width, 32))}
     of_q, of_k, of_v, of_mask = (_read(a[at], 3) for at in (6, 7, 8, 9))
     cache = {
@@ -148,7 +149,8 @@ def _cached_attention(a: Sequence[int]) -> Pointers:
         4: (_OUT, 4 * batch * heads * queries * width),
     }
     told = {5: (_IN, 48), **dict.fromkeys((6, 7, 8, 9), (_IN, 24))}
-    return {**cache, **ends, **told, 3: (_IN, seen), 14: (_ROOM, 4 * threads * a[15])}
+    floats = scratch_floats(batch * groups, shared * queries, keys, width, a[15])
+    return {**cache, **ends, **told, 3: (_IN, seen), 14: (_ROOM, 4 * floats)}
 
 
 def _fp32_attention(a: Sequence[int]) -> Pointers:
