@@ -19,6 +19,7 @@ from effcompile.machine.instructions import bf16_isas, integer_isas, tile_isas
 from effcompile.machine.native import SOURCES, compiled
 from effcompile.ops import (
     bf16_linear,
+    cached_attention,
     fp32_attention,
     fp32_linear,
     group_native,
@@ -62,7 +63,8 @@ def _of_calls(*, exact: bool) -> Iterator[Library]:
 def _of_steps() -> Iterator[Library]:
     yield from _of_groups()
     yield from _of_bytes()
-    yield from ((SOURCES / "cached_attention.cpp", {"WIDTH": WORDS[isa]}, isa) for isa in integer_isas()[:1])
+    for isa in cached_attention.isas()[:1]:
+        yield SOURCES / "cached_attention.cpp", {"WIDTH": cached_attention.WIDTHS[isa]}, isa
     yield from _of_rows()
     yield from _of_runners()
     yield from _of_words()

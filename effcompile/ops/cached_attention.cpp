@@ -24,12 +24,12 @@ inline V part_of(const float* p, int64_t count) {
     return C || count >= W ? load(p) : (V)words_of(p, std::max<int64_t>(count, 0));
 }
 
-// Products of Q queries with `count` keys, W / Q at the most, one after the other: memory is read in order, a key once for all of them.
-// (Sixteen keys at once read a cache in DRAM at a third of its speed.)
+// Products of Q queries, of which a vector has room for so many, with `count` keys of its rest, one after the other: memory is read in order,
+// a key once for all of them. (Sixteen keys at once read a cache in DRAM at a third of its speed, eight queries are no faster than four.)
 template <int Q, int C>
 inline void products(const float* const* q, const float* keys, int64_t apart, int64_t count, int64_t width, float scale,
                      float* scores, int64_t scores_apart) {
-    constexpr int K = W / Q;
+    constexpr int K = W / (Q > 2 ? 4 : Q);
     V sums[W] = {};
 #pragma GCC unroll 16
     for (int key = 0; key < K; key++) {
@@ -51,14 +51,14 @@ inline void products(const float* const* q, const float* keys, int64_t apart, in
 // out += the sum of values by weights, of `count` rows, for Q queries. NV vectors of columns of each stay in registers.
 template <int Q, int NV, int C>
 inline void gather(const float* weights, int64_t weights_apart, const float* values, int64_t apart, int64_t count, int64_t columns,
-                   float* const* out, int64_t from, Ahead& ahead, double part) {
+                   float* const* out, int64_t from, Ahead& ahead, int64_t lines) {
     V sums[Q][NV];
 #pragma GCC unroll 4
     for (int x = 0; x < Q; x++)
 #pragma GCC unroll 8
         for (int v = 0; v < NV; v++) sums[x][v] = part_of<C>(out[x] + from + v * W, columns - v * W);
     for (int64_t key = 0; key < count; key++) {
-        if (key % 4 == 0) ahead.done(part);
+        if (key % 4 == 0) ahead.ask(lines);
         V rows[NV];
 #pragma GCC unroll 8
         for (int v = 0; v < NV; v++) rows[v] = part_of<C>(values + key * apart + v * W, columns - v * W);
@@ -76,35 +76,43 @@ inline void gather(const float* weights, int64_t weights_apart, const float* val
             std::memcpy(out[x] + from + v * W, &sums[x][v], C ? W * 4 : std::max<int64_t>(0, std::min<int64_t>(W, columns - v * W)) * 4);
 }
 
-// Keys or values of one block for Q queries: their scores, or what is added to their results. `part`: of all that a span's scores, or sums,
-// are, those of one query and one key.
-template <int Q, int C>
-inline void scored(const float* const* q, const float* keys, int64_t apart, int64_t count, int64_t width, float scale, float* scores,
-                   int64_t scores_apart, Ahead& ahead, double part) {
-    for (int64_t key = 0; key < count; key += W / Q) {
-        products<Q, C>(q, keys + key * apart, apart, count - key, width, scale, scores + key, scores_apart);
-        ahead.done(part * W);
-    }
-}
-template <int Q>
-inline void gathered(const float* weights, int64_t weights_apart, const float* values, int64_t apart, int64_t count, int64_t width,
-                     float* const* out, Ahead& ahead, double part) {
-    constexpr int NV = W == 16 || Q == 1 ? 4 : 2;  // as many as registers hold
-    int64_t i = 0;
-    const double of_four = part * 4 * Q / (double)width;  // keys, and one column
-    for (; i + NV * W <= width; i += NV * W)
-        gather<Q, NV, 1>(weights, weights_apart, values + i, apart, count, width - i, out, i, ahead, of_four * NV * W);
-    for (; i < width; i += 2 * W) gather<Q, 2, 0>(weights, weights_apart, values + i, apart, count, width - i, out, i, ahead, of_four * 2 * W);
+// Four queries at a time, as registers hold them, and what is left: f(their number, the first of them).
+template <typename F>
+inline void by_four(int64_t rows, F f) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>(), r);
+    if (rows - r == 3) f(std::integral_constant<int, 3>(), r);
+    if (rows - r == 2) f(std::integral_constant<int, 2>(), r);
+    if (rows - r == 1) f(std::integral_constant<int, 1>(), r);
 }
 
-// Of all queries, as many at a time as there are.
+// Scores of a block of keys. `part`: of all scores of a span one.
 template <int C>
-void scored_by_all(const float* const* q, int64_t rows, const float* keys, int64_t apart, int64_t count, int64_t width, float scale,
-                   float* scores, int64_t scores_apart, Ahead& ahead, double part) {
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) scored<4, C>(q + r, keys, apart, count, width, scale, scores + r * scores_apart, scores_apart, ahead, part);
-    for (; r + 2 <= rows; r += 2) scored<2, C>(q + r, keys, apart, count, width, scale, scores + r * scores_apart, scores_apart, ahead, part);
-    for (; r < rows; r++) scored<1, C>(q + r, keys, apart, count, width, scale, scores + r * scores_apart, scores_apart, ahead, part);
+void scored(const float* const* q, int64_t rows, const float* keys, int64_t apart, int64_t count, int64_t width, float scale, float* scores,
+            int64_t scores_apart, Ahead& ahead, double part) {
+    by_four(rows, [&](auto some, int64_t r) {
+        constexpr int Q = decltype(some)::value, K = W / (Q > 2 ? 4 : Q);
+        const int64_t lines = ahead.share(part * Q * K);
+        for (int64_t key = 0; key < count; key += K) {
+            products<Q, C>(q + r, keys + key * apart, apart, count - key, width, scale, scores + r * scores_apart + key, scores_apart);
+            ahead.ask(lines);
+        }
+    });
+}
+
+// What a block of values adds to the results. `part`: of all that a span adds what one value adds to one result.
+inline void gathered(const float* weights, int64_t weights_apart, int64_t rows, const float* values, int64_t apart, int64_t count, int64_t width,
+                     float* const* out, Ahead& ahead, double part) {
+    by_four(rows, [&](auto some, int64_t r) {
+        constexpr int Q = decltype(some)::value, NV = W == 16 || Q == 1 ? 4 : 2;  // as many as registers hold
+        const float* mine = weights + r * weights_apart;
+        const double of_four = part * 4 * Q / (double)width;  // values, and one column
+        int64_t i = 0;
+        for (; i + NV * W <= width; i += NV * W)
+            gather<Q, NV, 1>(mine, weights_apart, values + i, apart, count, width - i, out + r, i, ahead, ahead.share(of_four * NV * W));
+        for (; i < width; i += 2 * W) gather<Q, 2, 0>(mine, weights_apart, values + i, apart, count, width - i, out + r, i, ahead,
+                                                     ahead.share(of_four * 2 * W));
+    });
 }
 
 // What a row's keys weigh together: e^(score - largest) of them.
@@ -171,7 +179,7 @@ struct Task {
 void make_scores(const Call& c, const Task& t, const float* const* query, float* scores, float* room, Ahead& ahead) {
     const int64_t rows = c.rows(), wide = c.wide();
     const double part = 0.6 / (double)(rows * t.count);
-    const auto all = c.width == 4 * W ? scored_by_all<4> : c.width == 8 * W ? scored_by_all<8> : scored_by_all<0>;
+    const auto all = c.width == 4 * W ? scored<4> : c.width == 8 * W ? scored<8> : scored<0>;
     for (int64_t from = 0; from < t.count; from += KEYS) {
         const int64_t count = std::min(KEYS, t.count - from);
         int64_t apart;
@@ -184,12 +192,10 @@ void gather_values(const Call& c, const Task& t, const float* weights, float* ro
     const int64_t rows = c.rows(), wide = c.wide();
     const double part = 1.0 / (double)(rows * t.count);
     for (int64_t from = 0; from < t.count; from += KEYS) {
-        int64_t r = 0, apart;
+        int64_t apart;
         const int64_t count = std::min(KEYS, t.count - from);
-        const float *of = t.values.dense(from, count, room, &apart), *here = weights + from;
-        for (; r + 4 <= rows; r += 4) gathered<4>(here + r * wide, wide, of, apart, count, c.width, result + r, ahead, part);
-        for (; r + 2 <= rows; r += 2) gathered<2>(here + r * wide, wide, of, apart, count, c.width, result + r, ahead, part);
-        for (; r < rows; r++) gathered<1>(here + r * wide, wide, of, apart, count, c.width, result + r, ahead, part);
+        const float* of = t.values.dense(from, count, room, &apart);
+        gathered(weights + from, wide, rows, of, apart, count, c.width, result, ahead, part);
     }
 }
 
@@ -218,10 +224,11 @@ void attend(const Call& c, const Task& t, float* own, float* const* result, Weig
     else
 #endif
         make_scores(c, t, query, scores, room, values);
+    const int64_t lines = values.share(0.4 / (double)rows);
     for (int64_t r = 0; r < rows; r++) {
         hide(c, t, r, scores + r * wide);
         weighed[r] = softmax(scores + r * wide, wide);
-        values.done(0.4 / (double)rows);
+        values.ask(lines);
     }
 #ifdef __AMX_BF16__
     if (tiled(t.values)) return gather_by_tiles(scores, wide, rows, t.values, t.count, tiles, result, next);

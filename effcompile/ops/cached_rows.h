@@ -113,7 +113,6 @@ struct Rows {  // of keys or of values of one head
 struct Ahead {
     const char *next = nullptr, *end = nullptr;
     int64_t whole = 0;
-    double due = 0;  // bytes that should have been asked for and were not
 
     Ahead() = default;
     Ahead(const Rows& rows, int64_t count) {
@@ -121,9 +120,10 @@ struct Ahead {
         next = rows.at, end = rows.row(count - 1) + rows.bytes(), whole = end - next;
     }
 
-    // A part of all that is done meanwhile is done.
-    inline void done(double part) {
-        for (due += part * (double)whole; due > 0 && next < end; due -= 64, next += 64) __builtin_prefetch(next, 0, 2);
+    // Cache lines to ask for when a part of all that is computed meanwhile is done. The same number each time: a branch that is foreseen.
+    int64_t share(double part) const { return (int64_t)(part * (double)whole / 64) + 1; }
+    inline void ask(int64_t lines) {
+        for (; lines > 0 && next < end; lines--, next += 64) __builtin_prefetch(next, 0, 2);
     }
 };
 

@@ -18,8 +18,10 @@ inline bool tiled(const Rows& rows) { return rows.form != WIDE && rows.width % 3
 inline VU cut(V a, V b) { return (VU)a >> 16 | ((VU)b & 0xffff0000u); }
 inline VU rounded_halves(V a, V b) { return ((VU)a + 0x8000u) >> 16 | (((VU)b + 0x8000u) & 0xffff0000u); }
 inline V left_of(V x) { return x - (V)((VU)x & 0xffff0000u); }
+inline VU nearest(V x) { return (VU)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
 inline void put_words(float* to, VU words) { store(to, (V)words); }
 
+// The rest of a number that was cut, or all that comes before it.
 inline VU halves_of(V a, V b, bool rest) { return rest ? rounded_halves(left_of(a), left_of(b)) : cut(a, b); }
 
 // W numbers of a, in the lower halves of words, and W of b in the upper ones: of rows in codes, without their scales.
@@ -48,7 +50,10 @@ inline void lay_queries(const float* const* q, int64_t rows, int64_t width, int6
                     a = (V)_mm512_permutex2var_ps((__m512)first, even, (__m512)b);
                     b = (V)_mm512_permutex2var_ps((__m512)first, (__m512i)((VI)even + 1), (__m512)b);
                 }
-                words[x] = (V)halves_of(a, b, false), words[EIGHT + x] = (V)halves_of(a, b, true);
+                // to the nearest: what errs here errs in all scores
+                const VU of_a = nearest(a), of_b = nearest(b);
+                words[x] = (V)(of_a | of_b << 16);
+                words[EIGHT + x] = (V)(nearest(a - (V)(of_a << 16)) | nearest(b - (V)(of_b << 16)) << 16);
             }
             transpose_stages<1>(words);
             for (int64_t i = 0; i < W; i++) store(to + i * W, words[i]);
@@ -56,14 +61,15 @@ inline void lay_queries(const float* const* q, int64_t rows, int64_t width, int6
 }
 
 // Sixteen keys as tiles of the left side, [width / 32][16][16]; zeros beyond `count`.
+template <int FORM>
 inline void lay_keys(const Rows& keys, int64_t count, float* to) {
     for (int64_t key = 0; key < W; key++, to += W) {
         const char* p = keys.row(key);
         for (int64_t c = 0; c < keys.width / 32; c++) {
             VU words = {};
-            if (key < count && keys.form == BF16) {
+            if (key < count && FORM == BF16) {
                 words = (VU)load(reinterpret_cast<const float*>(p + c * 64));
-            } else if (key < count && keys.form == CODES) {
+            } else if (key < count && FORM == CODES) {
                 words = both(reinterpret_cast<const int8_t*>(p) + c * 32, reinterpret_cast<const int8_t*>(p) + c * 32 + W);
             } else if (key < count) {
                 const VI pairs = words_at(reinterpret_cast<const uint8_t*>(p) + c * 16);
@@ -77,7 +83,8 @@ inline void lay_keys(const Rows& keys, int64_t count, float* to) {
 // The scales of 16 rows: of codes one, of pairs for each 32 columns one; 0 beyond `count`.
 inline void scales_of(const Rows& rows, int64_t count, V* to) {
     const __mmask16 there = count >= W ? (__mmask16)-1 : (__mmask16)((1u << count) - 1);
-    const __m512i at = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32((int)rows.stride));
+    const __m512i row = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i at = _mm512_mullo_epi32(row, _mm512_set1_epi32((int)rows.stride));
     const auto words = [&](int64_t offset) {
         return (VU)_mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, at, rows.at + offset, 1);
     };
@@ -126,16 +133,42 @@ inline void score_tile(const Rows& keys, int64_t count, const float* made, float
         if (x < rows) store(scores + x * apart, sums[x] * factor);
 }
 
-// Products of 16 keys with 8 queries, of all columns or of each 32: 1024 bytes of each.
-inline void multiply_keys(const void* keys, int64_t stride, int64_t of_chunk, const float* queries, int64_t chunks, bool each, float* made) {
+// Products of 16 keys with 8 queries, of all columns or of each 32 (1024 bytes of each). Queries stay in 2, 3, 6 and 7.
+inline void hold_queries(const float* queries, int64_t chunks) {
     before_tiles();
-    for (int64_t c = 0; c < chunks; c++) {
-        if (each || !c) _tile_zero(0);
-        _tile_loadd(4, static_cast<const char*>(keys) + c * of_chunk, stride);
-        _tile_loadd(6, queries + c * WORDS, STEP);
-        _tile_dpbf16ps(0, 4, 6);
-        if (each || c + 1 == chunks) _tile_stored(0, made + (each ? c * WORDS : 0), STEP);
+    _tile_loadd(6, queries, STEP);
+    if (chunks > 1) _tile_loadd(7, queries + WORDS, STEP);
+    if (chunks > 2) _tile_loadd(2, queries + 2 * WORDS, STEP);
+    if (chunks > 3) _tile_loadd(3, queries + 3 * WORDS, STEP);
+}
+
+inline void multiply_keys(const void* keys, int64_t stride, int64_t of_chunk, int64_t chunks, bool each, float* made) {
+    const char* from = static_cast<const char*>(keys);
+    before_tiles();
+    _tile_zero(0);
+    _tile_loadd(4, from, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    const auto next = [&](int64_t chunk) {
+        if (!each) return;
+        _tile_stored(0, made + (chunk - 1) * WORDS, STEP);
+        _tile_zero(0);
+    };
+    if (chunks > 1) {
+        _tile_loadd(5, from + of_chunk, stride);
+        next(1);
+        _tile_dpbf16ps(0, 5, 7);
     }
+    if (chunks > 2) {
+        _tile_loadd(4, from + 2 * of_chunk, stride);
+        next(2);
+        _tile_dpbf16ps(0, 4, 2);
+    }
+    if (chunks > 3) {
+        _tile_loadd(5, from + 3 * of_chunk, stride);
+        next(3);
+        _tile_dpbf16ps(0, 5, 3);
+    }
+    _tile_stored(0, made + (each ? (chunks - 1) * WORDS : 0), STEP);
 }
 
 // The scores of a span: keys are laid for the first queries, whose scores are made of one tile while the next is multiplied.
@@ -143,22 +176,27 @@ inline void score_by_tiles(const float* const* q, int64_t rows, const Rows& keys
                            float* scores, int64_t apart, Ahead& ahead) {
     const int64_t chunks = keys.width / 32, tiles = (count + W - 1) / W, of_tile = chunks * WORDS;
     lay_queries(q, rows, keys.width, keys.form, room.queries);
-    const double part = 0.6 / (double)(tiles * ((rows + EIGHT - 1) / EIGHT));
-    for (int64_t r = 0; r < rows; r += EIGHT)
+    const auto lay = keys.form == BF16 ? lay_keys<BF16> : keys.form == CODES ? lay_keys<CODES> : lay_keys<PAIRS>;
+    const int64_t lines = ahead.share(0.6 / (double)(tiles * ((rows + EIGHT - 1) / EIGHT)));
+    const auto as_held = [&](int64_t tile) { return keys.form == BF16 && (tile + 1) * W <= count; };
+    const auto lay_tile = [&](int64_t tile) {
+        if (tile < tiles && !as_held(tile)) lay(keys.from(tile * W), count - tile * W, room.laid + tile * of_tile);
+    };
+    lay_tile(0);
+    for (int64_t r = 0; r < rows; r += EIGHT) {
+        hold_queries(room.queries + r / EIGHT * of_tile, chunks);
         for (int64_t tile = 0; tile <= tiles; tile++) {
-            if (tile < tiles) {
-                const Rows here = keys.from(tile * W);
-                const bool as_held = keys.form == BF16 && (tile + 1) * W <= count;
-                float* laid = room.laid + tile * of_tile;
-                if (!r && !as_held) lay_keys(here, count - tile * W, laid);
-                multiply_keys(as_held ? (const void*)here.at : laid, as_held ? keys.stride : STEP, as_held ? 64 : WORDS * 4,
-                              room.queries + r / EIGHT * of_tile, chunks, keys.form == PAIRS, room.made + tile % 2 * of_tile);
-                ahead.done(part);
-            }
+            if (!r) lay_tile(tile + 1);  // tiles are read from the cache: what is stored has to have come there
+            if (tile < tiles && as_held(tile))
+                multiply_keys(keys.row(tile * W), keys.stride, 64, chunks, false, room.made + tile % 2 * of_tile);
+            else if (tile < tiles)
+                multiply_keys(room.laid + tile * of_tile, STEP, WORDS * 4, chunks, keys.form == PAIRS, room.made + tile % 2 * of_tile);
+            ahead.ask(lines);
             if (tile > 0)
                 score_tile(keys.from((tile - 1) * W), count - (tile - 1) * W, room.made + (tile - 1) % 2 * of_tile, scale, rows - r,
                            scores + r * apart + (tile - 1) * W, apart);
         }
+    }
 }
 
 // Weights of 8 queries as tiles of the left side, times scales of values: [1 or width / 32][keys / 32][16][16]. Pairs of keys are 16 apart.
@@ -180,15 +218,16 @@ inline void lay_weights(const float* weights, int64_t apart, int64_t rows, const
 }
 
 // 32 values, `tiles` times 16 columns of them from `column`, as tiles of the right side: [tiles][16 pairs][16]; zeros beyond `count`.
+template <int FORM>
 inline void lay_values(const Rows& values, int64_t count, int64_t column, int64_t tiles, float* to) {
     alignas(64) static const char none[512] = {};  // in codes a value of no scale, in bf16 a zero
     for (int64_t key = 0; key < W; key++, to += W) {
         const char *a = key < count ? values.row(key) : none, *b = key + W < count ? values.row(key + W) : none;
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t at = column + t * W;
-            if (values.form == BF16) {
+            if (FORM == BF16) {
                 put_words(to + t * WORDS, both(reinterpret_cast<const uint16_t*>(a) + at, reinterpret_cast<const uint16_t*>(b) + at));
-            } else if (values.form == CODES) {
+            } else if (FORM == CODES) {
                 put_words(to + t * WORDS, both(reinterpret_cast<const int8_t*>(a) + at, reinterpret_cast<const int8_t*>(b) + at));
             } else if (t % 2 == 0) {
                 const VI of_a = words_at(reinterpret_cast<const uint8_t*>(a) + at / 2), of_b = words_at(reinterpret_cast<const uint8_t*>(b) + at / 2);
@@ -218,7 +257,8 @@ inline void multiply_values(const float* weights, int64_t of_chunk, const float*
 inline void gather_by_tiles(const float* weights, int64_t apart, int64_t rows, const Rows& values, int64_t count, const TileRoom& room,
                             float* const* out, Ahead& ahead) {
     const int64_t steps = (count + 31) / 32, of_chunk = values.form == PAIRS ? steps * WORDS : 0;
-    const double part = 1.0 / (double)(steps * ((values.width + 63) / 64) * ((rows + EIGHT - 1) / EIGHT));
+    const auto lay = values.form == BF16 ? lay_values<BF16> : values.form == CODES ? lay_values<CODES> : lay_values<PAIRS>;
+    const int64_t lines = ahead.share(1.0 / (double)(steps * ((values.width + 63) / 64) * ((rows + EIGHT - 1) / EIGHT)));
     for (int64_t r = 0; r < rows; r += EIGHT) {
         lay_weights(weights + r * apart, apart, rows - r, values, count, room.weights);
         for (int64_t column = 0; column < values.width; column += 64) {
@@ -228,10 +268,14 @@ inline void gather_by_tiles(const float* weights, int64_t apart, int64_t rows, c
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
-            for (int64_t step = 0; step < steps; step++, laid += tiles * WORDS) {
-                if (!r) lay_values(values.from(step * 32), count - step * 32, column, tiles, laid);
-                multiply_values(room.weights + column / 32 * of_chunk + step * WORDS, of_chunk, laid, tiles);
-                ahead.done(part);
+            const auto lay_step = [&](int64_t step) {
+                if (!r && step < steps) lay(values.from(step * 32), count - step * 32, column, tiles, laid + step * tiles * WORDS);
+            };
+            lay_step(0);
+            for (int64_t step = 0; step < steps; step++) {
+                lay_step(step + 1);
+                multiply_values(room.weights + column / 32 * of_chunk + step * WORDS, of_chunk, laid + step * tiles * WORDS, tiles);
+                ahead.ask(lines);
             }
             _tile_stored(0, room.made, STEP);
             _tile_stored(1, room.made + WORDS, STEP);

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from effcompile.machine import instructions, native
 from effcompile.ops import cached_attention as op
-from effcompile.ops import group_native
 from effcompile.ops.cache_rows import as_numbers, into
 from effcompile.ops.cached_attention import cached_attention
-from effcompile.ops.instruction_sets import WORDS
 
+#: Tiles multiply numbers of 16 bits: what is left of them in 900 keys' sums, 2e-5 of 600 draws at the most.
+ATOL = 4e-5
 MASKS = ("no", "shared", "by head", "numbers")
 
 
-@pytest.fixture(params=["here", *instructions.integer_isas(), "by torch"])
+@pytest.fixture(params=["here", *op.isas(), "by torch"])
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every instruction set that this machine has, and none."""
     if request.param == "by torch":
@@ -85,10 +85,10 @@ def test_any_shape(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = cached_attention(q, k, v, mask, 0.3)
+        found = cached_attention(q, k, v, mask, width**-0.5)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(found.double(), by_hand(q, k, v, mask, 0.3), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.double(), by_hand(q, k, v, mask, width**-0.5), rtol=1e-4, atol=ATOL)
 
 
 @pytest.mark.parametrize("masked", MASKS)
@@ -103,7 +103,7 @@ def test_every_instruction_set(isa: str, dtype: torch.dtype, of_values: torch.dt
             cached_attention(q, k, v, mask, None).double(),
             by_hand(q, k, v, mask, shape[5] ** -0.5),
             rtol=1e-4,
-            atol=1e-5,
+            atol=ATOL,
         )
 
 
@@ -115,10 +115,70 @@ def test_every_instruction_set(isa: str, dtype: torch.dtype, of_values: torch.dt
 def test_narrow_rows_are_read_as_what_they_stand_for(
     shared: int, keys: int, half: int, forms: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """To the bit what the kernel gives for them in fp32."""
+    """To the bit what the kernel gives for them in fp32, where no tiles multiply."""
     q, k, v, _ = drawn(2, 2, shared, 1, keys, 2 * half, "no", *forms)
     wide = [each.float() if each.dtype.is_floating_point else as_numbers(each) for each in (k, v)]
-    assert torch.equal(cached_attention(q, k, v, None, 0.3), cached_attention(q, *wide, None, 0.3))
+    if isinstance(op.kernels(), str):
+        found, wanted = (cached_attention(q, *each, None, 0.3) for each in ((k, v), wide))
+    else:
+        kernels = op.AttentionKernels(instructions.integer_isas()[0])
+        found, wanted = (kernels.attention(q, *each, None, 0.3) for each in ((k, v), wide))
+    assert torch.equal(found, wanted)
+
+
+NARROW = (torch.bfloat16, torch.int8, torch.uint8)
+
+
+@pytest.mark.skipif("amx_bf16" not in op.isas(), reason="this processor has no tiles")
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.integers(1, 2), shared=st.integers(1, 9), rows=st.integers(1, 3), keys=st.integers(1, 900),
+    width=st.sampled_from([32, 64, 96, 128]), masked=st.sampled_from(MASKS),
+    forms=st.tuples(*[st.sampled_from(NARROW)] * 2), threads=st.integers(1, 2),
+)  # fmt: skip
+def test_tiles(
+    groups: int, shared: int, rows: int, keys: int, width: int, masked: str,
+    forms: tuple[torch.dtype, torch.dtype], threads: int,
+) -> None:  # fmt: skip
+    """Rows that are narrower are multiplied by tiles to 16 bits, not to bf16's eight: twenty times nearer."""
+    q, k, v, mask = drawn(1, groups, shared, rows, keys, width, masked, *forms)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = op.AttentionKernels("amx_bf16").attention(q, k, v, mask, width**-0.5)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found.double(), by_hand(q, k, v, mask, width**-0.5), rtol=1e-4, atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", op.FORMS)
+def test_spans_are_the_same_for_any_number_of_threads(isa: str, dtype: torch.dtype) -> None:
+    """Of one head of keys, of which threads take parts; rows that see nothing of a span, too."""
+    q, k, v, _ = drawn(1, 1, 5, 1, 1100, 64, "no", dtype)
+    mask = torch.ones(1, 5, 1, 1100, dtype=torch.bool)
+    mask[:, 1, :, :600], mask[:, 2] = False, False
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(cached_attention(q, k, v, mask, 0.3))
+    finally:
+        torch.set_num_threads(before)
+    if isa != "by torch":
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    seen = [0, 1, 3, 4]
+    wanted = by_hand(q, k, v, mask, 0.3)[:, seen]
+    torch.testing.assert_close(found[0][:, seen].double(), wanted, rtol=1e-4, atol=ATOL)
+    assert not found[0][:, 2].any()
+
+
+def test_a_query_that_is_not_a_number_is_none_behind(isa: str) -> None:
+    """All of its scores are NaN, none is the largest: its result was 0."""
+    q, k, v, _ = drawn(1, 2, 3, 1, 300, 64, "no", torch.float32)
+    q = q.clone()
+    q[0, 4] = torch.nan
+    found = cached_attention(q, k, v, None, 0.3)
+    assert found[0, 4].isnan().all() and found[0, :4].isfinite().all() and found[0, 5].isfinite().all()
 
 
 def test_what_is_hidden_is_not_read(isa: str) -> None:
@@ -155,9 +215,14 @@ def test_wrong_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [isa for isa in sorted(group_native.TILES) if isa.startswith("neon") == instructions.on_arm()]
+    "name",
+    [
+        isa
+        for isa in sorted(op.WIDTHS)
+        if isa != "generic" and isa.startswith("neon") == instructions.on_arm()
+    ],
 )
 def test_every_instruction_set_compiles(name: str) -> None:
     if isinstance(op.kernels(), str):
         pytest.skip("there is no compiler, or this processor has no such kernels")
-    assert native.compiled(op._SOURCE, {"WIDTH": WORDS[name]}, name).exists()
+    assert native.compiled(op._SOURCE, {"WIDTH": op.WIDTHS[name]}, name).exists()
