@@ -274,8 +274,10 @@ void run(const Call& c, float* scratch, int64_t threads) {
                 for (int64_t i = 0; i < c.width; i++) result[r][i] *= inverse;
             }
         }
+        if (spans > 1) {
 #pragma omp for schedule(static)
-        for (int64_t query = 0; query < (spans > 1 ? c.batch * c.groups * rows : 0); query++) put_together(c, query, parts, weighed);
+            for (int64_t query = 0; query < c.batch * c.groups * rows; query++) put_together(c, query, parts, weighed);
+        }
     }
 }
 

@@ -39,7 +39,7 @@ def quick_planning(
     if not any(word in request.module.__name__ for word in _OF_LEVERS):
         monkeypatch.setattr("effcompile.compiler.training.compile.lever_rows", lambda *_, **__: ((), []))
     measured = operators._seconds
-    monkeypatch.setattr(operators, "_seconds", lambda call, budget, first: measured(call, 0.0, first))
+    monkeypatch.setattr(operators, "_seconds", lambda call, budget, *others: measured(call, 0.0, *others))
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
     return _calibrated
 

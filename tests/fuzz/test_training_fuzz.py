@@ -74,7 +74,7 @@ def quick(cache: Path) -> Iterator[None]:
     measured = operators._seconds
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EFFCOMPILE_CACHE", str(cache))
-        patch.setattr(operators, "_seconds", lambda call, budget, first: measured(call, 0.0, first))
+        patch.setattr(operators, "_seconds", lambda call, budget, *others: measured(call, 0.0, *others))
         patch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.1)
         patch.setattr("effcompile.proof.training.timed._TIMING_SECONDS", 0.0)
         patch.setattr(Work, "capture", captured_once(Work.capture))
