@@ -137,7 +137,9 @@ inline Weighed softmax(float* scores, int64_t count) {
         store(scores + i, kept);
         sums = sums + kept;
     }
-    return {largest, sum_of_lanes(sums)};
+    float sum = 0;
+    for (int lane = 0; lane < W; lane++) sum += sums[lane];
+    return {largest, sum};
 }
 
 struct Call {
