@@ -17,12 +17,14 @@ from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.compiler.apply import apply_passes
+from effcompile.core.causes import OverWhenRun
 from effcompile.core.errors import EffcompileError, InfeasibleError, LoweringError, VerificationError
 from effcompile.core.findings import Corrected, Failed
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.figures import Candidate, Check
+from effcompile.ir.footprint import excess
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -153,10 +155,11 @@ def settle(
     *,
     worth_building: float = math.inf,
 ) -> Outcome:
-    """Lower a plan and verify it; while its error is over the limit, correct the error model and plan again.
+    """Lower a plan and verify it; while its error or its peak is over the limit, plan again with what was
+    learned.
 
     The predicted squared error is scaled by measured / predicted, so that the next plan takes fewer or milder
-    options.
+    options; the memory that it may take is less by what the allocator held beside.
 
     Args:
         shop: the program and what to verify with.
@@ -168,11 +171,13 @@ def settle(
 
     Raises:
         VerificationError: no round came within the limit. MilderError: only a plan that is not worth
-            building would.
+            building would. InfeasibleError: none is within the memory when it is run.
         LoweringError: it could not be built.
     """
     proven = plan.certificate
-    start = Constraints(error_scale=proven.error_scale, rounding_scale=proven.rounding_scale)
+    start = Constraints(
+        error_scale=proven.error_scale, rounding_scale=proven.rounding_scale, budget=shop.goal.memory
+    )
     foreseen: float | None = None
     if replan is not None and shop.rehearsal is not None and not shop.goal.exact:
         with shop.progress.step(f"rehearse for {backend.name}"):
@@ -191,18 +196,43 @@ def settle(
     def run(made: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
         outcome = _lower_and_check(shop, backend, made)
         measured, predicted = worst(outcome.checks), made.predicted.error or 0.0
-        if all(check.passed for check in outcome.checks):
+        passed, over = all(check.passed for check in outcome.checks), _over(shop, outcome)
+        last = replan is None or constraints.round == MAX_ROUNDS
+        if passed and not over:
             # what that allows was rehearsed, too
             foretold = foreseen is not None and measured**2 >= _WORTH_CORRECTING * foreseen**2
             if replan is not None and constraints.round == 1 and not foretold:
-                outcome = _relaxed(shop, backend, outcome, replan)
+                outcome = _relaxed(shop, backend, outcome, replan, constraints)
             return outcome, None
-        last = replan is None or constraints.round == MAX_ROUNDS
-        if last or predicted == 0.0 or not measured < float("inf"):
-            raise not_within(outcome.plan.backend, outcome.checks)
-        return outcome, corrected(constraints, made, measured, shop.goal)
+        if not passed:
+            if last or predicted == 0.0 or not measured < float("inf"):
+                raise not_within(outcome.plan.backend, outcome.checks)
+            constraints = corrected(constraints, made, measured, shop.goal)
+        return outcome, held_to_less(constraints, over, shop.goal, last=last) if over else constraints
 
     return refine(solve, run, rounds=MAX_ROUNDS, start=start)
+
+
+def held_to_less(constraints: Constraints, over: int, goal: Goal, *, last: bool) -> Constraints:
+    """The constraints after a round in which the allocator held so many bytes more than the goal allows.
+
+    Raises:
+        InfeasibleError: it was the last one, or nothing would be left.
+    """
+    if last or over >= (constraints.budget or 0):
+        raise InfeasibleError(OverWhenRun(budget=goal.memory or 0, over=over), binding=("memory",))
+    note = Because(
+        "round {}: the allocator held {bytes} more than allowed; solved again with so much less",
+        (constraints.round, over),
+    )
+    return constraints.with_less(over, note)
+
+
+def _over(shop: Workshop, outcome: Outcome) -> int:
+    """Bytes that the allocator holds beyond the limit at the example inputs."""
+    if shop.goal.memory is None:
+        return 0
+    return excess(outcome.lowered.peak_bytes(outcome.program.flat_inputs()), shop.goal.memory)
 
 
 def rehearsed(
@@ -260,7 +290,11 @@ def _rounding(plan: Plan) -> Plan:
 
 
 def _relaxed(
-    shop: Workshop, backend: Backend, outcome: Outcome, replan: Callable[[Constraints], Plan]
+    shop: Workshop,
+    backend: Backend,
+    outcome: Outcome,
+    replan: Callable[[Constraints], Plan],
+    constraints: Constraints,
 ) -> Outcome:
     """The outcome, or a better one that an over-estimated error had ruled out; tried once, kept only if it
     verifies.
@@ -270,7 +304,7 @@ def _relaxed(
     if scale >= _WORTH_CORRECTING:
         return outcome
     note = Corrected(round=1, measured=measured, predicted=predicted, factor=scale**0.5)
-    plan = replan(Constraints(round=2).with_errors_scaled(scale, note))
+    plan = replan(Constraints(round=2, budget=constraints.budget).with_errors_scaled(scale, note))
     if plan.certificate.objective > _WORTH_LOWERING * outcome.plan.certificate.objective:
         return outcome
     outcome.lowered.rest()
@@ -278,7 +312,8 @@ def _relaxed(
         second = _lower_and_check(shop, backend, plan)
     except LoweringError:
         return outcome
-    return second if all(check.passed for check in second.checks) else outcome
+    holds = all(check.passed for check in second.checks) and not _over(shop, second)
+    return second if holds else outcome
 
 
 def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:

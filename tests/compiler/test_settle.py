@@ -27,6 +27,7 @@ from effcompile.ir.formats import LINEAR_FORMATS
 from effcompile.machine.target import KERNELS, Law, Target
 from effcompile.passes import load_passes
 from effcompile.proof.verify import references, verify
+from effcompile.report.reasons import words
 from effcompile.search.machine import Machine
 from effcompile.search.regimes import Regimes
 from effcompile.search.search import Search
@@ -390,3 +391,55 @@ def test_memory_below_everything_is_infeasible_with_the_nearest():
     with pytest.raises(InfeasibleError) as caught:
         tight.plan_for(Noisy(0.0))
     assert caught.value.nearest["memory"] > 100
+
+
+class Holding(Noisy):
+    """Holds so many bytes beyond what is predicted, whatever was planned."""
+
+    beside: int = 300
+
+    def lower(self, program, plan, calibration):
+        result = super().lower(program, plan, calibration)
+        result.peak_bytes = lambda inputs: plan.predicted.peak_bytes + self.beside
+        return result
+
+
+def roomy(over):
+    """int8 is slower than fp32 but smaller: a plan takes it for as few linears as the memory needs."""
+    search, shop = bench(max_error=0.03, predicted_each=0.001)
+    laws = {"linear/fp32": Law(points=(((1, 1, 1), 1.0),), overhead=1.0)}
+    laws["linear/int8_dynamic"] = Law(points=(((1, 1, 1), 2.0),), overhead=2.0)
+    target = replace(flat_target(), laws={**flat_target().laws, "noisy": laws})
+    search = replace(search, machine=Machine(target=target), _proposals={})
+    most = search.plan_for(Holding(0.001)).predicted.peak_bytes
+    goal = replace(search.goal, memory=most + over)
+    return replace(search, goal=goal, _proposals={}), replace(shop, goal=goal)
+
+
+def test_a_plan_that_holds_more_than_was_allowed_is_solved_again_with_less():
+    search, shop = roomy(over=100)
+    backend = Holding(0.001)
+    outcome = settled(search, shop, backend)
+    first, *_, last = backend.lowerings
+    assert count_int8(first) == 0 < count_int8(last), "200 bytes too many"
+    assert outcome.lowered.peak_bytes(()) <= shop.goal.memory
+    assert "200 B" in " ".join(words(note) for note in outcome.plan.notes)
+
+
+def test_one_that_holds_what_was_allowed_is_taken():
+    search, shop = roomy(over=300)
+    backend = Holding(0.001)
+    settled(search, shop, backend)
+    assert len(backend.lowerings) == 1
+
+
+def test_what_no_plan_holds_within_the_memory_is_not_returned():
+    search, shop = roomy(over=0)
+    backend = Holding(0.001)
+    backend.beside = shop.goal.memory
+    with pytest.raises(InfeasibleError, match="took"):
+        settled(search, shop, backend)
+    plan = search.plan_for(backend)
+    backend.beside = 1
+    with pytest.raises(InfeasibleError, match="1 B"):
+        settle(shop, backend, plan, None)

@@ -190,7 +190,8 @@ def _repeated(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
     """
     if copies == 1:
         return model
-    nodes, tensors, inputs, outputs = [], [], [], []
+    nodes, tensors = list[onnx.NodeProto](), list[onnx.TensorProto]()
+    inputs, outputs = list[onnx.ValueInfoProto](), list[onnx.ValueInfoProto]()
     own = {each.name for each in (*model.graph.initializer, *model.graph.input)}
     own |= {output for node in model.graph.node for output in node.output}
     for copy in range(copies):

@@ -15,12 +15,11 @@ from effcompile.backends.torch.packed_before import Packed, keeping
 from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.capture.images import forgetting
 from effcompile.compiler.generation.lower import lower_step
-from effcompile.compiler.settle import as_saved, not_within, settle_all
+from effcompile.compiler.settle import as_saved, held_to_less, not_within, settle_all
 from effcompile.core import gpu
-from effcompile.core.causes import OverWhenRun
-from effcompile.core.errors import FormatError, InfeasibleError, VerificationError
+from effcompile.core.errors import FormatError, VerificationError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, Reason
+from effcompile.core.reasons import Reason
 from effcompile.core.types import Args, HFModel, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.estimate.sensitivity import Sensitivity
@@ -348,14 +347,7 @@ def _settle(
                 raise not_within(backend.name, outcome.plan.checks)
             constraints = corrected(constraints, plan, worst(outcome.plan.checks), bench.goal)
         if over:
-            if last or over >= (constraints.budget or 0):  # nothing would be left
-                why = OverWhenRun(budget=bench.goal.memory or 0, over=over)
-                raise InfeasibleError(why, binding=("memory",))
-            note = Because(
-                "round {}: the allocator held {bytes} more than allowed; solved again with so much less",
-                (constraints.round, over),
-            )
-            constraints = constraints.with_less(over, note)
+            constraints = held_to_less(constraints, over, bench.goal, last=last)
         return outcome, constraints
 
     return refine(solved, run, rounds=_ROUNDS, start=Constraints(budget=bench.goal.memory))

@@ -65,8 +65,8 @@ def _still_computed(mask: GraphMask, program: Program) -> bool:
 
 
 def visible_keys(mask: GraphMask, k_len: int) -> int:
-    """Keys that a query sees in the mean at the example, whole tiles counted; all, where the mask's values are
-    the model's own and were not looked at.
+    """Keys that a query sees in the mean at the example, whole tiles counted; all, where the mask's values
+    are the model's own and were not looked at.
     """
     if TILE not in mask.counts:
         return k_len
