@@ -15,7 +15,7 @@ from torch import nn
 from effcompile.capture import capture_training
 from effcompile.compiler import optimize_training
 from effcompile.compiler.training import attempt
-from effcompile.core.errors import InfeasibleError
+from effcompile.core.errors import InfeasibleError, InputsError
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
@@ -195,3 +195,20 @@ def test_what_running_took_beside_is_part_of_the_budget_that_is_named_then(
     assert "No plan is within" in str(refused.value) and "4 KiB more" in str(refused.value)
     monkeypatch.undo()
     assert planned(model, named + beside).plan.over_memory is None
+
+
+class Strict(Deep):
+    """Reads a row that large weights take out of the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = (self.layers[0].weight.detach().norm() / 10).long().reshape(1)
+        return super().forward(x + x.index_select(0, row))
+
+
+def test_a_model_that_raises_behind_an_update_is_told_as_it_is(quick_training: Path) -> None:
+    model = Strict()
+    goal = Goal(mode="training", memory=1 << 20)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e9)
+    inputs = {"x": torch.linspace(-1, 1, 64 * 16).reshape(64, 16)}
+    with pytest.raises(InputsError, match="itself raises behind an update by the given optimizer.*out of"):
+        optimize_training(model, (), inputs, goal=goal, passes=PASSES, optimizer=sgd)

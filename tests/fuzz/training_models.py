@@ -206,7 +206,13 @@ class Layer(Part):
 
 
 def _of_inference() -> dict[str, Callable[[], Part]]:
-    layers = {f"{name} (inference)": partial(_layer, made) for name, made in inference_models.LAYERS.items()}
+    # rows that are computed of the values are none of the table once weights were updated
+    rows = {"looked up", "gathered", "one hot"}
+    layers = {
+        f"{name} (inference)": partial(_layer, made)
+        for name, made in inference_models.LAYERS.items()
+        if name not in rows
+    }
     spelled = {
         f"{spelling}, {mask}": partial(_attention, spelling, mask)
         for spelling in inference_models.SPELLINGS

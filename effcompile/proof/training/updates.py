@@ -15,9 +15,12 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.optimizer import PlannedOptimizer, Worker
 from effcompile.backends.torch.training import StepRunner
+from effcompile.capture.diagnose import place_of
 from effcompile.core import torch_compat_memory
+from effcompile.core.errors import EffcompileError, InputsError
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
+from effcompile.core.stages import first_line, is_no_memory
 from effcompile.ir.figures import Check
 from effcompile.machine.memory import give_back
 from effcompile.machine.room import device_of
@@ -71,11 +74,14 @@ def run(
     """So many updates, all but the first one after a forward and a backward; all is put back afterwards but
     the optimizer's states.
 
-    `runner` is of a planned step, whose backward may update parameters itself; `inputs` are those that get
-    gradients. With `gradients`, of a step at these parameters, the first update makes the states; without
-    them it has a forward and a backward of its own.
+    `runner` is of a planned step, whose backward may update parameters itself, None of the original one;
+    `inputs` are those that get gradients. With `gradients`, of a step at these parameters, the first update
+    makes the states; without them it has a forward and a backward of its own.
+
+    Raises:
+        InputsError: the original step itself raises behind an update.
     """
-    clock = _Clock()
+    clock, step = _Clock(), step if runner is not None else _told(step, model)
     libraries = verify.held_by_libraries(model)
     with (
         verify.restored(model, inputs),
@@ -100,6 +106,26 @@ def run(
         step_seconds=spent - updating,
         update_seconds=updating,
     )
+
+
+def _told(step: Callable[[], torch.Tensor], model: nn.Module) -> Callable[[], torch.Tensor]:
+    """The model's own step, whose errors are no bugs of ours."""
+
+    def told() -> torch.Tensor:
+        try:
+            return step()
+        except EffcompileError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if is_no_memory(error):
+                raise
+            raise InputsError(
+                f"{type(model).__name__} itself raises behind an update by the given optimizer, as it does "
+                f"without effcompile. {first_line(error)}\n  at {place_of(error, model)}\n  Give an "
+                "optimizer with a smaller learning rate, or leave it out."
+            ) from error
+
+    return told
 
 
 def repeated(step: Callable[[], torch.Tensor], model: nn.Module, inputs: LeafInputs, steps: int) -> Steps:
