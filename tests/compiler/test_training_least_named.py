@@ -210,5 +210,5 @@ def test_a_model_that_raises_behind_an_update_is_told_as_it_is(quick_training: P
     goal = Goal(mode="training", memory=1 << 20)
     sgd = torch.optim.SGD(model.parameters(), lr=1e9)
     inputs = {"x": torch.linspace(-1, 1, 64 * 16).reshape(64, 16)}
-    with pytest.raises(InputsError, match="itself raises behind an update by the given optimizer.*out of"):
+    with pytest.raises(InputsError, match=r"itself raises behind an update by the given optimizer.*out of"):
         optimize_training(model, (), inputs, goal=goal, passes=PASSES, optimizer=sgd)
