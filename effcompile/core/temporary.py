@@ -25,8 +25,11 @@ def own_folder(prefix: str) -> Path:
     _remove_dead(base, prefix)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        handle = os.open(folder, os.O_RDONLY)
-        if lock(handle) is not False and folder.exists():  # else another process took it for a dead one's
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another process took it for a dead one's, and it is gone already
+            continue
+        if lock(handle) is not False and folder.exists():  # else another process is about to
             _held[folder] = handle
             atexit.register(_at_exit, folder, os.getpid())
             return folder

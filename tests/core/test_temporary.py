@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,23 @@ def test_it_goes_with_its_process_and_with_the_next_one_after_a_kill(
     for folder in (kept, again):
         temporary.remove(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_another_process_takes_for_a_dead_ones_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making it and saying that its process lives."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made: list[str] = []
+    make = tempfile.mkdtemp
+
+    def taken_once(**asked: Any) -> str:
+        made.append(make(**asked))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", taken_once)
+    folder = temporary.own_folder("effcompile-mine-")
+    assert [str(folder)] == made[1:] and folder.exists()
+    temporary.remove(folder)
