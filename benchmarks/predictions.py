@@ -1,9 +1,9 @@
 """What a planned training step was predicted to take, beside what it takes once it runs step after step.
 
-    python benchmarks/predictions.py [--models bert,llama,vit,gpt2] [--share 0.6] [--rounds 5] [--threads 2]
+    python benchmarks/predictions.py [--models bert,llama,vit,gpt2] [--share 1] [--rounds 5] [--threads 2]
 
-Each model is planned within a share of the memory that keeping everything needs, or `--share 1` without a
-limit; the planned step and the original's run in turn, gradients let go in between, and the second least of
+Each model is planned within a share of the memory that keeping everything needs, without a limit at 1; the
+planned step and the original's run in turn, gradients let go in between, and the second least of
 the rounds counts. "when planned" is the plan's own measurement, of a step whose memory is new.
 """
 
@@ -125,7 +125,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--share", type=float, default=0.6)
+    parser.add_argument("--share", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)

@@ -29,7 +29,7 @@ def own_folder(prefix: str) -> Path:
             handle = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:  # another process took it for a dead one's, and it is gone already
             continue
-        if lock(handle) is not False and folder.exists():  # else another process is about to
+        if lock(handle) is not False and folder.exists():  # else it is a dead one's to another
             _held[folder] = handle
             atexit.register(_at_exit, folder, os.getpid())
             return folder
