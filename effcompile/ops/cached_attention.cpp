@@ -156,8 +156,12 @@ struct Call {
     int64_t spans() const { return (keys + SPAN - 1) / SPAN; }
     int64_t tasks() const { return batch * groups * spans(); }
     int64_t wide() const { return up(std::min(keys, SPAN), 32); }  // scores of a row
-    // as `scratch_floats` of cached_attention.py
-    int64_t floats() const { return up(rows() * wide() + (SPAN + up(rows(), 8)) * up(width, 32), 16); }
+    bool narrow() const { return key_form || value_form; }
+    int64_t columns() const { return up(width, 32); }
+    // Of rows that are not held as fp32: queries, rows and weights of a span as tiles, and what these make; or some rows as fp32.
+    int64_t laid() const { return (up(rows(), 8) + wide() / 4 * 3) * columns() + std::max<int64_t>(16 * columns(), 1024); }
+    int64_t room() const { return narrow() ? std::max(laid(), std::min(keys, KEYS) * columns()) : 0; }
+    int64_t floats() const { return up(rows() * wide(), 16) + room(); }  // as `scratch_floats` of cached_attention.py
     float* result(int64_t b, int64_t head, int64_t r) const {
         return out + ((b * queries + r % queries) * groups * shared + head * shared + r / queries) * width;
     }
@@ -220,8 +224,8 @@ void attend(const Call& c, const Task& t, float* own, float* const* result, Weig
         query[r] = c.q + t.b * c.of_q[0] + (t.head * c.shared + r / c.queries) * c.of_q[1] + r % c.queries * c.of_q[2];
     Ahead values(t.values, t.count);
 #ifdef __AMX_BF16__
-    const int64_t columns = up(c.width, 32);
-    const TileRoom tiles{room, room + up(rows, 8) * columns, room + (up(rows, 8) + 128) * columns, room + (up(rows, 8) + 192) * columns};
+    float *laid = room + up(rows, 8) * c.columns(), *weights = laid + wide / 2 * c.columns();
+    const TileRoom tiles{room, laid, weights, weights + wide / 4 * c.columns()};
     if (tiled(t.keys)) score_by_tiles(query, rows, t.keys, t.count, c.scale, tiles, scores, wide, values);
     else
 #endif

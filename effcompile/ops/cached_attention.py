@@ -33,6 +33,8 @@ WIDTHS = {**WORDS, "amx_bf16": 16}
 _SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 #: Queries of one row that the kernel takes at once, and all that share a head of keys; keys of one task.
 FEW, MOST, _SPAN = 8, 512, 256
+#: Keys whose rows are held as fp32 at once.
+_DENSE = 64
 
 
 def isas() -> tuple[str, ...]:
@@ -78,7 +80,8 @@ class AttentionKernels:
         groups, keys = key.shape[1], key.shape[2]
         shared, threads = heads // groups, torch.get_num_threads()
         made = query.new_empty((batch, queries, heads, width))
-        floats = scratch_floats(batch * groups, shared * queries, keys, width, threads)
+        narrow = any(FORMS[held.dtype] for held in (key, value))
+        floats = scratch_floats(batch * groups, shared * queries, keys, width, threads, narrow=narrow)
         scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
         strides = (0, 0, 0) if mask is None else mask_strides(mask)
         self.call(
@@ -110,14 +113,16 @@ class AttentionKernels:
         return None
 
 
-def scratch_floats(heads: int, queries: int, keys: int, width: int, threads: int) -> int:
-    """Floats that the kernel needs, for so many heads of keys and queries of each.
+def scratch_floats(heads: int, queries: int, keys: int, width: int, threads: int, *, narrow: bool) -> int:
+    """Floats that the kernel needs, for so many heads of keys and queries of each. `narrow`: keys or values
+    are not held as fp32.
 
-    Of a thread: scores of a span, and rows of it, which tiles hold with queries and weights. Of each span:
-    what is put together in the end.
+    Of a thread: scores of a span, and rows of it that are narrow, which tiles hold with queries and weights,
+    beside what tiles make. Of each span: what is put together in the end.
     """
     wide, columns = -(-min(keys, _SPAN) // 32) * 32, -(-width // 32) * 32
-    own = -(-(queries * wide + (_SPAN + -(-queries // 8) * 8) * columns) // 16) * 16
+    laid = (-(-queries // 8) * 8 + wide // 4 * 3) * columns + max(16 * columns, 1024)
+    own = -(-queries * wide // 16) * 16 + (max(laid, min(keys, _DENSE) * columns) if narrow else 0)
     return 16 + threads * own + heads * -(-keys // _SPAN) * queries * (width + 2)
 
 

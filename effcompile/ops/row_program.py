@@ -169,7 +169,7 @@ class RowProgram:
         )
         self._slots = POINTER * len(widths)
         self._turned = next((step.b for step in steps if step.kind == TURN), -1)
-        self._attentions = {(step.n, step.k, step.b) for step in steps if step.kind == ATTEND}
+        self._attentions = {(step.n, step.k, step.b, step.more) for step in steps if step.kind == ATTEND}
 
     def __call__(
         self, *inputs: Tensor, caches: Sequence[Tensor] = (), masks: Sequence[Tensor] = ()
@@ -209,11 +209,12 @@ class RowProgram:
         """Floats of scratch that an attention wants."""
         wanted = (
             cached_attention.scratch_floats(
-                held.shape[0] * held.shape[1], heads // held.shape[1] * rows, held.shape[2], width, threads
+                held.shape[0] * held.shape[1], heads // held.shape[1] * rows, held.shape[2], width, threads,
+                narrow=any(FORMS[each.dtype] for each in (held, caches[of_values])),
             )
-            for heads, width, at in self._attentions
-            for held in (caches[at],)
-        )
+            for heads, width, of_keys, of_values in self._attentions
+            for held in (caches[of_keys],)
+        )  # fmt: skip
         return max(wanted, default=0)
 
 

@@ -149,7 +149,7 @@ def _cached_attention(a: Sequence[int]) -> Pointers:
         4: (_OUT, 4 * batch * heads * queries * width),
     }
     told = {5: (_IN, 48), **dict.fromkeys((6, 7, 8, 9), (_IN, 24))}
-    floats = scratch_floats(batch * groups, shared * queries, keys, width, a[15])
+    floats = scratch_floats(batch * groups, shared * queries, keys, width, a[15], narrow=bool(a[10] or a[11]))
     return {**cache, **ends, **told, 3: (_IN, seen), 14: (_ROOM, 4 * floats)}
 
 
