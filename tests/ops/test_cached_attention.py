@@ -4,6 +4,9 @@ each query's head.
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +20,8 @@ from effcompile.ops.cached_attention import cached_attention
 
 #: Tiles multiply numbers of 16 bits: what is left of them in 900 keys' sums, 2e-5 of 600 draws at the most.
 ATOL = 4e-5
+#: Floats that are watched behind a scratch.
+BEHIND = 4096
 MASKS = ("no", "shared", "by head", "numbers")
 
 
@@ -149,6 +154,42 @@ def test_tiles(
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found.double(), by_hand(q, k, v, mask, width**-0.5), rtol=1e-4, atol=ATOL)
+
+
+@pytest.mark.skipif(not op.isas(), reason="no kernel runs here")
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    rows=st.integers(1, 8),
+    keys=st.integers(1, 600),
+    width=st.sampled_from((8, 16, 40, 64, 96, 128)),
+    forms=st.tuples(st.sampled_from(list(op.FORMS)), st.sampled_from(list(op.FORMS))),
+    isa=st.sampled_from(op.isas() or ("none",)),
+)
+def test_nothing_is_written_behind_the_scratch(
+    heads: tuple[int, int], rows: int, keys: int, width: int, forms: tuple[torch.dtype, torch.dtype], isa: str
+) -> None:
+    q, k, v, _ = drawn(1, *heads, rows, keys, width, "no", *forms)
+    made, untouched = op.AttentionKernels(isa), list[bool]()
+    run, floats = made.call, op.scratch_floats
+
+    def watched(*given: Any) -> None:
+        behind = (ctypes.c_float * BEHIND).from_address(given[14] + 4 * wanted[0])
+        behind[:] = [3.0] * BEHIND
+        run(*given)
+        untouched.append(list(behind) == [3.0] * BEHIND)
+
+    wanted = list[int]()
+
+    def longer(*given: Any, **how: Any) -> int:
+        wanted.append(floats(*given, **how))
+        return wanted[0] + BEHIND
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "scratch_floats", longer)
+        made.call = watched
+        made.attention(q, k, v, None, 0.3)
+    assert untouched == [True]
 
 
 @pytest.mark.parametrize("dtype", op.FORMS)
