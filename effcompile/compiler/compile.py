@@ -158,13 +158,14 @@ def _best_of(
     asked = task.request
     search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress, backends)
     race = Race.of(search, *plans_for(search, backends, absent, asked.progress))
-    plans, here = race.plans, backends if machine.here else ()
+    plans, here = list(race.plans), backends if machine.here else ()
     shop = _workshop(task, program, search.passes, asked.goal, here)
     try:
         outcomes, told = _settle_all(shop, search, plans, race.candidates)
     except EffcompileError:
         if not (late := overtaken(search, backends, race.candidates, math.inf)):
             raise
+        plans += late
         outcomes, told = _settle_all(shop, search, late, race.candidates)
 
     def measured() -> Outcome:
@@ -177,7 +178,7 @@ def _best_of(
         if late := [*late, *overtaken(search, backends, told, took)]:
             outcomes[:], told[:] = _settle_all(shop, search, late, told, before=outcomes, beside=took)
             best = _finish(shop, outcomes, told)
-        race.keep(best.plan)
+        race.keep(best.plan, [*plans, *late])
         return best
 
     def solved_again() -> Outcome:

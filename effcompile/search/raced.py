@@ -1,9 +1,10 @@
 """What building the backends' plans and timing them in turn showed is kept: where the same plans come again,
 those that were slower are not built once more. Of a tie the one that was ahead is as good as the other.
 
-A race is known by the hash of all that it follows from: the graph, the goal, the machine with its threads,
-the versions of the packages and of our kernels, each backend's plan, and the errors that were measured, which
-are the weights'. The best is built, verified and timed again each time.
+A race is known by the hash of all that its backends share: the graph, the goal, the machine with its threads,
+the versions of the packages and of our kernels, and the errors that were measured, which are the weights'.
+What a backend took is of the plan that it had: with another one it is open again. The best is built, verified
+and timed again each time.
 """
 
 from __future__ import annotations
@@ -38,16 +39,29 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class KeptRace(msgspec.Struct, kw_only=True, frozen=True):
-    """Backend → seconds of a call, all timed in turn on that day; whether others used the machine."""
+    """Backend → seconds of a call, all timed in turn on that day, and the hash of the plan that was proposed
+    for it; whether others used the machine.
+    """
 
     seconds: dict[str, _Seconds]
+    plans: dict[str, str]
     day: str
     busy: bool
 
-    def lost(self) -> dict[str, float]:
-        """Those that were slower than the best, on a busy machine clearly."""
-        most = (WHILE_BUSY if self.busy else 1.0) * min(self.seconds.values(), default=0.0)
-        return {name: took for name, took in self.seconds.items() if took > most}
+    def of(self, plans: Mapping[str, str]) -> dict[str, float]:
+        """What those took that have the same plans now. Of a backend that has none the time stands: why it
+        was not solved now is told beside what it took.
+        """
+        return {
+            name: took
+            for name, took in self.seconds.items()
+            if plans.get(name, self.plans.get(name)) == self.plans.get(name)
+        }
+
+    def lost(self, of: Mapping[str, float]) -> dict[str, float]:
+        """Those of them that were slower than the best, on a busy machine clearly."""
+        most = (WHILE_BUSY if self.busy else 1.0) * min(of.values(), default=0.0)
+        return {name: took for name, took in of.items() if took > most}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +84,19 @@ class Race:
         path = cache_folder() / "races" / f"{_key(search, plans)}.json"
         known = search.machine.here and search.goal.minimize == "time"
         kept = recalled(path, KeptRace, _MOST_BYTES, "a kept race") if known else None
-        lost = kept.lost() if kept else {}
+        of = kept.of(_hashes(plans)) if kept else {}
+        lost = kept.lost(of) if kept else {}
         if kept is None or lost.keys() >= {backend.name for backend, _ in plans}:
             return cls(path=path, plans=list(plans), candidates=list(candidates))
-        best = min(kept.seconds.values())
         text = "not built: {seconds} beside {seconds} when these plans were timed in turn, {name}"
         return cls(
             path=path,
-            before=kept.seconds,
+            before=of,
             plans=[(backend, plan) for backend, plan in plans if backend.name not in lost],
             candidates=[
-                replace(c, note=Because(text, (lost[c.backend], best, kept.day))) if c.backend in lost else c
+                replace(c, note=Because(text, (lost[c.backend], min(of.values()), kept.day)))
+                if c.backend in lost
+                else c
                 for c in candidates
             ],
         )
@@ -91,22 +107,33 @@ class Race:
         """
         return min(plan.seconds_measured, self.before.get(plan.backend, math.inf))
 
-    def keep(self, plan: Plan) -> None:
+    def keep(self, plan: Plan, proposed: Sequence[tuple[Backend, Plan]]) -> None:
         """Keep what the candidates of a plan took, where several were timed in turn, or none was before, and
         the best as predicted: another minute's prices are taken anew.
+
+        `proposed`: the plans that they were built from.
         """
         told = {c.backend: c.measured_seconds for c in plan.candidates if c.measured_seconds}
         if (len(told) < 2 and (self.before or not told)) or plan.misjudged is not None:
             return
-        found = KeptRace(seconds=told, day=date.today().isoformat(), busy=bool(busy()))
+        found = KeptRace(
+            seconds=told, plans=_hashes(proposed), day=date.today().isoformat(), busy=bool(busy())
+        )
         remember(self.path, found, _MOST_FILES)
+
+
+def _hashes(plans: Sequence[tuple[Backend, Plan]]) -> dict[str, str]:
+    """Backend → of what its plan chose."""
+    return {backend.name: _hash(sorted(plan.options().items())) for backend, plan in plans}
 
 
 def _key(search: Search, plans: Sequence[tuple[Backend, Plan]]) -> str:
     """The hash of what a race follows from."""
-    chosen = [(backend.name, plan.fingerprint, sorted(plan.options().items())) for backend, plan in plans]
     errors = sorted(search.sensitivity.errors.items())
-    versions = plans[0][1].versions if plans else {}
-    machine = (this_hardware(), native.fingerprint(), sorted(versions.items()))
-    parts = (machine, search.goal, plans[0][1].inputs if plans else (), sorted(chosen), errors)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    said = {(plan.fingerprint, plan.inputs, *sorted(plan.versions.items())) for _, plan in plans}
+    machine = (this_hardware(), native.fingerprint())
+    return _hash((machine, search.goal, sorted(said), errors))
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()

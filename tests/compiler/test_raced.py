@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def plan() -> Plan:
 def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: Plan) -> Any:
     """Plans of two backends in an empty cache, and a function that runs a race of them."""
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
-    plans: Any = [(Named(name), replace(plan, backend=name)) for name in NAMES]
+    plans: Any = proposed(plan)
 
     @dataclass(frozen=True)
     class Asked:
@@ -65,9 +66,15 @@ def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: Plan) -> Any:
     class Errors(dict[tuple[str, str], float]):
         pass
 
-    def race(first: str = "", error: float = 0.0, here: bool = True) -> Race:
+    def race(
+        first: str = "", error: float = 0.0, here: bool = True, other: Sequence[str] = (), unsolved: str = ""
+    ) -> Race:
         search: Any = replace(Asked(), errors=Errors({("up", "int8"): error}), here=here)
-        given = [(b, replace(p, fingerprint=p.fingerprint + first)) for b, p in plans]
+        given = [
+            (b, replace(p, fingerprint=p.fingerprint + first, decisions=p.decisions[b.name in other :]))
+            for b, p in plans
+            if b.name != unsolved
+        ]
         return Race.of(search, given, [Candidate(backend=name, predicted_seconds=1.0) for name in NAMES])
 
     def ran(eager: float, ort: float) -> Any:
@@ -78,6 +85,14 @@ def raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: Plan) -> Any:
     return race, ran
 
 
+def proposed(plan: Plan) -> Any:
+    return [(Named(name), replace(plan, backend=name)) for name in NAMES]
+
+
+def keep(race: Race, plan: Plan) -> None:
+    race.keep(plan, proposed(plan))
+
+
 def open_ones(race: Race) -> list[str]:
     return [backend.name for backend, _ in race.plans]
 
@@ -85,7 +100,7 @@ def open_ones(race: Race) -> list[str]:
 def test_what_lost_clearly_is_not_built_again_and_it_is_said(raced: Any) -> None:
     race, ran = raced
     assert open_ones(race()) == list(NAMES)  # nothing is known yet
-    race().keep(ran(1.0, 1.2))
+    keep(race(), ran(1.0, 1.2))
     again = race()
     assert open_ones(again) == ["torch-eager"]
     note = again.candidates[1].note
@@ -100,19 +115,36 @@ def test_a_tie_is_settled_but_that_of_a_busy_minute_stays_open(
 ) -> None:
     race, ran = raced
     monkeypatch.setattr("effcompile.search.raced.busy", lambda: others)
-    race().keep(ran(most - 0.005, most - 0.005))
+    keep(race(), ran(most - 0.005, most - 0.005))
     assert open_ones(race()) == list(NAMES)
-    race().keep(ran(1.0, most - 0.005))
+    keep(race(), ran(1.0, most - 0.005))
     assert open_ones(race()) == (list(NAMES) if others else list(NAMES[1:]))
-    race().keep(ran(1.0, most + 0.005))
+    keep(race(), ran(1.0, most + 0.005))
     assert open_ones(race()) == list(NAMES[:1])
 
 
 @pytest.mark.parametrize("change", [{"first": "another"}, {"error": 0.5}, {"here": False}])
 def test_another_model_other_weights_and_another_machine_are_another_race(raced: Any, change: Any) -> None:
     race, ran = raced
-    race().keep(ran(1.0, 2.0))
+    keep(race(), ran(1.0, 2.0))
     assert open_ones(race(**change)) == list(NAMES)
+
+
+def test_a_backend_with_another_plan_is_open_again(raced: Any) -> None:
+    race, ran = raced
+    keep(race(), ran(1.0, 1.2))
+    assert open_ones(race(other=["onnxruntime"])) == list(NAMES)
+    assert open_ones(race(other=["torch-eager"])) == list(NAMES)  # what it lost against is no more
+    assert race(other=["torch-eager"]).before == {"onnxruntime": 1.2}
+
+
+def test_a_backend_that_is_not_solved_for_this_time_changes_nothing(raced: Any) -> None:
+    """Whether one is priced beside others hangs on what was measured meanwhile."""
+    race, ran = raced
+    keep(race(unsolved="onnxruntime"), ran(1.0, 1.2))
+    assert open_ones(race()) == ["torch-eager"]
+    again = race(unsolved="onnxruntime")
+    assert open_ones(again) == ["torch-eager"] and isinstance(again.candidates[1].note, Because)
 
 
 def test_what_was_not_borne_out_or_not_timed_beside_another_is_not_kept(
@@ -120,13 +152,13 @@ def test_what_was_not_borne_out_or_not_timed_beside_another_is_not_kept(
 ) -> None:
     race, ran = raced
     one = ran(1.0, 2.0)
-    race().keep(replace(one, candidates=one.candidates[:1]))
+    keep(race(), replace(one, candidates=one.candidates[:1]))
     assert open_ones(race()) == list(NAMES)
     monkeypatch.setattr("effcompile.ir.plan.FAR_APART", 1.5)  # the suite's is wide
     far = replace(one.predicted, seconds=1e-3), replace(one.predicted, seconds=10.0)
     misjudged = replace(one, predicted=far[0], measured=far[1])
     assert misjudged.misjudged is not None
-    race().keep(misjudged)
+    keep(race(), misjudged)
     assert open_ones(race()) == list(NAMES)
 
 
@@ -135,11 +167,11 @@ def test_what_a_plan_took_is_the_least_that_was_seen(raced: Any) -> None:
     plan = ran(1.0, 2.0)
     now = replace(plan, measured=replace(plan.predicted, seconds=1.1))
     assert race().took(now) == 1.1  # nothing is known yet
-    race().keep(replace(plan, candidates=plan.candidates[:1]))
+    keep(race(), replace(plan, candidates=plan.candidates[:1]))
     assert race().took(now) == 1.0 and race().took(replace(now, backend="onnxruntime")) == 1.1
     assert race().took(replace(now, measured=replace(now.measured, seconds=0.9))) == 0.9
-    race().keep(ran(1.0, 2.0))
-    race().keep(replace(plan, candidates=plan.candidates[:1]))  # what beat another is not forgotten
+    keep(race(), ran(1.0, 2.0))
+    keep(race(), replace(plan, candidates=plan.candidates[:1]))  # what beat another is not forgotten
     assert open_ones(race()) == ["torch-eager"]
 
 
@@ -171,7 +203,7 @@ def test_what_is_as_fast_as_before_is_not_looked_at_twice(
 
 def test_a_file_that_is_none_of_ours_is_not_believed(raced: Any) -> None:
     race, ran = raced
-    race().keep(ran(1.0, 2.0))
+    keep(race(), ran(1.0, 2.0))
     race().path.write_text('{"seconds": {"onnxruntime": -1}, "day": 3}')
     assert open_ones(race()) == list(NAMES)
 

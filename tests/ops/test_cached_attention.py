@@ -157,7 +157,7 @@ def test_tiles(
 
 
 @pytest.mark.skipif(not op.isas(), reason="no kernel runs here")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     heads=st.tuples(st.integers(1, 3), st.integers(1, 4)),
     rows=st.integers(1, 8),
