@@ -68,7 +68,7 @@ def test_one_that_fails_is_told_and_the_best_stays(
     found = plan()
     if first != TorchInductor.name:
         (of,) = (each for each in found.candidates if each.backend == TorchInductor.name)
-        assert isinstance(of.note, Failed) and "it cannot be" in of.note.message
+        assert isinstance(of.note, Failed) and "it cannot be" in of.note.message, of
 
 
 def test_none_is_built_twice_where_what_was_measured_is_doubted(
