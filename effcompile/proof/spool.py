@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
-from typing import overload
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
@@ -79,21 +81,45 @@ class Spool(Mapping[str, Tensor | None]):
     Strides stay, but those of a tensor with gaps. What is no plain tensor (sparse ones, subclasses) is kept
     as it is.
 
+    Args:
+        folder: where the file lies; else where temporary ones do.
+        behind: bytes that may wait, alive, for a thread that writes while others are made; 0: none waits. One
+            that is changed while it waits is refused when it is read back, as autograd would refuse it.
+
     Attributes:
-        seconds: that writing took, in all.
+        seconds: that writing, or waiting for it, took in all.
     """
 
-    def __init__(self, folder: str = "") -> None:
+    def __init__(self, folder: str = "", *, behind: int = 0) -> None:
         # closed with the spool
         self._file = tempfile.TemporaryFile(dir=folder or None, prefix="effcompile-", buffering=0)  # noqa: SIM115
         self._end, self.seconds = 0, 0.0
         self._places: dict[str, _Place | Tensor | None] = {}
+        self._queue = _Queue(behind) if behind > 0 else None
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that are not written yet."""
+        return 0 if self._queue is None else self._queue.waiting
+
+    def settle(self) -> None:
+        """Wait until nothing waits. Raises as `put`."""
+        if self._queue is not None:
+            self._queue.drain(0)
+
+    def close(self) -> None:
+        """Nothing is read from it any more, and what waits is not written: a traceback may keep the spool
+        alive.
+        """
+        if self._queue is not None:
+            self._queue.close()
+        self._file.close()
 
     def put(self, name: str, value: Tensor | None) -> None:
         """Put a tensor aside; one of the same name is replaced.
 
         Raises:
-            NoRoomError: the disk is full.
+            NoRoomError: the disk is full, or was for one that waited.
         """
         if (
             value is None
@@ -107,20 +133,17 @@ class Spool(Mapping[str, Tensor | None]):
         place = _Place(
             self._place_of(name, plain), tuple(plain.shape), plain.stride(), plain.dtype, plain.device
         )
-        view = _memory(plain.cpu() if plain.device.type != "cpu" else plain)
+        plain = plain.cpu() if plain.device.type != "cpu" else plain
         began = perf_counter()
-        try:
-            for start in range(0, len(view), _MOST_AT_ONCE):
-                self._write(view[start : start + _MOST_AT_ONCE], place.at + start)
-        except OSError as error:
-            raise NoRoomError(
-                f"{tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a folder with more room"
-            ) from error
+        if self._queue is None:
+            _write(self._file, plain, place.at)
+        else:
+            self._queue.put(name, self._file, plain, place.at)
         self.seconds += perf_counter() - began
         self._places[name] = place
 
     def __getitem__(self, name: str) -> Tensor | None:
-        place = self._places[name]
+        place = self._written(name)
         if not isinstance(place, _Place):
             return place
         value = place.new()
@@ -132,7 +155,7 @@ class Spool(Mapping[str, Tensor | None]):
 
     def mapped(self, name: str) -> Tensor | None:
         """The tensor as pages of the file, not copied; its name is not put again meanwhile."""
-        place = self._places[name]
+        place = self._written(name)
         if not isinstance(place, _Place) or place.nbytes < _MAPPED:
             return self[name]
         pages = mmap.mmap(self._file.fileno(), place.nbytes, access=mmap.ACCESS_COPY, offset=place.at)
@@ -148,6 +171,13 @@ class Spool(Mapping[str, Tensor | None]):
     def __len__(self) -> int:
         return len(self._places)
 
+    def _written(self, name: str) -> _Place | Tensor | None:
+        """Where one lies, once it is there."""
+        place = self._places[name]
+        if self._queue is not None and isinstance(place, _Place):
+            self._queue.check(name)
+        return place
+
     def _place_of(self, name: str, value: Tensor) -> int:
         """Where it is written: over the one of the same name and size, else at the end."""
         before = self._places.get(name)
@@ -161,10 +191,92 @@ class Spool(Mapping[str, Tensor | None]):
         self._end = at + _extent(value.shape, value.stride()) * value.element_size()
         return at
 
-    def _write(self, view: memoryview, at: int) -> None:
-        done = 0
+
+class _File(Protocol):
+    def fileno(self) -> int: ...
+
+
+class _Queue:
+    """Tensors on their way to a file, one after the other on a thread of its own, which ends with the queue.
+
+    They are freed by the thread that put them: what watches an allocator sees that one alone.
+
+    most: bytes that may wait; a larger one waits alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._bytes = most, 0
+        self._thread = ThreadPoolExecutor(1, "effcompile-spool")
+        self._last = dict[str, Future[bool]]()  # of each name: whether it was left alone until it was written
+        self._pending = deque[tuple[Tensor, Future[bool]]]()
+
+    @property
+    def waiting(self) -> int:
+        self._free()
+        return self._bytes
+
+    def put(self, name: str, file: _File, value: Tensor, at: int) -> None:
+        """Have a tensor written, once there is place for it.
+
+        Raises:
+            NoRoomError: the disk was full for one before it.
+        """
+        self.drain(max(0, self._most - value.nbytes))
+        self._last[name] = future = self._thread.submit(_left_alone, file, [value], at, _version(value))
+        self._pending.append((value, future))
+        self._bytes += value.nbytes
+
+    def drain(self, most: int) -> None:
+        """Wait until so many bytes wait at the most. Raises as `put`."""
+        self._free()
+        while self._bytes > most:
+            self._pending[0][1].result()
+            self._free()
+
+    def check(self, name: str) -> None:
+        """Wait for one.
+
+        Raises:
+            NoRoomError: the disk was full. RuntimeError: it was changed before it was written.
+        """
+        self._free()
+        if name in self._last and not self._last[name].result():
+            raise RuntimeError("a value that the backward needs was modified by an inplace operation")
+
+    def close(self) -> None:
+        """What waits is dropped, and the thread ends."""
+        self._thread.shutdown(cancel_futures=True)
+        self._pending.clear()
+
+    def _free(self) -> None:
+        """Let go of what is written. Raises NoRoomError where it could not be."""
+        while self._pending and self._pending[0][1].done():
+            value, future = self._pending.popleft()
+            self._bytes -= value.nbytes
+            future.result()
+
+
+def _left_alone(file: _File, only: list[Tensor], at: int, version: int) -> bool:
+    """Write it, taken out of the list; whether it still is what it was when it was put."""
+    value = only.pop()
+    _write(file, value, at)
+    return _version(value) == version
+
+
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+def _write(file: _File, value: Tensor, at: int) -> None:
+    """Raises NoRoomError where the disk is full."""
+    view, done = _memory(value), 0
+    try:
         while done < len(view):
-            done += os.pwrite(self._file.fileno(), view[done:], at + done)
+            done += os.pwrite(file.fileno(), view[done : done + _MOST_AT_ONCE], at + done)
+    except OSError as error:
+        raise NoRoomError(
+            f"{tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a folder with more room"
+        ) from error
 
 
 def _extent(size: Sequence[int], stride: Sequence[int]) -> int:

@@ -1,9 +1,22 @@
 """Tensors put aside: the same ones come back, and the large ones are no memory of the process meanwhile."""
 
+import errno
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from effcompile.core import torch_compat_memory
+from effcompile.machine.room import NoRoomError, Room
 from effcompile.proof import spool
+from effcompile.proof.training import lean as lean_module
+from effcompile.proof.training import verify
+from effcompile.proof.training.lean import lean
 
 
 @pytest.mark.parametrize("large", [True, False])
@@ -49,3 +62,171 @@ def test_asking_for_a_name_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     aside.put("x", torch.ones(3))
     monkeypatch.setattr(spool.Spool, "__getitem__", None)
     assert "x" in aside and "y" not in aside
+
+
+PLENTY = Room(device="cpu", allowed=float("inf"))
+
+
+class Disk:
+    """A disk that writes when it is told to."""
+
+    def __init__(self) -> None:
+        self.free, self.full, self.written, self.write = threading.Event(), False, 0, os.pwrite
+
+    def pwrite(self, file: int, view: memoryview, at: int) -> int:
+        assert self.free.wait(20)
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.written += 1
+        return self.write(file, view, at)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    found = Disk()
+    monkeypatch.setattr(os, "pwrite", found.pwrite)
+    yield found
+    found.free.set()
+
+
+def writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("effcompile-spool")]
+
+
+def test_what_is_put_is_written_while_others_are_made(disk: Disk) -> None:
+    """Of bytes that wait there are no more than were allowed; a larger tensor waits alone."""
+    aside = spool.Spool(behind=8000)
+    values = {name: torch.randn(1000) for name in ("first", "second")}
+    for name, value in values.items():
+        aside.put(name, value)
+    assert aside.waiting == 8000 and not disk.written
+    threading.Timer(0.05, disk.free.set).start()
+    aside.put("third", torch.ones(5000))  # waits for both
+    assert aside.waiting in (0, 20000) and disk.written >= 2
+    values["first"] += 1  # what is written is not what is changed
+    aside.settle()
+    assert aside.waiting == 0 and disk.written == 3
+    assert torch.equal(aside["second"], values["second"])  # type: ignore[arg-type]
+    assert torch.equal(aside["first"] + 1, values["first"])  # type: ignore[operator]
+    aside.put("first", torch.zeros(1000))
+    assert aside.mapped("first") is not None and not aside["first"].any()  # type: ignore[union-attr]
+
+
+def test_what_is_changed_before_it_is_written_is_refused(disk: Disk) -> None:
+    aside, value = spool.Spool(behind=1 << 20), torch.ones(4)
+    aside.put("x", value)
+    value.add_(1)
+    disk.free.set()
+    for read in (aside.__getitem__, aside.mapped):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            read("x")
+    aside.put("x", value)
+    assert torch.equal(aside["x"], value)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_told_at_every_reading_and_at_the_next_writing(disk: Disk) -> None:
+    aside, disk.full = spool.Spool(behind=1 << 20), True
+    aside.put("x", torch.ones(4))
+    disk.free.set()
+    for tell in (lambda: aside["x"], lambda: aside.mapped("x"), lambda: aside["x"]):
+        with pytest.raises(NoRoomError, match=r"No space left on device\. Set TMPDIR"):
+            tell()
+    disk.free.clear()
+    aside.put("y", torch.ones(4))
+    aside.put("z", torch.ones(4))
+    disk.free.set()
+    with pytest.raises(NoRoomError):
+        aside.settle()
+    disk.full = False
+
+
+def test_what_was_written_is_freed_by_the_thread_that_put_it() -> None:
+    """A profile of memory sees frees of the thread that it watches."""
+    aside = spool.Spool(behind=1 << 20)
+    with torch_compat_memory.watched_memory("cpu") as peak:
+        for number in range(40):
+            aside.put(str(number), torch.ones(1 << 16))  # 256 KiB
+        aside.settle()
+    assert peak() <= (1 << 20) + (1 << 18)
+
+
+class Interrupted(nn.Module):
+    """Its second half stops as the user's Ctrl+C, or a bug, would stop it."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        super().__init__()
+        self.error, self.layers = error, nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 5 and self.error is not None:
+                raise self.error
+        return x.sum()
+
+
+@pytest.fixture
+def crowded_lean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lean step that puts all aside, and behind."""
+    for name, value in (("_LOOK_AFTER", 1), ("_SHORT", 2.0), ("_AMPLE", 3.0), ("_MOST_BEHIND", 1 << 16)):
+        monkeypatch.setattr(lean_module, name, value)
+
+
+def lean_step(model: nn.Module) -> verify.Result:
+    x, gradients = torch.linspace(-1, 1, 640).view(10, 64), spool.Spool(behind=1 << 16)
+    with lean(model, {}, gradients, PLENTY):
+        return verify.run(lambda: model(x), model, spool=gradients)
+
+
+@pytest.mark.usefixtures("crowded_lean")
+def test_a_lean_step_that_writes_behind_is_the_models_own() -> None:
+    model, x = Interrupted(None), torch.linspace(-1, 1, 640).view(10, 64)
+    found, wanted = lean_step(model), verify.run(lambda: model(x), model)
+    check = verify.compare(found, wanted, None)
+    assert check.passed and check.error == 0
+    del found
+    assert_nothing_is_left()
+
+
+@pytest.mark.usefixtures("crowded_lean")
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug of the model")])
+def test_of_a_lean_step_that_ends_early_nothing_is_left(error: BaseException) -> None:
+    model = Interrupted(error)
+    with pytest.raises(type(error)):
+        lean_step(model)
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert_nothing_is_left()
+
+
+@pytest.mark.usefixtures("crowded_lean")
+@pytest.mark.parametrize("writes", [0, 3, 12, 20])
+def test_a_lean_step_on_a_full_disk_says_so(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward, in the backward, or when a gradient is read."""
+    done, write = list[int](), os.pwrite
+
+    def full(file: int, view: memoryview, at: int) -> int:
+        done.append(at)
+        if len(done) > writes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, view, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+
+    def run() -> Any:
+        return list(lean_step(Interrupted(None)).gradients.values())
+
+    with pytest.raises(NoRoomError, match="No space left"):
+        run()
+    assert_nothing_is_left()
+
+
+def assert_nothing_is_left() -> None:
+    """No thread that writes, and no file."""
+    gc.collect()
+    for thread in writers():
+        thread.join(10)
+    assert not writers()
+    folder = "/proc/self/fd"
+    if os.path.isdir(folder):
+        links = [os.path.join(folder, name) for name in os.listdir(folder)]
+        assert not [link for link in links if os.path.islink(link) and "effcompile-" in os.readlink(link)]

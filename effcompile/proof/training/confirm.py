@@ -35,7 +35,7 @@ from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64, rounded_otherwise
 from effcompile.proof.training.in_parts import eager_in_parts, inseparable, without_dropout
 from effcompile.proof.training.kept import keep_times, known_times
-from effcompile.proof.training.lean import lean, products_in_fp32
+from effcompile.proof.training.lean import behind, lean, products_in_fp32
 from effcompile.proof.training.timed import timed
 from effcompile.runtime.training import TrainingExecutable, planned
 from effcompile.search.training.moved import RefutedError, host_use, too_coarse
@@ -179,10 +179,10 @@ class _Original:
         Raises:
             NoRoomError: not even a lean run fits.
         """
-        gradients = Spool(self.folder)
         if self.refusal is None:
             with self.work.progress.step(name):
-                return verify.run(step, self.work.model, self.work.leaves, gradients)
+                return verify.run(step, self.work.model, self.work.leaves, Spool(self.folder))
+        gradients = Spool(self.folder, behind=behind(self.room.left()))
         with (
             self.work.progress.step(f"{name} leanly"),
             lean(self.work.model, self.work.leaves, gradients, self.room),

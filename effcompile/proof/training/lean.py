@@ -31,6 +31,8 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.
 _LOOK_AFTER = 16 << 20
 #: Shares of the room at the start: below the first it is short, and up to the second it is made again.
 _SHORT, _AMPLE = 0.5, 0.65
+#: Bytes that may wait to be written while the next ones are computed.
+_MOST_BEHIND = 256 << 20
 
 
 @contextlib.contextmanager
@@ -50,7 +52,12 @@ def lean(model: nn.Module, inputs: LeafInputs, gradients: Spool, room: Room) -> 
             if tensor.requires_grad:
                 stack.callback(tensor.register_post_accumulate_grad_hook(_leaving(name, gradients)).remove)
         stack.enter_context(wide_products(model))
-        yield
+        stack.callback(saved.spool.close)  # torch may keep what a hook raised, and its frames, for good
+        try:
+            yield
+        except BaseException:
+            gradients.close()
+            raise
 
 
 def products_in_fp32(model: nn.Module) -> bool:
@@ -104,12 +111,18 @@ class _Held:
         self.value: Tensor | None = value.detach()
 
 
+def behind(left: float) -> int:
+    """Bytes that may wait in a lean run, where so many may be allocated: what it makes room by at a time."""
+    return int(max(0, min(_MOST_BEHIND, (_AMPLE - _SHORT) * left)))
+
+
 class _Saved:
     """What autograd saves: as it is while there is room, then in a file; but for what is alive anyway."""
 
     def __init__(self, model: nn.Module, room: Room) -> None:
-        self.room, self.spool, self.count, self.largest = room, Spool(), 0, 0
+        self.room, self.count, self.largest = room, 0, 0
         self.start, self.moved = room.left(), _LOOK_AFTER
+        self.spool = Spool(behind=behind(self.start))
         self.at_hand = deque[weakref.ref[_Held]]()
         self.resident = {
             t.untyped_storage()._cdata
@@ -151,10 +164,11 @@ class _Saved:
             return
         self.moved = 0
         short, ample = (max(share * self.start, 2 * self.largest) for share in (_SHORT, _AMPLE))
+        waiting = self.spool.waiting  # and what is written by now is freed
         if self.room.left() >= short:
             return
         give_back()
-        left = self.room.left()
+        left = self.room.left() + waiting
         while left < ample and self.at_hand:
             held = self.at_hand.popleft()()
             if held is not None and held.value is not None:
@@ -162,4 +176,7 @@ class _Saved:
                 self.spool.put(held.name, held.value)
                 held.value = None
         give_back()
+        if self.room.left() <= 0:
+            self.spool.settle()
+            give_back()
         self.room.check()
