@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+#: What `add` raises of a tensor that has no bytes to read.
+UNREADABLE = (NotImplementedError, RuntimeError, TypeError)
+
 
 def lines(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     """Every node, and how it is written with its arguments."""

@@ -18,8 +18,9 @@ from effcompile.core.errors import VerificationError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 from effcompile.machine.room import Room
+from effcompile.proof.digests import Digests
 from effcompile.proof.spool import Spool
-from effcompile.proof.training import agreed, confirm
+from effcompile.proof.training import agreed, original
 
 pytestmark = pytest.mark.usefixtures("crowded")
 
@@ -34,8 +35,8 @@ def crowded(quick_training: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.fixture
 def leanly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one with every lean run of an original step."""
-    runs, lean = list[str](), confirm.lean
-    monkeypatch.setattr(confirm, "lean", lambda *args: runs.append("run") or lean(*args))  # type: ignore[func-returns-value]
+    runs, lean = list[str](), original.lean
+    monkeypatch.setattr(original, "lean", lambda *args: runs.append("run") or lean(*args))  # type: ignore[func-returns-value]
     return runs
 
 
@@ -101,18 +102,81 @@ def test_by_other_code_or_settings_the_original_is_run(
     assert agreed.AGAIN not in plan(*skips()).notes and len(leanly) == 2
 
 
-def test_a_planned_step_that_errs_since_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every gradient of the head's weight: where it went to."""
+    gone = list[str]()
+
+    def counted(kind: type[Spool] | type[Digests]) -> None:
+        own = kind.put
+
+        def noted(self: Any, name: str, value: Tensor | None) -> None:
+            gone.extend([kind.__name__] * (name == "head.weight"))
+            own(self, name, value)
+
+        monkeypatch.setattr(kind, "put", noted)
+
+    counted(Spool)
+    counted(Digests)
+    return gone
+
+
+def test_gradients_that_are_only_hashed_go_to_no_file(put: list[str], leanly: list[str]) -> None:
     plan(*skips())
-    put, seen = Spool.put, list[str]()
+    assert put == ["Spool", "Spool"]  # the planned step's and the original's
+    plan(*skips())
+    assert put[2:] == ["Digests"] and leanly == ["run"]
 
-    def spoilt(self: Spool, name: str, value: Tensor | None) -> None:
-        first = name == "head.weight" and name not in seen  # the planned step's comes first
-        seen.append(name)
-        put(self, name, value * 1.01 if first and value is not None else value)
 
-    monkeypatch.setattr(Spool, "put", spoilt)
+def test_gradients_that_an_update_needs_go_to_a_file(put: list[str]) -> None:
+    for _ in range(2):
+        model, batch = skips()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        passes = ["checkpoint", "states"]
+        made = optimize_training(
+            model, (), batch, goal=Goal(mode="training"), passes=passes, optimizer=optimizer
+        )
+        assert any("update" in check.name for check in made.plan.checks) or len(made.plan.checks) == 1
+    assert "Digests" not in put
+
+
+def test_a_planned_step_that_errs_since_is_found(monkeypatch: pytest.MonkeyPatch, put: list[str]) -> None:
+    plan(*skips())
+    seen = list[str]()
+
+    def spoil(kind: type[Spool] | type[Digests]) -> None:
+        own = kind.put
+
+        def spoilt(self: Any, name: str, value: Tensor | None) -> None:
+            first = name == "head.weight" and (kind.__name__ + name) not in seen
+            seen.append(kind.__name__ + name)  # of the spools, the planned step's comes first
+            own(self, name, value * 1.01 if first and value is not None else value)
+
+        monkeypatch.setattr(kind, "put", spoilt)
+
+    spoil(Digests)
+    spoil(Spool)
+    put.clear()
     with pytest.raises(VerificationError, match="largest at head"):
         plan(*skips())
+    assert put == ["Digests", "Spool", "Spool"]
+
+
+def test_a_planned_step_that_rounds_otherwise_since_is_compared(
+    monkeypatch: pytest.MonkeyPatch, put: list[str], leanly: list[str]
+) -> None:
+    """It is not that day's to the bit, and right."""
+    plan(*skips())
+    own = Digests.put
+
+    def rounded(self: Digests, name: str, value: Tensor | None) -> None:
+        own(self, name, None if value is None else value * (1 + 1e-6))
+
+    monkeypatch.setattr(Digests, "put", rounded)
+    put.clear()
+    again = plan(*skips())
+    assert agreed.AGAIN not in again.notes and again.checks[0].passed and leanly == ["run", "run"]
+    assert put == ["Digests", "Spool", "Spool"]
 
 
 class Branching(nn.Module):

@@ -23,7 +23,8 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.machines import load_target
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.planner.remat import BlockFront
-from effcompile.proof.training import confirm, verify
+from effcompile.proof.training import verify
+from effcompile.proof.training.original import Original
 from effcompile.schedules.blocks import Block
 from effcompile.search.training import operator_costs
 from effcompile.search.training.operator_costs import OperatorCosts
@@ -88,7 +89,7 @@ def test_the_models_own_step_is_run_once_for_all_plans_of_a_request(
     quick_training: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
-    run, own = verify.run, confirm._Original.run
+    run, own = verify.run, Original.run
 
     def original(self: Any, *args: Any) -> Any:
         ran.append("the original")
@@ -98,7 +99,7 @@ def test_the_models_own_step_is_run_once_for_all_plans_of_a_request(
         ran.append("a step")
         return run(*args)
 
-    monkeypatch.setattr(confirm._Original, "run", original)
+    monkeypatch.setattr(Original, "run", original)
     monkeypatch.setattr(verify, "run", each)
     monkeypatch.setattr(Plan, "misjudged", property(lambda self: 0.1))
     monkeypatch.setattr(attempt, "busy", lambda: "")

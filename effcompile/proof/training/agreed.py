@@ -36,6 +36,7 @@ from effcompile.ir.plan import Plan, as_reason
 from effcompile.ir.step import Step
 from effcompile.machine.room import device_of
 from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.proof.digests import Digests, digest, digests
 from effcompile.proof.spool import Spool
 from effcompile.proof.training import verify
 from effcompile.proof.training.kept import what_runs
@@ -74,20 +75,21 @@ class HoldsAgain(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """A planned step that was run, beside what is known of the same one.
+    """What is known of a planned step that is to be run.
 
-    planned: hash of its results. called: the model's own loss where it was called while it was captured, from
-    the same seed, of the weights that still are there; None where that was otherwise.
+    kept: what another day's comparison of the same one found.
+    called: the model's own loss where it was called while it was captured, from the same seed, of the weights
+    that still are there; None where that was otherwise.
     """
 
     work: Work
     path: Path
-    planned: str
+    kept: KeptAgreement | None
     called: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, work: Work, prepared: Prepared, plan: Plan, found: verify.Result) -> Proven | None:
-        """None where what the steps follow from, or give, cannot be told by its bytes."""
+    def of(cls, work: Work, prepared: Prepared, plan: Plan) -> Proven | None:
+        """None where what the steps follow from cannot be told by its bytes."""
         source = prepared.case.source
         if source is None or device_of(work.model) != "cpu" or _is_hooked(work):
             return None
@@ -96,38 +98,27 @@ class Proven:
         decided = tuple(d for d in plan.decisions if d.kind != Checkpoint.name)
         compared = replace(plan, decisions=decided, goal=replace(plan.goal, memory=None))
         follows = hashlib.sha256(repr((what_runs(compared), _own_code(), _settings())).encode())
-        results = hashlib.sha256()
         try:
-            for part in _followed(work, captured, prepared.step):
-                content.add(follows, part)
-            for part in _results(found):
-                content.add(results, part)
-        except (NotImplementedError, RuntimeError, TypeError):
+            for each in digests(_followed(work, captured, prepared.step)):
+                follows.update(each)
+        except content.UNREADABLE:
             return None
         path = cache_folder() / "agreements" / f"{follows.hexdigest()}.json"
         called = None if products_in_fp32(work.model) else source.called
-        return cls(work=work, path=path, planned=results.hexdigest(), called=called)
+        return cls(work=work, path=path, kept=_kept(path), called=called)
 
-    def held(self) -> HoldsAgain | None:
+    def held(self, found: verify.Result) -> HoldsAgain | None:
         """The checks of another day, where they are those of today's run, too; None where the model's own
         step has to be run.
         """
-        kept: KeptAgreement | None = recalled(
-            self.path, KeptAgreement, _MOST_BYTES, "a kept comparison", as_reason
-        )
-        if (
-            kept is None
-            or not kept.checks
-            or not all(0 <= check.error <= check.limit for check in kept.checks)
-        ):
-            return None
-        if kept.planned != self.planned:
+        kept = self.kept
+        if kept is None or kept.planned != _results(found):
             return None
         loss = self.called
         if loss is None:
             with self.work.progress.step("run the original forward"):
                 loss = _own_loss(self.work)
-        if loss is None or _hash_of(loss) != kept.loss:
+        if loss is None or digest(loss).hex() != kept.loss:
             return None
         said = Because("compared on {name}; today the same bits", (kept.day,))
         told = [
@@ -136,11 +127,21 @@ class Proven:
         ]
         return HoldsAgain(told, loss)
 
-    def keep(self, loss: torch.Tensor, checks: list[Check]) -> None:
+    def keep(self, found: verify.Result, loss: torch.Tensor, checks: list[Check]) -> None:
         """Keep what was found today. `loss`: the model's own."""
+        if (planned := _results(found)) is None:
+            return
         day = date.today().isoformat()
-        kept = KeptAgreement(planned=self.planned, loss=_hash_of(loss), day=day, checks=checks)
+        kept = KeptAgreement(planned=planned, loss=digest(loss).hex(), day=day, checks=checks)
         remember(self.path, kept, _MOST_FILES)
+
+
+def _kept(path: Path) -> KeptAgreement | None:
+    """What a file says, if all of its checks passed."""
+    kept: KeptAgreement | None = recalled(path, KeptAgreement, _MOST_BYTES, "a kept comparison", as_reason)
+    if kept is None or not kept.checks or not all(0 <= check.error <= check.limit for check in kept.checks):
+        return None
+    return kept
 
 
 def _is_hooked(work: Work) -> bool:
@@ -164,13 +165,19 @@ def _followed(work: Work, *steps: Step) -> Iterator[object]:
     yield from leaves
 
 
-def _results(found: verify.Result) -> Iterator[object]:
-    """Loss and gradients, read where they lie."""
-    yield found.loss
+def _results(found: verify.Result) -> str | None:
+    """Hash of loss and gradients, read where they lie; None where they have no bytes to read."""
     gradients = found.gradients
-    for name in sorted(gradients):
-        yield name
-        yield gradients.mapped(name) if isinstance(gradients, Spool) else gradients[name]
+    try:
+        if isinstance(gradients, Digests):
+            each = gradients.in_order() if gradients.whole else None
+        else:
+            names = sorted(gradients)
+            read = gradients.mapped if isinstance(gradients, Spool) else gradients.__getitem__
+            each = list(zip(names, digests(map(read, names)), strict=True))
+        return None if each is None else hashlib.sha256(repr((digest(found.loss), each)).encode()).hexdigest()
+    except content.UNREADABLE:
+        return None
 
 
 def _own_loss(work: Work) -> torch.Tensor | None:
@@ -188,12 +195,6 @@ def _own_loss(work: Work) -> torch.Tensor | None:
 
 def _no_backward(_: None) -> torch.Tensor:
     raise RuntimeError("nothing is kept for a backward here")
-
-
-def _hash_of(loss: torch.Tensor) -> str:
-    digest = hashlib.sha256()
-    content.add(digest, loss)
-    return digest.hexdigest()
 
 
 def _settings() -> tuple[object, ...]:

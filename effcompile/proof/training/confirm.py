@@ -4,10 +4,9 @@ times beside eager's.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -28,14 +27,15 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.room import NoRoomError, Room, device_of
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.optimizer_ways import StatesOption
+from effcompile.proof.digests import Digests
 from effcompile.proof.spool import Spool
 from effcompile.proof.training import on_device, updates, verify
 from effcompile.proof.training.agreed import AGAIN, Proven
 from effcompile.proof.training.alive import alive_bytes
-from effcompile.proof.training.exact import in_float64, rounded_otherwise
 from effcompile.proof.training.in_parts import eager_in_parts, inseparable, without_dropout
 from effcompile.proof.training.kept import keep_times, known_times
-from effcompile.proof.training.lean import behind, lean, products_in_fp32
+from effcompile.proof.training.lean import products_in_fp32
+from effcompile.proof.training.original import Original
 from effcompile.proof.training.timed import timed
 from effcompile.runtime.training import TrainingExecutable, planned
 from effcompile.search.training.moved import RefutedError, host_use, too_coarse
@@ -93,21 +93,18 @@ def verified(
     room.tidy()  # what capture, pricing and the search left
     whole = plan.baseline.peak_bytes or 0
     refusal = room.refusal(int(_UNPLANNED * (whole - base)), whole) or _too_long(work, plan)
-    gradients = Spool(prepared.cut.host.folder)
-    runner.sink, runner.guarded = gradients.put, False
-    with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
-        found = _settled(
-            lambda: verify.run(step, work.model, work.leaves, gradients), runner, prepared.case, plan
-        )
+    proven = None if refusal is None else Proven.of(work, prepared, plan)
+    # where an update is to be made of the gradients, too, their hashes are not enough
+    hashed = proven is not None and proven.kept is not None and not originals and work.optimizer is None
+    folder = prepared.cut.host.folder
+    found, plan = _ran(work, prepared, runner, plan, Digests() if hashed else Spool(folder))
+    held = None if proven is None or originals else proven.held(found)
+    if hashed and held is None:  # they are others than that day: to be compared
+        found, plan = _ran(work, prepared, runner, plan, Spool(folder))
     room.tidy()
-    plan = replace(plan, notes=(*(n for n in plan.notes if not isinstance(n, HostUse)), *used))
-    original = _Original(
-        work=work, case=prepared.case, folder=prepared.cut.host.folder, room=room, refusal=refusal
-    )
-    proven = None if refusal is None else Proven.of(work, prepared, plan, found)
+    original = Original(work=work, case=prepared.case, folder=folder, room=room, refusal=refusal)
     wanted, loss, checks, notes = None, None, list[Check](), list[Reason]()
     try:
-        held = None if proven is None or originals else proven.held()
         if held is not None:
             checks, loss = held
             notes.append(AGAIN)
@@ -115,7 +112,7 @@ def verified(
             wanted = original.once({} if originals is None else originals)
             checks, loss = _checked(original, plan, runner, found, wanted), wanted.loss
             if proven is not None:
-                proven.keep(loss, checks)
+                proven.keep(found, loss, checks)
         if refusal is not None and products_in_fp32(work.model):
             notes.append(Because(_IN_FP32))
     except NoRoomError as error:
@@ -163,56 +160,21 @@ def verified(
     return Verified(_finished(work, runner, plan, states), excess(peak, plan.goal.memory), loss)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Original:
-    """The model's own step: as it is, or, where that does not fit (`refusal`), leanly."""
-
-    work: Work
-    case: Case
-    folder: str
-    room: Room
-    refusal: str | None
-
-    def run(self, step: Callable[[], torch.Tensor], name: str = "run the original step") -> verify.Result:
-        """The result, with its gradients put aside.
-
-        Raises:
-            NoRoomError: not even a lean run fits.
-        """
-        if self.refusal is None:
-            with self.work.progress.step(name):
-                return verify.run(step, self.work.model, self.work.leaves, Spool(self.folder))
-        gradients = Spool(self.folder, behind=behind(self.room.left()))
-        with (
-            self.work.progress.step(f"{name} leanly"),
-            lean(self.work.model, self.work.leaves, gradients, self.room),
-        ):
-            return replace(verify.run(step, self.work.model, self.work.leaves, gradients), peak_bytes=None)
-
-    def once(self, originals: dict[bool, verify.Result]) -> verify.Result:
-        """The step as the model takes it, as it was run before for another plan: no plan changes it.
-
-        Raises:
-            NoRoomError: as in `run`.
-        """
-        leanly = self.refusal is not None
-        if leanly not in originals:
-            originals[leanly] = self.run(self.work.eager_loss)
-        return originals[leanly]
-
-    def truth(self, wanted: verify.Result, peak_bytes: int) -> verify.Result | None:
-        """What tells rounding from an error: the step in float64, or where that does not fit, in 16 bits
-        rounded otherwise.
-        """
-        if (found := in_float64(self.work, self.room, wanted, peak_bytes)) is not None:
-            return found
-        with contextlib.suppress(NoRoomError), rounded_otherwise(self.work.model) as narrow:
-            if narrow:
-                return replace(
-                    self.run(self.work.eager_loss, "run the original step rounded otherwise"),
-                    named="eager's rounded otherwise",
-                )
-        return None
+def _ran(
+    work: Work, prepared: Prepared, runner: StepRunner, plan: Plan, gradients: Spool | Digests
+) -> tuple[verify.Result, Plan]:
+    """A planned step whose gradients are put aside; the plan says what it took of the host."""
+    runner.sink, runner.guarded = gradients.put, False
+    with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
+        found = _settled(
+            lambda: verify.run(
+                lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves, gradients
+            ),
+            runner,
+            prepared.case,
+            plan,
+        )
+    return found, replace(plan, notes=(*(n for n in plan.notes if not isinstance(n, HostUse)), *used))
 
 
 def _settled(run: Callable[[], verify.Result], runner: StepRunner, case: Case, plan: Plan) -> verify.Result:
@@ -262,7 +224,7 @@ def _alive(work: Work, prepared: Prepared, runner: StepRunner) -> int:
 
 
 def _checked(
-    original: _Original, plan: Plan, runner: StepRunner, found: verify.Result, wanted: verify.Result
+    original: Original, plan: Plan, runner: StepRunner, found: verify.Result, wanted: verify.Result
 ) -> list[Check]:
     """The checks of loss and gradients.
 
@@ -296,7 +258,7 @@ def _checked(
         raise inseparable(str(error)) from error
 
 
-def _compared(original: _Original, plan: Plan, found: verify.Result, wanted: verify.Result) -> Check:
+def _compared(original: Original, plan: Plan, found: verify.Result, wanted: verify.Result) -> Check:
     """Loss and gradients against eager's: the whole gradient where values are rounded, else each parameter's.
 
     Raises:

@@ -24,6 +24,7 @@ from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.figures import Check
 from effcompile.machine.room import device_of
+from effcompile.proof.digests import Digests
 from effcompile.proof.spool import Spool
 from effcompile.search.training.work import LeafInputs
 
@@ -62,7 +63,7 @@ def run(
     step: Callable[[], torch.Tensor],
     model: nn.Module,
     inputs: LeafInputs = _NO_LEAVES,
-    spool: Spool | None = None,
+    spool: Spool | Digests | None = None,
 ) -> Result:
     """One step from seed, with the model's gradients, buffers and the random generators put back afterwards.
 
