@@ -28,6 +28,7 @@ def median_seconds(
     budget: float = 0.15,
     settled: float = 0.0,
     before: Callable[[], object] | None = None,
+    warm: float | None = None,
 ) -> float:
     """Seconds of one warm call of `fn`: the median of the faster half of its samples.
 
@@ -43,11 +44,13 @@ def median_seconds(
         budget: seconds after which no further sample is started.
         settled: stop before, once twice as many samples give the same figure but for this share.
         before: run before each sample, which then is one call, and not timed.
+        warm: seconds of a warm call that has just been; none is made for that.
 
     At a pace (core/pace.py) samples count that were taken while the machine ran as it can.
     """
-    fn()
-    repeats, once = _repeats(fn)
+    if warm is None:
+        fn()
+    repeats, once = _repeats(fn, warm)
     if before is not None:
         repeats, once = 1, 0.0
     pace = current_pace()
@@ -133,9 +136,13 @@ def interleaved(
     return samples
 
 
-def _repeats(fn: Callable[[], object], floor: float = 20e-6) -> tuple[int, float]:
-    """(how often a callable must run for a sample to last at least `floor` seconds, seconds of one run)."""
-    start = perf_counter()
-    fn()
-    once = max(perf_counter() - start, 1e-8)
+def _repeats(fn: Callable[[], object], once: float | None, floor: float = 20e-6) -> tuple[int, float]:
+    """(how often a callable must run for a sample to last at least `floor` seconds, seconds of one run: of
+    one that was, or of one that is made).
+    """
+    if once is None:
+        start = perf_counter()
+        fn()
+        once = perf_counter() - start
+    once = max(once, 1e-8)
     return max(1, min(1000, round(floor / once))), once

@@ -228,8 +228,9 @@ def _seconds(
     if once >= budget:
         return min(once, first)
     if others is not None and touched * others.seconds_per_byte >= _SMALL * once:
-        return median_seconds(call, min_rounds=2, budget=_COLD * (budget - once), before=others.read)
-    return median_seconds(call, min_rounds=2, budget=budget - once, settled=SETTLED)
+        left = _COLD * (budget - once)
+        return median_seconds(call, min_rounds=2, budget=left, before=others.read, warm=once)
+    return median_seconds(call, min_rounds=2, budget=budget - once, settled=SETTLED, warm=once)
 
 
 def made_up(value: object) -> Value:

@@ -126,3 +126,14 @@ def test_figures_have_settled_when_each_is_that_of_its_first_half():
     steady, falling = [1.0, 1.5, 1.01, 1.0], [1.0, 1.0, 0.5, 0.5]
     assert have_settled([steady]) and not have_settled([steady, falling])
     assert have_settled([falling], share=1.0)
+
+
+def test_a_call_that_has_just_been_is_not_made_again(clock):
+    assert median_seconds(clock.work(1.0), min_rounds=6, budget=4.5, warm=1.0) == pytest.approx(1.0)
+    assert clock.now == pytest.approx(6.0)  # six samples
+    clock.now = 0.0
+    median_seconds(clock.work(1.0), min_rounds=9, budget=0.5, warm=1.0)
+    assert clock.now == pytest.approx(2.0)  # and what was said: three that count
+    calls = []
+    median_seconds(lambda: calls.append("call"), min_rounds=3, budget=0.0, warm=1e-6)
+    assert len(calls) == 3 * 20

@@ -397,11 +397,7 @@ def test_only_one_bound_by_memory_is_timed_on_values_that_others_pushed_out(
     asked, timed = order[:4], order[4:]
     assert asked == ["call", "call", "1048576 read", "1048576 read"]
     if read:
-        assert (
-            timed[:2] == ["call"] * 2
-            and set(timed[2::2]) == {"1048576 read"}
-            and set(timed[3::2]) == {"call"}
-        )
+        assert len(timed) >= 4 and set(timed[::2]) == {"1048576 read"} and set(timed[1::2]) == {"call"}
     else:
         assert set(timed) == {"call"}
 

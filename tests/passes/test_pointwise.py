@@ -21,10 +21,11 @@ from effcompile.ir.footprint import Footprint
 from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
+from effcompile.passes.training import pointwise
 from effcompile.passes.training.accumulate import accumulate_embeddings
 from effcompile.passes.training.base import Case, StepOutcome
 from effcompile.passes.training.forms import forms, reapplied, told
-from effcompile.passes.training.pointwise import Pointwise, fuse
+from effcompile.passes.training.pointwise import Fusion, Pointwise, fuse
 from effcompile.schedules.blocks import Blocks, split
 from effcompile.schedules.emit import emit
 from effcompile.schedules.into_blocks import cut_into_blocks
@@ -296,3 +297,24 @@ def test_gradients_of_a_sequences_steps_are_added_up_one_after_the_other() -> No
         return simulate(blocks, emit(blocks, blocks.decidable)).footprint.peak_bytes
 
     assert peak(fused) <= peak(step)
+
+
+def test_all_prices_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after each measurement it is asked what else the machine does; that of a kernel is weighed
+    against those of its own members.
+    """
+    monkeypatch.setattr(pointwise, "compile_together", lambda kernels: None)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first, second = ([graph.call_function(torch.relu, (x,)) for _ in range(n)] for n in (2, 3))
+    fusions = [Fusion(node=graph.call_function(torch.exp, (x,)), members=tuple(g)) for g in (first, second)]
+    seconds = {**dict.fromkeys(first, 1.0), **dict.fromkeys(second, 2.0)}
+    seconds |= {fusions[0].node: 2.0, fusions[1].node: 5.9}
+    asked: list[list[torch.fx.Node]] = []
+
+    def price(nodes: Sequence[torch.fx.Node]) -> list[float]:
+        asked.append(list(nodes))
+        return [seconds[node] for node in nodes]
+
+    assert pointwise._slow(fusions, price) == fusions[:1] and len(asked) == 1
+    assert pointwise._slow([], price) == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import ClassVar
 
 from torch import fx
@@ -185,9 +186,9 @@ def fuse(step: Step, refused: Collection[frozenset[str]] = ()) -> tuple[Step, tu
 def _slow(fusions: Sequence[Fusion], price: Price) -> list[Fusion]:
     """Kernels that take as long as their operators."""
     compile_together([fusion.node.target for fusion in fusions])  # type: ignore[misc]
-    together = price([fusion.node for fusion in fusions])
-    alone = [sum(price(fusion.members)) for fusion in fusions]
-    return [fusion for fusion, one, all_ in zip(fusions, together, alone, strict=True) if one >= all_]
+    # at once: before and after a measurement it is asked what the machine does
+    found = iter(price([node for fusion in fusions for node in (fusion.node, *fusion.members)]))
+    return [fusion for fusion in fusions if next(found) >= sum(islice(found, len(fusion.members)))]
 
 
 def _allowed(graph: fx.Graph) -> set[fx.Node]:
