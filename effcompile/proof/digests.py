@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 
 from torch import Tensor
@@ -18,26 +18,32 @@ class Digests(Mapping[str, Tensor | None]):
     """Hashes of tensors by name, taken as they are put; the tensors themselves are not there any more.
 
     Attributes:
-        seconds: that hashing took, in all.
-        whole: whether each had bytes to hash.
+        seconds: that waiting for hashes took, in all.
     """
 
     def __init__(self) -> None:
-        self._of: dict[str, bytes] = {}
-        self.seconds, self.whole = 0.0, True
+        self._of: dict[str, Future[bytes]] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, "effcompile-hash")  # they end with this
+        self.seconds = 0.0
 
     def put(self, name: str, value: Tensor | None) -> None:
-        """Hash a tensor; one of the same name is replaced."""
+        """Hash a tensor that may be changed from here on; one of the same name is replaced."""
         began = perf_counter()
-        try:
-            self._of[name] = digest(value)
-        except content.UNREADABLE:
-            self._of[name], self.whole = b"", False
+        self.put_kept(name, value)
+        self._of[name].exception()
         self.seconds += perf_counter() - began
 
+    def put_kept(self, name: str, value: Tensor | None) -> None:
+        """Have a tensor hashed, beside others, that nobody changes."""
+        self._of[name] = self._threads.submit(digest, value)
+
     def in_order(self) -> list[tuple[str, bytes]]:
-        """Name and hash of each, by name."""
-        return sorted(self._of.items())
+        """Name and hash of each, by name.
+
+        Raises:
+            content.UNREADABLE: a tensor had no bytes to hash.
+        """
+        return [(name, self._of[name].result()) for name in sorted(self._of)]
 
     def __getitem__(self, name: str) -> Tensor | None:
         raise TypeError(f"of {name!r} nothing but its hash was kept")

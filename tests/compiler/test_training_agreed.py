@@ -107,17 +107,17 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with every gradient of the head's weight: where it went to."""
     gone = list[str]()
 
-    def counted(kind: type[Spool] | type[Digests]) -> None:
-        own = kind.put
+    def counted(kind: type[Spool] | type[Digests], put: str) -> None:
+        own = getattr(kind, put)
 
         def noted(self: Any, name: str, value: Tensor | None) -> None:
             gone.extend([kind.__name__] * (name == "head.weight"))
             own(self, name, value)
 
-        monkeypatch.setattr(kind, "put", noted)
+        monkeypatch.setattr(kind, put, noted)
 
-    counted(Spool)
-    counted(Digests)
+    counted(Spool, "put")
+    counted(Digests, "put_kept")
     return gone
 
 
@@ -144,18 +144,18 @@ def test_a_planned_step_that_errs_since_is_found(monkeypatch: pytest.MonkeyPatch
     plan(*skips())
     seen = list[str]()
 
-    def spoil(kind: type[Spool] | type[Digests]) -> None:
-        own = kind.put
+    def spoil(kind: type[Spool] | type[Digests], put: str) -> None:
+        own = getattr(kind, put)
 
         def spoilt(self: Any, name: str, value: Tensor | None) -> None:
             first = name == "head.weight" and (kind.__name__ + name) not in seen
             seen.append(kind.__name__ + name)  # of the spools, the planned step's comes first
             own(self, name, value * 1.01 if first and value is not None else value)
 
-        monkeypatch.setattr(kind, "put", spoilt)
+        monkeypatch.setattr(kind, put, spoilt)
 
-    spoil(Digests)
-    spoil(Spool)
+    spoil(Digests, "put_kept")
+    spoil(Spool, "put")
     put.clear()
     with pytest.raises(VerificationError, match="largest at head"):
         plan(*skips())
@@ -167,12 +167,12 @@ def test_a_planned_step_that_rounds_otherwise_since_is_compared(
 ) -> None:
     """It is not that day's to the bit, and right."""
     plan(*skips())
-    own = Digests.put
+    own = Digests.put_kept
 
     def rounded(self: Digests, name: str, value: Tensor | None) -> None:
         own(self, name, None if value is None else value * (1 + 1e-6))
 
-    monkeypatch.setattr(Digests, "put", rounded)
+    monkeypatch.setattr(Digests, "put_kept", rounded)
     put.clear()
     again = plan(*skips())
     assert agreed.AGAIN not in again.notes and again.checks[0].passed and leanly == ["run", "run"]

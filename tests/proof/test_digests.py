@@ -37,14 +37,25 @@ def test_other_content_has_another_hash(other: torch.Tensor | None) -> None:
 def test_a_name_put_again_is_replaced_and_no_tensor_is_given_out() -> None:
     found = of(x=torch.ones(2))
     found.put("x", torch.zeros(2))
-    assert found.in_order() == of(x=torch.zeros(2)).in_order() and found.whole
+    assert found.in_order() == of(x=torch.zeros(2)).in_order()
     with pytest.raises(TypeError, match="nothing but its hash"):
         found["x"]
 
 
-def test_what_has_no_bytes_to_read_is_said_not_raised_while_a_step_runs() -> None:
+def test_what_is_put_may_be_changed_and_what_is_kept_is_hashed_beside_others() -> None:
+    found, kept, value = Digests(), Digests(), torch.randn(1 << 18)
+    for number in range(8):
+        kept.put_kept(str(number), value + number)
+        found.put(str(number), changed := value + number)
+        changed.zero_()
+    assert found.in_order() == kept.in_order() and found.seconds > 0 == kept.seconds
+
+
+def test_what_has_no_bytes_to_read_is_not_raised_while_a_step_runs() -> None:
     found = of(x=torch.eye(3).to_sparse(), y=torch.ones(1))
-    assert not found.whole and "x" in found
+    assert "x" in found
+    with pytest.raises(content.UNREADABLE):
+        found.in_order()
 
 
 def test_several_at_a_time_are_each_ones_hash_in_order() -> None:

@@ -170,12 +170,12 @@ def _results(found: verify.Result) -> str | None:
     gradients = found.gradients
     try:
         if isinstance(gradients, Digests):
-            each = gradients.in_order() if gradients.whole else None
+            each = gradients.in_order()
         else:
             names = sorted(gradients)
             read = gradients.mapped if isinstance(gradients, Spool) else gradients.__getitem__
             each = list(zip(names, digests(map(read, names)), strict=True))
-        return None if each is None else hashlib.sha256(repr((digest(found.loss), each)).encode()).hexdigest()
+        return hashlib.sha256(repr((digest(found.loss), each)).encode()).hexdigest()
     except content.UNREADABLE:
         return None
 

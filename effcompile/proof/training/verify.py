@@ -91,9 +91,10 @@ def run(
             gradients = {name: tensor.grad for name, tensor in differentiated(model, inputs)}
         else:
             gradients = spool
+            put = spool.put_kept if isinstance(spool, Digests) else spool.put
             for name, tensor in differentiated(model, inputs):
                 if tensor.grad is not None or name not in spool:
-                    spool.put(name, tensor.grad)
+                    put(name, tensor.grad)
                 tensor.grad = None
         return Result(
             loss=loss, gradients=gradients, peak_bytes=libraries + peak(), seconds=spent, reserved=reserved()
