@@ -166,10 +166,12 @@ class Interrupted(nn.Module):
 
 
 @pytest.fixture
-def crowded_lean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lean step that puts all aside, and behind."""
+def before(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Lean steps put all aside, and behind; the files without a name that were open before them."""
     for name, value in (("_LOOK_AFTER", 1), ("_SHORT", 2.0), ("_AMPLE", 3.0), ("_MOST_BEHIND", 1 << 16)):
         monkeypatch.setattr(lean_module, name, value)
+    gc.collect()
+    return unlinked_files()
 
 
 def lean_step(model: nn.Module) -> verify.Result:
@@ -178,29 +180,32 @@ def lean_step(model: nn.Module) -> verify.Result:
         return verify.run(lambda: model(x), model, spool=gradients)
 
 
-@pytest.mark.usefixtures("crowded_lean")
-def test_a_lean_step_that_writes_behind_is_the_models_own() -> None:
+def test_a_lean_step_that_writes_behind_is_the_models_own(before: set[str]) -> None:
     model, x = Interrupted(None), torch.linspace(-1, 1, 640).view(10, 64)
     found, wanted = lean_step(model), verify.run(lambda: model(x), model)
     check = verify.compare(found, wanted, None)
-    assert check.passed and check.error == 0
+    assert (
+        check.passed
+        and check.error == 0
+        and (unlinked_files() - before or not os.path.isdir("/proc/self/fd"))
+    )
     del found
-    assert_nothing_is_left()
+    assert_nothing_is_left(before)
 
 
-@pytest.mark.usefixtures("crowded_lean")
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug of the model")])
-def test_of_a_lean_step_that_ends_early_nothing_is_left(error: BaseException) -> None:
+def test_of_a_lean_step_that_ends_early_nothing_is_left(error: BaseException, before: set[str]) -> None:
     model = Interrupted(error)
     with pytest.raises(type(error)):
         lean_step(model)
     assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
-    assert_nothing_is_left()
+    assert_nothing_is_left(before)
 
 
-@pytest.mark.usefixtures("crowded_lean")
 @pytest.mark.parametrize("writes", [0, 3, 12, 20])
-def test_a_lean_step_on_a_full_disk_says_so(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lean_step_on_a_full_disk_says_so(
+    writes: int, before: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the forward, in the backward, or when a gradient is read."""
     done, write = list[int](), os.pwrite
 
@@ -217,16 +222,19 @@ def test_a_lean_step_on_a_full_disk_says_so(writes: int, monkeypatch: pytest.Mon
 
     with pytest.raises(NoRoomError, match="No space left"):
         run()
-    assert_nothing_is_left()
+    assert_nothing_is_left(before)
 
 
-def assert_nothing_is_left() -> None:
+def unlinked_files() -> set[str]:
+    """What this process has open that has no name any more, as a spool's file."""
+    folder = "/proc/self/fd"
+    links = [os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else ())]
+    return {target for link in links if os.path.islink(link) and "(deleted)" in (target := os.readlink(link))}
+
+
+def assert_nothing_is_left(before: set[str]) -> None:
     """No thread that writes, and no file."""
     gc.collect()
     for thread in writers():
         thread.join(10)
-    assert not writers()
-    folder = "/proc/self/fd"
-    if os.path.isdir(folder):
-        links = [os.path.join(folder, name) for name in os.listdir(folder)]
-        assert not [link for link in links if os.path.islink(link) and "effcompile-" in os.readlink(link)]
+    assert not writers() and unlinked_files() <= before
