@@ -62,12 +62,14 @@ template <int BITS>
 struct Linear {
     static constexpr int PIECES = BITS;  // of a block
     // One row reads the weight once, from several places at once, which memory answers faster (Zen 3, bytes a second by those of a plain
-    // read: 4 bits 0.88 from one place, 1.06 from two; 8 bits 1.00 and from four 1.06; four of 4 bits are too many for the registers).
-    // Zen 4, 8 bits, GB/s: from one 21, two 25, four 21.
-    static constexpr int STREAMS = BITS == 4 || FAR ? 2 : 4;
+    // read: 4 bits 0.88 from one place, 1.06 from two; 8 bits 1.00 and from four 1.06; four of 4 bits are too many for 16 registers).
+    // Zen 4, 8 bits, GB/s: from one 21, two 25, four 21. A Xeon with AMX, 4 bits, least ms of a step on two threads: from one 13.7, two 11.1,
+    // four 9.8; in another run three 10.3, four 9.9, six 10.9, eight 10.2.
+    static constexpr int STREAMS = FAR || (BITS == 4 && W < 16) ? 2 : 4;
     // Bytes that are asked for before they are read: a page's end stops the processor's own prefetching. (Zen 4, 4 bits, GB/s: 576 bytes
-    // 26, 1152 29, 2304 32, 3072 32; 8 bits 1152 24, 2304 22. A Xeon with AMX read at 0.88 of memory's speed with 1126, 0.76 with 4096.)
-    static constexpr int AHEAD = BITS == 4 ? FAR ? 2304 : 576 : 1152;
+    // 26, 1152 29, 2304 32, 3072 32; 8 bits 1152 24, 2304 22. A Xeon with AMX, 4 bits from four places, least ms of a step: 576 bytes 10.3,
+    // 1152 9.8, 2304 9.9, 4608 10.2.)
+    static constexpr int AHEAD = BITS == 4 && FAR ? 2304 : BITS == 4 && W < 16 ? 576 : 1152;
 
     int64_t m, n, groups;
     const uint8_t* weight;  // [N / LANES][groups][block_bytes]
@@ -189,11 +191,12 @@ struct Linear {
             for (int v = 0; v < PER_LANES; v++) write(i, (p + s * apart) * LANES + v * W, sums[s][v]);
     }
 
-    // Of one row: panels by STREAMS, and the rest one by one.
-    int64_t tasks_of_a_row(int64_t panels) const { return panels / STREAMS + panels % STREAMS; }
-    void task_of_a_row(int64_t task, int64_t panels) const {
-        const int64_t apart = panels / STREAMS;
-        task < apart ? streams(0, task, apart) : tile<1, PER_LANES>(0, (STREAMS * apart + task - apart) * LANES);
+    // Of one row: panels by STREAMS, and the rest one by one; all of them where threads are more than such tasks.
+    int64_t apart(int64_t panels, int64_t threads) const { return panels / STREAMS < threads ? 0 : panels / STREAMS; }
+    int64_t tasks_of_a_row(int64_t panels, int64_t threads) const { return panels - (STREAMS - 1) * apart(panels, threads); }
+    void task_of_a_row(int64_t task, int64_t panels, int64_t threads) const {
+        const int64_t between = apart(panels, threads);
+        task < between ? streams(0, task, between) : tile<1, PER_LANES>(0, (task + (STREAMS - 1) * between) * LANES);
     }
 
     __attribute__((noinline)) void write(int64_t row, int64_t from, V z) const {
@@ -233,8 +236,8 @@ extern "C" void group_linear(const float* x, int64_t ldx, int64_t m, int64_t k, 
     const int64_t groups = (k + GROUP - 1) / GROUP, panels = (n + LANES - 1) / LANES, chunks = (m + chunk - 1) / chunk;
     const Linear<4> four{m, n, groups, weight, bias, (int)after, codes, x_scales, offsets, y};
     const Linear<8> eight{m, n, groups, weight, bias, (int)after, codes, x_scales, offsets, y};
-    const int64_t of_a_row = bits == 4 ? four.tasks_of_a_row(panels) : eight.tasks_of_a_row(panels);
-    const int64_t tasks = m == 1 ? of_a_row : chunks * panels, at_once = std::max<int64_t>(1, tasks / (8 * threads));
+    const int64_t of_a_row = bits == 4 ? four.tasks_of_a_row(panels, threads) : eight.tasks_of_a_row(panels, threads);
+    const int64_t tasks = m == 1 ? of_a_row : chunks * panels;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
@@ -244,11 +247,12 @@ extern "C" void group_linear(const float* x, int64_t ldx, int64_t m, int64_t k, 
             const int32_t by_128 = quantize(here, std::min<int64_t>(GROUP, k - from), GROUP, codes + i * GROUP, x_scales + i);
             offsets[i] = bits == 4 ? by_128 / 16 : by_128;
         }
-#pragma omp for schedule(dynamic, at_once)
+        // threads read on from where they are, and end at once
+#pragma omp for schedule(guided)
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t c = task / panels, p = task % panels, top = c * chunk, bottom = std::min(m, (c + 1) * chunk);
             if (m == 1)
-                bits == 4 ? four.task_of_a_row(task, panels) : eight.task_of_a_row(task, panels);
+                bits == 4 ? four.task_of_a_row(task, panels, threads) : eight.task_of_a_row(task, panels, threads);
             else if (bits == 4)
                 four.panel(p, top, bottom);
             else
