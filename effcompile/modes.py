@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import threading
 
-import torch
 from torch import nn
 
 from effcompile import compiler
@@ -45,11 +44,9 @@ def carry_out(
         if request.goal.mode == "generation":
             return generating().optimize_generation(model, args, kwargs, **request.whole)
         if request.training:
-            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                # the steps that it runs draw dropout, too
-                if request.mesh is not None:
-                    return compiler.optimize_on_ranks(model, args, kwargs, **request.whole)
-                return compiler.optimize_training(model, args, kwargs, hold=hold, **request.whole)
+            if request.mesh is not None:
+                return compiler.optimize_on_ranks(model, args, kwargs, **request.whole)
+            return compiler.optimize_training(model, args, kwargs, hold=hold, **request.whole)
         return compiler.optimize(model, args, kwargs, **request.whole)
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.timing import faster_half_median
 
-__all__ = ["BLOCK", "current", "place_of", "rounded", "seconds"]
+__all__ = ["BLOCK", "current", "place_of", "rounded", "seconds", "undrawn"]
 
 #: torch's CUDA allocator gives out memory in multiples of so many bytes (kMinBlockSize in
 #: c10/core/CachingDeviceAllocator.h).
@@ -45,6 +45,14 @@ def place_of(model: nn.Module | None, *inputs: object) -> torch.device:
 def current(place: torch.device) -> AbstractContextManager[object]:
     """Within it, a GPU is the current device; nothing for other places."""
     return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
+
+
+def undrawn() -> AbstractContextManager[object]:
+    """After it torch's generators, the CPU's and those of GPUs at work, are as they were before it: how much
+    was drawn within goes by what was timed and kept, and a script that is seeded goes on from its seed.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices=devices)
 
 
 def rounded(nbytes: int) -> int:

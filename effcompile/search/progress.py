@@ -81,7 +81,8 @@ def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates an entry point that takes a model, its inputs and `progress`: only EffcompileErrors leave it,
     whatever step they come from.
 
-    Within it the GPU that the model lies on is the current device.
+    Within it the GPU that the model lies on is the current device, and random numbers that it draws are the
+    user's again afterwards.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -90,7 +91,7 @@ def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             progress = kwargs.get("progress", QUIET)
             kwargs["progress"] = _Staged(progress)  # type: ignore[arg-type]
             place = gpu.place_of(*args[:3])  # type: ignore[arg-type]  # model, args, kwargs
-            with stage(name), planning(), building(), reading_once(), gpu.current(place):
+            with stage(name), planning(), building(), reading_once(), gpu.current(place), gpu.undrawn():
                 return function(*args, **kwargs)
 
         return run

@@ -4,6 +4,8 @@ own.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 import effcompile
-from effcompile.core.errors import InternalError, UsageError
+from effcompile.core.errors import CaptureError, InternalError, UsageError
 from effcompile.search.progress import Progress, entry
 
 
@@ -46,6 +48,22 @@ def test_what_it_raises_of_a_count_is_its_own_and_what_a_step_raises_is_not() ->
         task(nn.Identity(), counts=True, progress=Cancelling())
     with pytest.raises(InternalError, match="failed at the stage 'a step'"):
         task(nn.Identity(), counts=False, progress=Cancelling())
+
+
+class Noisy(nn.Module):
+    """Draws random numbers at each call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("plans", [effcompile.plan, effcompile.optimize])
+def test_what_is_drawn_is_as_if_nothing_were_planned(plans: Callable[..., object]) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with contextlib.suppress(CaptureError):  # what answers otherwise at each call is not carried out
+        plans(Noisy().eval(), inputs=torch.ones(2, 4), target="cpu-generic", backend="torch-eager")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("given", [1, "yes", None, print])
