@@ -10,14 +10,13 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from effcompile.core.errors import CaptureError
-from effcompile.core.stages import first_line
+from effcompile.core.stages import causes, first_line
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(torch.__file__)
@@ -131,7 +130,7 @@ def place_of(error: BaseException, model: nn.Module | None = None) -> str:
     """
     frames = [
         frame
-        for one in _chain(error)
+        for one in causes(error)
         for frame in traceback.extract_tb(one.__traceback__)
         if _is_users(frame.filename)
     ]
@@ -168,16 +167,6 @@ def _takes_gradient(model: nn.Module) -> str | None:
             if file and _is_users(file) and _TAKES_GRADIENT.search(line):
                 return f"{file}:{number} ({line.strip()})"
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what caused it, outermost first."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
 
 
 def _is_users(filename: str) -> bool:

@@ -31,7 +31,7 @@ from effcompile.capture.training_outputs import OutputLayout, check_loss
 from effcompile.core import torch_compat, torch_compat_aot, torch_compat_export
 from effcompile.core.errors import CaptureError, EffcompileError, InputsError
 from effcompile.core.reasons import Because, Reason
-from effcompile.core.stages import first_line
+from effcompile.core.stages import causes, first_line
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.resident import resident_bytes
 from effcompile.ir.roles import Entering
@@ -285,11 +285,9 @@ def through_dynamo(step: Step) -> bool:
 
 def _raise_ours(error: BaseException) -> None:
     """Raise the effcompile error that the traced forward ran into, if that is what torch wraps."""
-    seen: BaseException | None = error
-    while seen is not None:
+    for seen in causes(error):
         if isinstance(seen, EffcompileError):
             raise seen
-        seen = seen.__cause__ or seen.__context__
 
 
 def _run_eager(subject: _Subject) -> None:

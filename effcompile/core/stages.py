@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 from effcompile.core.errors import EffcompileError, InternalError
 
@@ -21,6 +23,31 @@ AROUND = (
 _SHORT = re.compile(
     r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory", re.IGNORECASE
 )
+
+#: What the caller was handling when effcompile was entered.
+_BEFORE: ContextVar[BaseException | None] = ContextVar("before", default=None)
+
+
+@contextlib.contextmanager
+def entered() -> Iterator[None]:
+    """Within, `causes` end before what is being handled now, to which Python chains whatever is raised: a
+    refused call is answered by planning again, and users plan again in an `except`, too.
+    """
+    token = _BEFORE.set(sys.exc_info()[1])
+    try:
+        yield
+    finally:
+        _BEFORE.reset(token)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what caused it, outermost first."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen and current is not _BEFORE.get():
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 @contextlib.contextmanager

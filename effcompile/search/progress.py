@@ -11,7 +11,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from effcompile.core import gpu
 from effcompile.core.building import building
 from effcompile.core.errors import UsageError
-from effcompile.core.stages import first_line, stage
+from effcompile.core.stages import entered, first_line, stage
 from effcompile.estimate.kept import reading_once
 from effcompile.machine.room import planning
 
@@ -91,7 +91,10 @@ def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             progress = kwargs.get("progress", QUIET)
             kwargs["progress"] = _Staged(progress)  # type: ignore[arg-type]
             place = gpu.place_of(*args[:3])  # type: ignore[arg-type]  # model, args, kwargs
-            with stage(name), planning(), building(), reading_once(), gpu.current(place), gpu.undrawn():
+            with (
+                entered(), stage(name), planning(), building(), reading_once(),
+                gpu.current(place), gpu.undrawn(),
+            ):  # fmt: skip
                 return function(*args, **kwargs)
 
         return run

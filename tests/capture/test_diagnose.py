@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import effcompile
 from effcompile.capture.training import capture_training
-from effcompile.core.errors import CaptureError
+from effcompile.core.errors import CaptureError, InfeasibleError
+from effcompile.core.goal import Mode
 
 
 class Dropping(nn.Module):
@@ -85,3 +87,34 @@ def test_a_loss_of_selected_labels_is_to_be_given_beside_the_model() -> None:
     with pytest.raises(CaptureError) as refused:
         capture_training(ByLabels().train(), (torch.randn(2, 3, 4), torch.tensor([[1, 2], [3, -100]])))
     assert "loss=lambda outputs, inputs: F.ctc_loss" in str(refused.value).partition("Mend it:")[2]
+
+
+class Halving(nn.Module):
+    """Its gradient is written in Python, by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.register_full_backward_hook(lambda module, below, above: (below[0] / 2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x)).square().mean()
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "said"),
+    [(Halving(), "training", "BackwardHookFunction"), (Branching(), "inference", "x.sum()")],
+)
+def test_what_the_caller_was_handling_is_no_cause(model: nn.Module, mode: Mode, said: str) -> None:
+    """Planning again stands in an `except`: of `on_change="replan"`, and of users with another budget."""
+    try:
+        raise InfeasibleError("nothing fits")
+    except InfeasibleError:
+        with pytest.raises(CaptureError) as refused:
+            effcompile.plan(model.train(mode == "training"), inputs=torch.randn(2, 4), mode=mode)
+    assert said in str(refused.value) and "nothing fits" not in str(refused.value)
