@@ -9,12 +9,14 @@ import torch
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
+from effcompile.core.floats import in_fp32
 
 #: Columns of the probe: enough for every kernel's inner loop.
 _K = 128
 
 
 @cache
+@in_fp32()
 def products_saturate() -> bool:
     """Whether sums of two u8 × s8 products are cut at 16 bits, as the instructions of processors without VNNI
     do (vpmaddubsw).

@@ -131,7 +131,7 @@ def read_bandwidth(nbytes: int = 2**28) -> float:
     """
     import torch
 
-    buffer = torch.ones(nbytes // 4)
+    buffer = torch.ones(nbytes // 4, dtype=torch.float32)
     return nbytes / _best_seconds(lambda: buffer.sum())
 
 
@@ -139,7 +139,7 @@ def matmul_peak(size: int = 768) -> float:
     """FLOP/s of torch's fp32 product of two square matrices, all threads."""
     import torch
 
-    a = torch.randn(size, size)
+    a = torch.randn(size, size, dtype=torch.float32)
     with torch.no_grad():
         return 2.0 * size**3 / _best_seconds(lambda: a @ a)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from effcompile.core.errors import LoweringError, UsageError
+from effcompile.core.floats import in_fp32
 from effcompile.machine.instructions import best_isa
 from effcompile.machine.native import compiled, library
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
@@ -87,6 +88,7 @@ def onnxruntime_library() -> Path:
     return compiled(_ORT_SOURCE, defines, "avx512" if isa == "avx512_bf16" else isa)
 
 
+@in_fp32()
 def _built(dtype: torch.dtype, block: int, isa: str) -> Kernels | str:
     try:
         made = Kernels(KernelForm.of(dtype, block, isa), isa)

@@ -123,7 +123,9 @@ class AttentionRows:
     ) -> Tensor:
         """The same of tensors that `told` is of."""
         batch, heads, queries, wide = told[0], told[1], told[3], told[6]
-        made = torch.empty_strided((batch, heads, queries, wide), (*told[16:19], 1))
+        made = torch.empty_strided(
+            (batch, heads, queries, wide), (*told[16:19], 1), dtype=torch.float32, device="cpu"
+        )
         scratch = torch.empty(self.room(told), dtype=torch.uint8, device="cpu")
         self.calls[query.dtype](
             query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),

@@ -97,7 +97,7 @@ def encode(weight: Tensor, form: str) -> Tensor:
 
 def _nf4_codes(values: Tensor) -> Tensor:
     """The nearest levels, two a byte."""
-    levels = torch.tensor(_LEVELS, device=values.device)
+    levels = torch.tensor(_LEVELS, dtype=torch.float32, device=values.device)
     nearest = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2).clamp_(max=15).to(torch.uint8)
     return nearest[:, 0::2] | nearest[:, 1::2] << 4
 
@@ -121,7 +121,7 @@ def _piece(device: torch.device) -> int:
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """Byte → its two levels."""
-    levels = torch.tensor(_LEVELS, device=device)
+    levels = torch.tensor(_LEVELS, dtype=torch.float32, device=device)
     return torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)
 
 

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from effcompile.core.errors import LoweringError
+from effcompile.core.floats import in_fp32
 
 POINTER, ARGUMENT = ctypes.c_void_p, ctypes.c_int64
 #: Bytes of a cache line, by which scratch is moved to begin with one.
@@ -40,6 +41,7 @@ class Checked(Protocol):
 K = TypeVar("K", bound=Checked)
 
 
+@in_fp32()
 def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
     """The first that can be made and is right, of an instruction set and why better ones are not used; or why
     there is none.

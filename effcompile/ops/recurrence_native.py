@@ -52,7 +52,7 @@ class RecurrenceKernels:
         """See `short_conv_by_torch`."""
         x, weight, state = _rows(x), weight.contiguous(), state.contiguous()
         batch, tokens, channels = x.shape
-        made, after = torch.empty((batch, tokens, channels)), torch.empty_like(state)
+        made, after = x.new_empty((batch, tokens, channels)), torch.empty_like(state)
         self._conv(
             x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), state.data_ptr(),
             made.data_ptr(), after.data_ptr(),
@@ -75,7 +75,7 @@ class RecurrenceKernels:
         x, dt, b, c = (_rows(each) for each in (x, dt, b, c))
         a, state = a.contiguous(), state.contiguous()
         rows, groups = (1, 1) if x.dim() == 3 else (x.shape[3], b.shape[2])
-        made, after = torch.empty(x.shape), torch.empty_like(state)
+        made, after = x.new_empty(x.shape), torch.empty_like(state)
         strides = (stride for each in (x, dt, b, c) for stride in each.stride()[:2])
         self._space(
             *(each.data_ptr() for each in (x, dt, a, b, c)), None if d is None else d.data_ptr(),
@@ -91,7 +91,7 @@ class RecurrenceKernels:
         """See `delta_rule_by_torch`."""
         q, k, v, g, beta = (_rows(each) for each in (q, k, v, g, beta))
         state = state.contiguous()
-        made, after = torch.empty(v.shape), torch.empty_like(state)
+        made, after = v.new_empty(v.shape), torch.empty_like(state)
         strides = (stride for each in (q, k, v, g, beta) for stride in each.stride()[:2])
         self._rule(
             *(each.data_ptr() for each in (q, k, v, g, beta, state, made, after)),

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from effcompile.core.errors import LoweringError, UsageError
+from effcompile.core.floats import in_fp32
 from effcompile.ops.devices import one_device
 from effcompile.ops.states8_native import CompiledAdam8
 
@@ -111,6 +112,7 @@ def compiled_adam8() -> CompiledAdam8 | None:
     return kernel if all(_agrees(kernel, dtype) for dtype in (torch.float32, torch.bfloat16)) else None
 
 
+@in_fp32()
 def _agrees(kernel: CompiledAdam8, dtype: torch.dtype) -> bool:
     """Whether two steps of it leave what torch's do, up to rounding: a code at a tie may be the next one."""
     table = torch.linspace(-1, 1, BLOCK).sign() * torch.linspace(-1, 1, BLOCK).square()

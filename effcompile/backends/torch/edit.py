@@ -169,7 +169,7 @@ class _Editor:
                 # numbers would stand in the code, which is compiled once for each layer then, and not for all
                 apart = self.compiled and dtype_of(x) == torch.float32
                 held = [
-                    self.constant(torch.full(shape_of(x)[-1:], value)) if apart else value
+                    self.constant(torch.full(shape_of(x)[-1:], value, dtype=dtype_of(x))) if apart else value
                     for value in (1.0 / scale, float(zero))
                 ]
                 self._quantized[x, kind] = (*self.inline(numerics.quantize_with, x, *held), scale, zero)

@@ -25,6 +25,7 @@ from effcompile.backends.torch.measure_linears import (
     quantizers,
 )
 from effcompile.core import gpu
+from effcompile.core.floats import in_fp32
 from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.torch_compat_inductor import built_later, compiling
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
@@ -51,7 +52,7 @@ def measure(call: KernelCall, engine: str, *, device: str | None = None) -> floa
         return None if many is None else many / times
     held, make = call.format, _KERNELS.get(call.kernel)
     inductor = compiling() if engine == "inductor" else contextlib.nullcontext()
-    with torch.no_grad(), torch.device(device), inductor:
+    with torch.no_grad(), torch.device(device), inductor, in_fp32():
         if engine == "inductor" and device == "cpu":
             _build_ahead(_built_with(call), torch.get_num_threads())
         if call.kernel in SPARSE:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from effcompile.backends.torch.regions import FEW
 from effcompile.core import torch_compat
+from effcompile.core.floats import in_fp32
 from effcompile.machine import huge_pages
 from effcompile.ops import fp32_linear
 from effcompile.ops.fp32_linear import HeldFloats
@@ -74,6 +75,7 @@ def product(way: Packing, x: Tensor, held: Tensor, bias: Tensor) -> Tensor:
 
 
 @functools.cache
+@in_fp32()
 def _fastest(m: int, k: int, n: int, threads: int, ways: tuple[Packing, ...]) -> Packing:
     with torch.no_grad(), torch.device("cpu"):
         x, bias = torch.ones(m, k), torch.ones(n)
