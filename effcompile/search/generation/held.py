@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from effcompile.backends.torch.in_place import narrowable
 from effcompile.capture.generation import GenerationStep
 from effcompile.core.cost import Cost, Provenance
@@ -20,6 +22,7 @@ from effcompile.ir.formats import BF16, FP32, ROWS_INT4_GROUPS, TABLE_INT8_ROWS,
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import shape_of
 from effcompile.machine.target import Target
+from effcompile.ops.cached_attention import FEW, scratch_floats
 from effcompile.passes import Choice, Option
 from effcompile.search.generation.cache_errors import leaf_errors
 from effcompile.search.generation.text import CalibrationText
@@ -89,13 +92,13 @@ def cache_choices(
         return ()
     errors = leaf_errors(model, step, texts, [leaf.name for leaf in leaves])
     heads = max(shape_of(each.node.args[0])[1] for each in attentions(step.program))  # type: ignore[arg-type]
-    queries = heads * min(chunk, goal.tokens[0])
+    most = min(chunk, goal.tokens[0])
     return tuple(
         Choice(
             site=leaf.site,
             kind=CACHE,
             baseline=FORMS[""].name,
-            options=tuple(_options(leaf, leaves, goal, target, errors, queries)),
+            options=tuple(_options(leaf, leaves, goal, target, errors, heads, most)),
         )
         for leaf in leaves
     )
@@ -107,7 +110,8 @@ def _options(
     goal: Goal,
     target: Target,
     errors: Mapping[tuple[str, str], float],
-    queries: int,
+    heads: int,
+    most: int,
 ) -> Iterator[Option]:
     """A GPU's kernels read keys and values of one form, and none in 4 bits."""
     context, prompt, new = goal.tokens
@@ -121,12 +125,28 @@ def _options(
         cost = Cost(
             seconds=-new * (bytes_of(leaf, middle) - bytes_of(narrow, middle)) / target.memory_bandwidth,
             bytes_kept=bytes_of(narrow, context),
-            bytes_transient=_widened(narrow, context, goal.batch, queries),
+            bytes_transient=beside_rows(narrow, context, goal.batch, heads, most),
             error_squared=errors[leaf.name, dtype] if dtype else 0.0,
             provenance=Provenance.MODELLED,
         )
         together = target.device == "cuda" and leaf.name < beside.name
         yield Option(form=form, cost=cost, by=CACHE, requires={beside.site: (form.name,)} if together else {})
+
+
+def beside_rows(leaf: CacheLeaf, context: int, batch: int, heads: int, most: int) -> int:
+    """Bytes that an attention takes for an instant beside these rows: of few queries as the kernel does, or
+    of as many tokens as are read at once.
+
+    `heads`: of queries.
+    """
+    if not leaf.held:
+        return 0
+    groups, few = leaf.shape[0], min(FEW, most)
+    own = scratch_floats(
+        batch * groups, -(-heads // groups) * few, leaf.rows(context), leaf.shape[-1],
+        torch.get_num_threads(), narrow=True,
+    )  # fmt: skip
+    return max(4 * own, _widened(leaf, context, batch, heads * most))
 
 
 def _widened(leaf: CacheLeaf, context: int, batch: int, queries: int) -> int:
@@ -135,7 +155,7 @@ def _widened(leaf: CacheLeaf, context: int, batch: int, queries: int) -> int:
     """
     heads, width = leaf.shape[0], leaf.shape[-1]
     made = 4 * (queries // heads) * width if heads > 1 else 0
-    return batch * (8 * leaf.rows(context) * width + max(made, leaf.rows(context) * width)) * bool(leaf.held)
+    return batch * (8 * leaf.rows(context) * width + max(made, leaf.rows(context) * width))
 
 
 def _narrowable(step: GenerationStep) -> list[CacheLeaf]:

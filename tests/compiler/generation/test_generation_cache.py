@@ -19,10 +19,14 @@ from torch import fx, nn
 import effcompile
 from effcompile.backends.torch.in_place import in_place
 from effcompile.core.errors import FormatError, LoweringError
+from effcompile.core.torch_compat_memory import watched_memory
 from effcompile.core.types import Kwargs
-from effcompile.ir.cache import CacheLayout
+from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 from effcompile.ir.formats import W4, Form
 from effcompile.ir.plan import Plan
+from effcompile.ops.cache_rows import into
+from effcompile.ops.cached_attention import cached_attention
+from effcompile.search.generation.held import beside_rows
 
 CONTEXT = 64
 
@@ -263,3 +267,25 @@ def test_a_memory_is_kept_where_a_prompt_fills_the_context(llama: nn.Module) -> 
     memory = smallest.predicted.peak_bytes + 40_000
     executable = effcompile.optimize(llama, TEXT, memory=memory, **GIVEN)
     assert cache_of(executable.plan)[0] != {"fp32"} and executable.plan.measured.peak_bytes <= memory
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("context", [5, 70, 900])
+@pytest.mark.parametrize("held", ["bfloat16", "int8", "uint8"])
+def test_a_call_of_few_tokens_holds_no_more_beside_its_rows_than_is_foreseen(
+    held: str, context: int, threads: int
+) -> None:
+    """What threads hold of narrow rows grows with them, and a short context has nothing that is larger."""
+    leaf = CacheLeaf(name="layers.0.keys", layer=0, growth=Growth.FULL, shape=(2, 64)).narrowed(held)
+    rows = into(torch.randn(1, 2, context, 64), dtype := getattr(torch, held)).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        foreseen = beside_rows(leaf, context, 1, 8, 512)
+        for tokens in (1, 8):
+            query = torch.randn(1, tokens, 8, 64).transpose(1, 2)
+            with watched_memory("cpu") as peak:
+                made = cached_attention(query, rows, rows, None, 0.3)
+            assert peak() - made.nbytes <= foreseen
+    finally:
+        torch.set_num_threads(before)
