@@ -284,6 +284,7 @@ def test_a_call_of_few_tokens_holds_no_more_beside_its_rows_than_is_foreseen(
         foreseen = beside_rows(leaf, context, 1, 8, min(context, 512))
         for tokens in (1, min(context, 8)):
             query = torch.randn(1, tokens, 8, 64).transpose(1, 2)
+            cached_attention(query, rows, rows, None, 0.3)  # kernels are compared at their first call
             with watched_memory("cpu") as peak:
                 made = cached_attention(query, rows, rows, None, 0.3)
             assert peak() - made.nbytes <= foreseen
