@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -134,7 +135,8 @@ def export_guards(exported: torch.export.ExportedProgram) -> tuple[str, ...]:
     """The conditions on input sizes that the export assumed, as Python expressions over `L`; empty before
     torch 2.9.
     """
-    return tuple(getattr(exported, "_guards_code", None) or ())
+    said: Sequence[str] = getattr(exported, "_guards_code", None) or ()
+    return tuple(re.sub(r"\btorch\.sym_(max|min)\(", r"\1(", guard) for guard in said)  # as 2.15 writes them
 
 
 def guard_scope(arguments: Mapping[str, object]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def compiling(**settings: bool) -> Iterator[None]:
 @cache
 def _leave_triton_unread() -> None:
     """Inductor's graph cache hashes the files of triton, 500 MB, to name the system, and on a machine without
-    a GPU does nothing with it.
+    a GPU does nothing with it; since torch 2.15 the name has it even there, where it makes nothing of graphs.
     """
     from torch._inductor import codecache
 

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 #: More bytes, seconds or parameters than this no plan is of.
 _MOST = 1 << 63
 #: Plans nest as deep as their dataclasses do, and a setting is a word or a number.
-_DEEPEST = 12
+_DEEPEST = 20
 #: Figures of a certificate, whose objective may be a difference; costs of an option that takes away, a fusion
 #: or a merge, and what reasons say of them; limits of a mask.
 _SIGNED = (

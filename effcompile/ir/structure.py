@@ -14,8 +14,8 @@ from effcompile.ir.export import sizes_of
 from effcompile.ir.program import Output, Program, Size, evaluated
 from effcompile.ir.returned import Kind, Returned, value_of
 
-#: A plan nests no deeper; outputs of transformers have three levels.
-_DEEPEST = 4
+#: A plan nests no deeper; outputs of transformers have five levels since 5.24.
+_DEEPEST = 8
 _CONTAINERS: dict[Any, Kind] = {
     list: "list", tuple: "tuple", dict: "dict", collections.OrderedDict: "dict",
     collections.namedtuple: "namedtuple",

@@ -70,4 +70,8 @@ def test_the_system_has_the_name_that_inductor_gives_it_though_triton_is_not_rea
     monkeypatch.setattr(codecache, "triton_key", read)
     torch_compat_inductor._leave_triton_unread.cache_clear()
     with torch_compat_inductor.compiling():
-        assert name() == theirs
+        ours = name()
+    if "version" in theirs:  # since torch 2.15
+        assert ours["version"] == {**theirs["version"], "triton": None}
+    else:
+        assert ours == theirs

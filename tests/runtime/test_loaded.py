@@ -199,6 +199,22 @@ def test_sizes_that_hang_together_in_another_way_are_asked_of_each_call(tmp_path
             run(torch.randn(3, 17, 8))
 
 
+class Deep(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"logits": x + 1, "seen": {"rows": (x * 2, [(x - 1, {"last": x * 3})])}}
+
+
+def test_what_is_returned_may_nest_as_deep_as_those_of_models_do(tmp_path: Path) -> None:
+    """Of Qwen3-VL with an image five levels: a saved one returned all tensors side by side."""
+    run = effcompile.optimize(
+        Deep().eval(), (torch.randn(2, 3),), backend="torch-eager", target="cpu-generic"
+    )
+    x = torch.randn(2, 3)
+    found = effcompile.load(run.save(tmp_path / "saved"))(x)
+    assert torch.equal(found["seen"]["rows"][1][0][1]["last"], x * 3)
+    assert torch.equal(found["logits"], x + 1)
+
+
 def test_copies_and_pickles_of_a_loaded_one(folder: Path, tmp_path: Path) -> None:
     run = effcompile.load(folder)
     wanted = run(X, SCALE)["pair"].first
