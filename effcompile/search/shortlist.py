@@ -53,3 +53,18 @@ def undecided(
         for backend, plan in plans
         if plan.goal.minimize == "time" and left.get(backend.name, math.inf) <= backend.slack * seconds
     ]
+
+
+def may_hold_less(
+    plans: Sequence[tuple[Backend, Plan]], told: Sequence[Candidate], best: Plan
+) -> list[tuple[Backend, Plan]]:
+    """As `undecided` where the least memory is asked for: those that are predicted to hold less at their peak
+    than the best was measured to, whatever they weigh.
+    """
+    left = {c.backend for c in told if isinstance(c.note, NotBuilt)}
+    held = (best.measured and best.measured.peak_bytes) or 0
+    return [
+        (backend, plan)
+        for backend, plan in plans
+        if backend.name in left and (plan.predicted.peak_bytes or 0) < held
+    ]

@@ -4,6 +4,7 @@ forcing, measure, choose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,7 +53,7 @@ from effcompile.search.refine import Constraints, refine
 from effcompile.search.regimes import Regimes
 from effcompile.search.request import Asked, Task
 from effcompile.search.search import Search, fingerprint, stored_notes
-from effcompile.search.shortlist import not_built, undecided, worth_building
+from effcompile.search.shortlist import may_hold_less, not_built, undecided, worth_building
 
 #: What decides about it unless passes are named.
 PASSES = ("rows", "quantize")
@@ -152,8 +153,12 @@ def optimize_generation(
     plans, candidates = plans_for(search, backends, {}, bench.progress)
     outcomes, considered = settle_all(plans, candidates, partial(_settle, bench, search, told))
     made = _finished(bench, outcomes, considered, shop.machine)
-    if late := undecided(plans, considered, took := made.plan.seconds_measured):
-        settled = partial(_settle, bench, search, told, beside=took)
+    beside = made.plan.seconds_measured
+    late = undecided(plans, considered, beside)
+    if made.plan.goal.minimize == "memory":
+        late, beside = may_hold_less(plans, considered, made.plan), math.inf
+    if late:
+        settled = partial(_settle, bench, search, told, beside=beside)
         made = _finished(bench, *settle_all(late, considered, settled, outcomes), shop.machine)
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,38 @@ def test_what_is_far_from_the_best_is_built_where_running_leaves_it_open(
     assert [len(names) for names in compared] == ([1, 2] if late else [1])
     left = [each for each in plan.candidates if isinstance(each.note, NotBuilt)]
     assert len(left) == (0 if late else 1)
+
+
+@pytest.mark.parametrize("holds", [0, 1 << 40])
+def test_what_is_predicted_to_hold_less_than_the_best_does_is_built_where_memory_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, holds: int
+) -> None:
+    """A backend whose runtime holds what nobody foresaw was returned as the least."""
+    built: list[str] = []
+    settled, finished = build._settle, build._finished
+
+    def counted(*given: Any, **how: Any) -> Any:
+        made = settled(*given, **how)
+        built.extend([] if isinstance(made, NotBuilt) else [made.plan.backend])
+        return made
+
+    def told(bench: Any, outcomes: Any, *rest: Any) -> Any:
+        made = finished(bench, outcomes, *rest)
+        assert made.plan.measured is not None
+        if len(outcomes) == 1:
+            made.plan = replace(made.plan, measured=replace(made.plan.measured, peak_bytes=holds))
+        return made
+
+    monkeypatch.setattr(build, "SHORTLIST", 0.0)
+    monkeypatch.setattr(build, "_settle", counted)
+    monkeypatch.setattr(build, "_finished", told)
+    torch.manual_seed(0)
+    model = captured("llama")[0]
+    with steps_once():
+        asked = {"mode": "generation", "context": 24, "prompt": 8, "new": 4, "minimize": "memory"}
+        plan = effcompile.optimize(model, **asked).plan
+    assert len(built) == len(set(built)) == (2 if holds else 1)
+    assert sum(isinstance(each.note, NotBuilt) for each in plan.candidates) == (0 if holds else 1)
 
 
 def test_long_prompts_are_read_twice_only_where_it_may_decide() -> None:
