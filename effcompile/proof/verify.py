@@ -46,7 +46,7 @@ class Reference:
 
     `rounding`: how far each output is from what the model computes in float64; nothing where it cannot. It
     runs the model when called. `most`: the largest error that it may explain. `usual`: the usual size of an
-    element of the outputs. `rows`: output → the axis of its texts, where each of them has to be within the
+    element of the outputs. `rows`: output → the axes of its texts, where each of them has to be within the
     limit: a user may send it alone.
     """
 
@@ -59,7 +59,7 @@ class Reference:
     rounding: Callable[[], Sequence[float]] = lambda: ()
     most: float
     usual: Callable[[], float] = lambda: 0.0
-    rows: Mapping[int, int] = field(default_factory=dict)
+    rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def limit(self, goal: Goal, error: float) -> float:
         """The largest error to accept here."""
@@ -113,9 +113,13 @@ def references(
     ]
 
 
-def _batch_axes(program: Program) -> dict[int, int]:
-    """Output → the axis of its texts; nothing for one that has none."""
-    return {at: spec.shape.index(BATCH) for at, spec in enumerate(program.outputs) if BATCH in spec.shape}
+def _batch_axes(program: Program) -> dict[int, tuple[int, ...]]:
+    """Output → the axes of its texts; nothing for one that has none."""
+    found = {
+        at: tuple(axis for axis, dim in enumerate(spec.shape) if dim == BATCH)
+        for at, spec in enumerate(program.outputs)
+    }
+    return {at: axes for at, axes in found.items() if axes}
 
 
 def _tells(case: Reference) -> bool:
@@ -248,18 +252,29 @@ def _errors(
     return errors
 
 
-def worst_row(found: torch.Tensor, wanted: torch.Tensor, axis: int) -> float:
-    """The largest ‖y − y₀‖ / ‖y₀‖ of an output's rows along an axis; a row that is smaller than they are
-    usually (by the root of their mean square) is taken as large as that: zeros have no share.
+def worst_row(found: torch.Tensor, wanted: torch.Tensor, axes: Sequence[int]) -> float:
+    """The largest ‖y − y₀‖ / ‖y₀‖ of an output's texts; one that is smaller than they are usually (by the
+    root of their mean square) is taken as large as that: zeros have no share.
+
+    Where texts are along several axes (CLIP's logits of each with each), a text's row counts, and so does its
+    element of the diagonal, which is all that it returns alone.
     """
     if not wanted.is_floating_point() or not wanted.numel():
         return 0.0
-    apart, size = (
-        torch.linalg.vector_norm(t.movedim(axis, 0).reshape(t.shape[axis], -1), dim=1, dtype=torch.float64)
-        for t in (found.double() - wanted.double(), wanted)
-    )
+    apart = found.double() - wanted.double()
+    return max(_worst_share(_texts(apart, of), _texts(wanted, of)) for of in {tuple(axes[:1]), tuple(axes)})
+
+
+def _texts(output: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """A row of each text, which is at the same place of each of the axes."""
+    at = torch.arange(output.shape[axes[0]], device=output.device)
+    return output.movedim(tuple(axes), tuple(range(len(axes))))[(at,) * len(axes)].reshape(len(at), -1)
+
+
+def _worst_share(apart: torch.Tensor, wanted: torch.Tensor) -> float:
+    off, size = (torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (apart, wanted))
     usual = size.square().mean().sqrt()
-    return float((apart / size.clamp(min=usual)).max()) if usual > 0 else 0.0
+    return float((off / size.clamp(min=usual)).max()) if usual > 0 else 0.0
 
 
 def worst(checks: Sequence[Check]) -> float:

@@ -84,3 +84,42 @@ def test_longer_texts_are_compared_as_a_whole() -> None:
     found = checks(Embeds().eval(), Goal(max_error=0.14), length=8, output=0)
     assert failed(found) == []
     assert max(check.error for check in found) == pytest.approx(ERROR / math.sqrt(2), rel=0.2)
+
+
+class Compares(nn.Module):
+    """Each text with each, as CLIP's logits, and its own vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Embedding(64, 8), nn.Embedding(64, 8)
+        self.right.weight.data = self.left.weight.data.roll(8, 0) + 0.1
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = self.left(input_ids).sum(1), self.right(input_ids).sum(1)
+        return left @ right.T, left
+
+
+def test_a_text_that_is_compared_with_each_is_compared_with_itself_alone() -> None:
+    """What each text alone returns is off by more than the limit, and by less of its row and of the whole."""
+    model = Compares().eval()
+    program = capture(model, (), {"input_ids": torch.arange(16).reshape(2, 8)})
+    assert [spec.shape.count("batch") for spec in program.outputs] == [2, 1]
+
+    def lowered(input_ids: Tensor) -> tuple[Tensor, ...]:
+        logits, left = program.module(input_ids=input_ids)
+        short = input_ids.shape[1] == 1
+        return (logits + logits.diag().diag() * ERROR if short else logits), left
+
+    goal = Goal(max_error=0.1)
+    texts = torch.tensor([[0], [8], [2], [10], [4], [12], [6], [14]])
+    with torch.no_grad():
+        wanted, found = model(texts)[0], lowered(texts)[0]
+        rows = ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max()
+    assert float(rows) < goal.tolerance
+    checked = verify(lowered, program, references(program, model, goal), goal)
+    assert failed(checked) == ["short texts 8×1"]
+    alone = [float(model(text[None])[0]) for text in texts]
+    usual = math.sqrt(sum(each**2 for each in alone) / len(alone))
+    own = max(ERROR * abs(each) / max(abs(each), usual) for each in alone)
+    assert max(check.error for check in checked) == pytest.approx(own, rel=1e-4)
