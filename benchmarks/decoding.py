@@ -268,6 +268,7 @@ def main() -> None:
     if absent:
         print("not beside " + ", ".join(f"{name} (--{name} does not say where it is)" for name in absent))
     options.files = options.files or Path(tempfile.mkdtemp(prefix="decoding-"))
+    options.files.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     contexts = [int(context) for context in options.contexts.split(",")]
