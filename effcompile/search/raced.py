@@ -128,11 +128,11 @@ def _hashes(plans: Sequence[tuple[Backend, Plan]]) -> dict[str, str]:
 
 
 def _key(search: Search, plans: Sequence[tuple[Backend, Plan]]) -> str:
-    """The hash of what a race follows from."""
+    """The hash of what a race follows from, which is the same of all plans."""
     errors = sorted(search.sensitivity.errors.items())
-    said = {(plan.fingerprint, plan.inputs, *sorted(plan.versions.items())) for _, plan in plans}
+    shared = [(plan.fingerprint, plan.inputs, sorted(plan.versions.items())) for _, plan in plans[:1]]
     machine = (this_hardware(), native.fingerprint())
-    return _hash((machine, search.goal, sorted(said), errors))
+    return _hash((machine, search.goal, shared, errors))
 
 
 def _hash(value: object) -> str:

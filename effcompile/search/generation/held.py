@@ -125,7 +125,7 @@ def _options(
         cost = Cost(
             seconds=-new * (bytes_of(leaf, middle) - bytes_of(narrow, middle)) / target.memory_bandwidth,
             bytes_kept=bytes_of(narrow, context),
-            bytes_transient=beside_rows(narrow, context, goal.batch, heads, most),
+            bytes_transient=beside_rows(narrow, context, goal.batch, heads, most, target.device),
             error_squared=errors[leaf.name, dtype] if dtype else 0.0,
             provenance=Provenance.MODELLED,
         )
@@ -133,20 +133,23 @@ def _options(
         yield Option(form=form, cost=cost, by=CACHE, requires={beside.site: (form.name,)} if together else {})
 
 
-def beside_rows(leaf: CacheLeaf, context: int, batch: int, heads: int, most: int) -> int:
-    """Bytes that an attention takes for an instant beside these rows: of few queries as the kernel does, or
-    of as many tokens as are read at once.
+def beside_rows(leaf: CacheLeaf, context: int, batch: int, heads: int, most: int, device: str = "cpu") -> int:
+    """Bytes that an attention takes for an instant beside these rows: of few queries as a CPU's kernel does,
+    or of as many tokens as are read at once.
 
     `heads`: of queries.
     """
     if not leaf.held:
         return 0
+    widened = _widened(leaf, context, batch, heads * most)
+    if device != "cpu":
+        return widened
     groups, few = leaf.shape[0], min(FEW, most)
     own = scratch_floats(
         batch * groups, -(-heads // groups) * few, leaf.rows(context), leaf.shape[-1],
         torch.get_num_threads(), narrow=True,
     )  # fmt: skip
-    return max(4 * own, _widened(leaf, context, batch, heads * most))
+    return max(4 * own, widened)
 
 
 def _widened(leaf: CacheLeaf, context: int, batch: int, queries: int) -> int:

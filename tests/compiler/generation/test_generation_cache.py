@@ -288,5 +288,6 @@ def test_a_call_of_few_tokens_holds_no_more_beside_its_rows_than_is_foreseen(
             with watched_memory("cpu") as peak:
                 made = cached_attention(query, rows, rows, None, 0.3)
             assert peak() - made.nbytes <= foreseen
+        assert beside_rows(leaf, 5, 1, 8, 5, "cuda") < beside_rows(leaf, 5, 1, 8, 5)  # its kernels hold none
     finally:
         torch.set_num_threads(before)
