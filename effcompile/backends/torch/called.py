@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -85,11 +86,11 @@ class Called:
 def _held(module: fx.GraphModule) -> fx.GraphModule:
     """The module whose linears and norms hold their weights, where these are the module's own."""
     for node in module.graph.nodes:
-        if node.target in _LINEARS and len(node.args) <= 5 and node.kwargs.keys() <= {"narrow"}:
+        if node.target in _LINEARS and not node.kwargs:
             if _are_own(weights := node.args[1:4]):
-                held = (*_values(module, weights), *node.args[4:])
-                node.target = _LINEARS[node.target](*held, **node.kwargs)
-                node.args, node.kwargs = node.args[:1], {}
+                held: tuple[Any, ...] = (*_values(module, weights), *node.args[4:])
+                node.target = _LINEARS[node.target](*held)
+                node.args = node.args[:1]
         elif node.target in _RESIDUALS and not node.kwargs:
             last, (residual, *norm) = node.args[1:4], node.args[4:]
             if _are_own((*last, *norm)):

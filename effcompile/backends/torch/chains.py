@@ -138,7 +138,9 @@ def narrow_projections(program: Program) -> None:
     while beside := {node for node in fit if not all(_reads(attention) <= fit for attention in read[node])}:
         fit -= beside  # what an attention reads is all of one dtype
     for node in fit:
-        node.kwargs = {**node.kwargs, "narrow": True}
+        # by its place, as torch.export writes it: what is opened again is the same call
+        *others, _ = (argument(node, each.name) for each in node.target._schema.arguments)  # type: ignore[union-attr]
+        node.args, node.kwargs = (*others, True), {}  # type: ignore[arg-type]
         _retype(node)
 
 

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.at_shapes import AtShapes
@@ -26,6 +24,7 @@ from effcompile.backends.torch.called import called
 from effcompile.backends.torch.pack import (
     by_few_rows,
     flatten,
+    flatten_exported,
     pack,
     packed_elsewhere,
     packed_weights,
@@ -156,26 +155,33 @@ def load(path: Path) -> Forward:
     Raises:
         UsageError: no such file. FormatError: not a model.pt2 of effcompile.
     """
-    return _loaded(path)[1]
+    exported, header = _exported(path)
+    # Dynamo cannot trace export's guards and hooks, and makes its own
+    module = exported.module(check_guards=header.engine != "inductor")
+    assert isinstance(module, fx.GraphModule)
+    run = _run(module, path, header)
+
+    def call(*args: object, **kwargs: object) -> Any:
+        with torch.inference_mode(False), torch.no_grad(), within(header.autocast):
+            return run(*args, **kwargs)
+
+    return call
 
 
 def load_flat(path: Path) -> tuple[Callable[..., list[torch.Tensor]], fx.Graph]:
     """The same as a function of the flat tensors alone, to tensors, and its graph: what else the model was
-    given stands in the artifact.
+    given stands in the artifact. It runs what the `TorchLowered` that wrote it does, call by call.
 
     Raises what `load` does.
     """
     # an Artifact takes the calls that its plan says; the guards of what was exported again are narrower, of a
     # batch of 1 (`seq < batch * seq`), than what the model was compared at
-    exported, run = _loaded(path, guarded=False)
-    given = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    structure = exported.call_spec.in_spec  # asked for it, torch defines a class
+    exported, header = _exported(path)
+    run = _run(flatten_exported(exported), path, header)
 
     def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        left = iter(tensors)
-        leaves = [arg.value if isinstance(arg, ConstantArgument) else next(left) for arg in given]
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return [leaf for leaf in pytree.tree_leaves(run(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        with torch.inference_mode(False), torch.no_grad(), within(header.autocast):
+            return list(run(*tensors))
 
     return call, exported.graph
 
@@ -185,13 +191,13 @@ def open_flat(path: Path) -> fx.GraphModule:
 
     Raises what `load` does.
     """
-    module = _exported(path)[0].module(check_guards=False)
-    assert isinstance(module, fx.GraphModule)
-    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.graph_copy(module.graph, values)
-    leaves = pytree.tree_leaves(module.graph.output_node().args[0])
-    graph.output(tuple(values[leaf] for leaf in leaves if isinstance(leaf, fx.Node)))
-    return by_few_rows(pack(fx.GraphModule(module, graph)))
+    return by_few_rows(pack(flatten_exported(_exported(path)[0])))
+
+
+def _run(module: fx.GraphModule, path: Path, header: _Header) -> Forward:
+    if header.engine == "inductor":
+        return _compiled_when_called(module, path, header.shapes)
+    return called(by_few_rows(pack(module)))
 
 
 def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
@@ -214,24 +220,6 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
     if int8 & packets and products_saturate():
         raise made_elsewhere(path)
     return exported, header
-
-
-def _loaded(path: Path, *, guarded: bool = True) -> tuple[torch.export.ExportedProgram, Forward]:
-    """What a file holds, and runs; `guarded`: where torch's guards hold alone."""
-    exported, header = _exported(path)
-    inductor = header.engine == "inductor"
-    # Dynamo cannot trace export's guards and hooks, and makes its own
-    module = exported.module(check_guards=guarded and not inductor)
-    assert isinstance(module, fx.GraphModule)
-    run = (
-        _compiled_when_called(module, path, header.shapes) if inductor else called(by_few_rows(pack(module)))
-    )
-
-    def call(*args: object, **kwargs: object) -> Any:
-        with torch.inference_mode(False), torch.no_grad(), within(header.autocast):
-            return run(*args, **kwargs)
-
-    return exported, call
 
 
 def lower_eager(program: Program) -> TorchLowered:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx, nn
+from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.mapped import mapped, put_aside
+from effcompile.backends.torch.tidy import without_asserts
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.types import Value
@@ -38,24 +40,40 @@ def flatten(program: Program) -> fx.GraphModule:
     Raises:
         LoweringError: the graph's placeholders are not the leaves of the example's arguments.
     """
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(program.graph, values)
-    graph.output(tuple(values[node] for node in program.tensor_results()))
-    lenient_views(graph)
-    for old, new in values.items():
-        new.meta = dict(old.meta)
-    holders = [node for node in graph.nodes if node.op == "placeholder"]
     leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
-    if len(holders) != len(leaves):
+    if (takes := len(program.graph.find_nodes(op="placeholder"))) != len(leaves):
         raise LoweringError(
-            f"{program.name}: the graph takes {len(holders)} inputs and the example has {len(leaves)}. "
+            f"{program.name}: the graph takes {takes} inputs and the example has {len(leaves)}. "
             "Capture again."
         )
-    for holder, leaf in zip(holders, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            _replace_by_value(graph, holder, leaf)
+    values = {at: leaf for at, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    graph = _flat(program.graph, values, program.tensor_results())
     return fx.GraphModule(program.module, graph, class_name=program.name)
+
+
+def flatten_exported(exported: torch.export.ExportedProgram) -> fx.GraphModule:
+    """What `flatten` made of a program, of one that was exported since."""
+    module = exported.module(check_guards=False)
+    given = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    values = {at: arg.value for at, arg in enumerate(given) if isinstance(arg, ConstantArgument)}
+    results = pytree.tree_leaves(module.graph.output_node().args[0])
+    graph = _flat(module.graph, values, [leaf for leaf in results if isinstance(leaf, fx.Node)])
+    without_asserts(graph)
+    return fx.GraphModule(module, graph)
+
+
+def _flat(source: fx.Graph, values: Mapping[int, Value], results: Sequence[fx.Node]) -> fx.Graph:
+    """`values`: what stands for an input that is no tensor, by its place."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(source, copies)
+    graph.output(tuple(copies[node] for node in results))
+    lenient_views(graph)
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    for at, holder in enumerate(graph.find_nodes(op="placeholder")):
+        if at in values:
+            _replace_by_value(graph, holder, values[at])
+    return graph
 
 
 def _replace_by_value(graph: fx.Graph, node: fx.Node, value: Value) -> None:

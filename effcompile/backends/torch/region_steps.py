@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from effcompile.ir.program import shape_of
+from effcompile.ir.program import dtype_of, shape_of
 from effcompile.ops import few_rows, row_program
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.append import append
@@ -143,7 +143,7 @@ class Builder:
         """One with codes."""
         names = ("weight", "bias") if node.target is group_linear.default else ("weight", "scales", "bias")
         given = {name: argument(node, name) for name in ("x", "after", *names)}
-        if node.kwargs.get("narrow"):
+        if dtype_of(node) != torch.float32:
             return None
         if any(isinstance(given[name], fx.Node) and given[name].op != "get_attr" for name in names):  # type: ignore[attr-defined]
             return None

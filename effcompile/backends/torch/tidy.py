@@ -20,14 +20,17 @@ def tidy(module: fx.GraphModule) -> None:
     """
     functional = not any(writes(node) for node in module.graph.nodes)
     kept = copies_that_own(module.graph, lambda node: node.target is aten.clone.default)
-    for node in list(module.graph.nodes):
-        if node.target is aten._assert_tensor_metadata.default:
-            module.graph.erase_node(node)
-        elif not functional or node.target is not aten.clone.default or node in kept:
-            continue
-        elif not node.kwargs or _any_layout(node):
+    without_asserts(module.graph)
+    for node in module.graph.find_nodes(op="call_function", target=aten.clone.default) if functional else ():
+        if node not in kept and (not node.kwargs or _any_layout(node)):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+
+
+def without_asserts(graph: fx.Graph) -> None:
+    """Without asserts of metadata, which torch.export puts before each change of dtype."""
+    for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
 
 
 def without_flattening(graph: fx.Graph, targets: Collection[object]) -> None:

@@ -16,7 +16,7 @@ from effcompile.backends.torch.lowered import load
 from effcompile.capture import capture
 from effcompile.ir.program import Program
 from effcompile.ops import bf16_linear, int8_mlp
-from effcompile.sites.parts import add_norms, attentions, linears
+from effcompile.sites.parts import add_norms, argument, attentions, linears
 
 pytestmark = pytest.mark.skipif(
     int8_mlp.fallback_reason() is not None, reason=f"no kernel: {int8_mlp.fallback_reason()}"
@@ -140,7 +140,7 @@ def test_projections_of_a_bf16_attention_are_bf16_and_change_nothing(monkeypatch
     model, x = Block(), torch.randn(2, 32, 32)
     made = lowered(model, x)[1]
     (first, *_) = (n for n in made.program.graph.nodes if str(n.target) == "effcompile.int8_linear.default")  # type: ignore[attr-defined]
-    assert first.kwargs["narrow"] and first.meta["val"].dtype is torch.bfloat16
+    assert argument(first, "narrow") and first.meta["val"].dtype is torch.bfloat16
     monkeypatch.setattr("effcompile.backends.torch.edit.narrow_projections", lambda program: None)
     assert torch.equal(made(x)[0], lowered(model, x)[1](x)[0])  # type: ignore[operator]
     plain = lowered(model, x, narrow=False)[1]

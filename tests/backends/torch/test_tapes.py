@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, ViTConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from effcompile.backends.torch import TorchEager, edit
-from effcompile.backends.torch.called import Called
+from effcompile.backends.torch import lowered as torch_lowered
+from effcompile.backends.torch.called import Called, called
 from effcompile.backends.torch.tapes import with_tapes
 from effcompile.capture import capture
 from effcompile.ops import bf16_attention
@@ -125,6 +127,44 @@ def test_layers_with_attentions_in_bf16_are_one_call(
     assert error(found, original) < 0.05
     assert error(found, wanted) < 1e-3
     assert all(kept is not None for kept in whole._kept.values())
+
+
+def calls(run: Any) -> list[tuple[str, ...]]:
+    """What a lowered model calls beside sizes that are asked for, a tape with its steps."""
+    made = list[tuple[str, ...]]()
+    for node in run._direct.graph.nodes:
+        if node.op == "call_function" and node.target is not Tensor.size:
+            inside = node.target._steps if isinstance(node.target, Tape) else ()
+            made.append((str(node.target).split(" at ")[0], *(type(step.does).__name__ for step in inside)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "held", "attention"),
+    [
+        *((make, "int8_token", "sdpa_bf16") for make in (bert, gpt2, vit, whisper)),
+        (bert, "bf16", "sdpa_bf16"),
+        (vit, "fp32", "sdpa_fp32"),
+        (whisper, "int13_token", "sdpa_int8_token"),
+    ],
+)
+def test_a_saved_one_runs_the_same_calls(
+    make: Any, held: str, attention: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Layers of one that was opened were other calls: BERT took 43 for 21, and held more than was planned."""
+    monkeypatch.setattr(edit, "packing", lambda *dims, ours: "ours")
+    torch.manual_seed(0)
+    model, inputs = make()
+    program = capture(model.eval(), (), inputs)
+    tags = {site.site: held for site in linears(program) if "pooler" not in site.site}
+    tags |= {site.site: attention for site in attentions(program)}
+    lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [program.flat_inputs()])  # type: ignore[arg-type]
+    made: list[Any] = []
+    monkeypatch.setattr(torch_lowered, "called", lambda module: made.append(called(module)) or made[-1])
+    run, _ = torch_lowered.load_flat(*lowered.save(tmp_path))
+    assert calls(made[-1]) == calls(lowered._called)
+    given = program.flat_inputs()
+    assert all(map(torch.equal, run(*given), lowered(*given)))
 
 
 def test_one_of_several_values_that_is_read_outside_stays_itself() -> None:
