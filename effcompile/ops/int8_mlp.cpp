@@ -125,16 +125,16 @@ struct Between {
 
     uint16_t* line(int64_t row) const { return room.between + row * up(numbers.n, 2 * W); }
 
-    __attribute__((noinline)) void write(int64_t row, int count, int64_t from, int vecs, const VI* sums) const {
-        numbers.each(after, row, count, from, vecs, sums, [&](int64_t to, V* z) __attribute__((always_inline)) {
-            VI most = room.largest[to];
-            if (vecs % 2) z[vecs] = V{};
-            for (int v = 0; v < vecs; v += 2) {
-                const VI b0 = (VI)z[v] & 0x7fffffff, b1 = (VI)z[v + 1] & 0x7fffffff, both = b0 > b1 ? b0 : b1;
-                most = both > most ? both : most;
-                store_ints(line(to) + from + v * W, (VI)(near(z[v]) >> 16 | (near(z[v + 1]) & 0xffff0000)));
-            }
-            room.largest[to] = most;
+    void ask(int64_t, int, int64_t, int) const {}  // its lines are near
+
+    template <int AFTER, bool WHOLE>
+    inline void write(int64_t row, int rows, int64_t from, int vecs, const VI* sums) const {
+        numbers.each<AFTER, WHOLE>(row, rows, from, vecs, sums, [=, most = room.largest, lines = line(0), apart = line(1) - line(0)](
+                                       int64_t row, int64_t from, int64_t left, V z0, V z1) __attribute__((always_inline)) {
+            if (!WHOLE && left <= W) z1 = V{};
+            const VI b0 = (VI)z0 & 0x7fffffff, b1 = (VI)z1 & 0x7fffffff, both = b0 > b1 ? b0 : b1, old = most[row];
+            most[row] = both > old ? both : old;
+            store_ints(lines + row * apart + from, (VI)(near(z0) >> 16 | (near(z1) & 0xffff0000)));
         });
     }
 

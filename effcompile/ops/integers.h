@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #ifdef __aarch64__
 #include <arm_neon.h>
 #else
@@ -297,6 +298,18 @@ inline V followed(V x, int after) {
     if (after == GELU_SHORT) return gelu_short(x);
     if (after == RELU) return where(x < 0.0f, V{}, x);  // NaN stays one
     return x;
+}
+
+// What `make` makes of `after` as a constant: what follows is chosen once, and not for each vector.
+template <typename Make>
+inline auto made_for(int after, const Make& make) {
+    if (after == GELU) return make(std::integral_constant<int, GELU>{});
+    if (after == GELU_TANH) return make(std::integral_constant<int, GELU_TANH>{});
+    if (after == SILU) return make(std::integral_constant<int, SILU>{});
+    if (after == RELU) return make(std::integral_constant<int, RELU>{});
+    if (after == GELU_SHORT) return make(std::integral_constant<int, GELU_SHORT>{});
+    if (after == GELU_HALVES) return make(std::integral_constant<int, GELU_HALVES>{});
+    return make(std::integral_constant<int, NOTHING>{});
 }
 
 }  // namespace

@@ -67,13 +67,7 @@ __attribute__((noinline)) void written(const Out& out, const Block& block, int64
 
 template <bool WHOLE, typename Out>
 Write<Out> write_of(int after) {
-    if (after == GELU) return written<Out, GELU, WHOLE>;
-    if (after == GELU_TANH) return written<Out, GELU_TANH, WHOLE>;
-    if (after == SILU) return written<Out, SILU, WHOLE>;
-    if (after == RELU) return written<Out, RELU, WHOLE>;
-    if (after == GELU_SHORT) return written<Out, GELU_SHORT, WHOLE>;
-    if (after == GELU_HALVES) return written<Out, GELU_HALVES, WHOLE>;
-    return written<Out, NOTHING, WHOLE>;
+    return made_for(after, [](auto known) -> Write<Out> { return written<Out, decltype(known)::value, WHOLE>; });
 }
 
 // Results in fp32 or bf16, rows ldy apart; fp32 may be added `onto` what is there.

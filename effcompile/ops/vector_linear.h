@@ -42,26 +42,27 @@ struct Numbers {
     const float* row_scales;
     const int32_t* offsets;
 
-    // Those of rows from `row` and vectors of outputs from `from` on, to `put(row, numbers)`, vecs at a time: zeros beyond the last.
-    template <typename Put>
-    inline void each(int after, int64_t row, int rows, int64_t from, int vecs, const Sum* sums, const Put& put) const {
-        V scale[VECS], added[VECS] = {}, z[VECS];
-        for (int v = 0; v < vecs; v++) {
-            const int64_t at = from + v * W, left = n - at;
-            scale[v] = some_of(scales + at, left);
-            if (bias) added[v] = some_of(bias + at, left);
-        }
-        for (const int64_t end = row + rows; row < end; row++) {
-#pragma GCC unroll 1
-            for (int v = 0; v < vecs; v++) {
-                Sum sum = *sums++;
+    // Those of rows from `row` and vectors of outputs from `from` on, to `put(row, from, left, z0, z1)`, two vectors of a row at a time, of which
+    // `left` numbers and more are there; WHOLE if all are. Column by column, so that what is of outputs stays in registers.
+    template <int AFTER, bool WHOLE, typename Put>
+    inline void each(int64_t row, int rows, int64_t from, int vecs, const Sum* sums, const Put& put) const {
+        const float* own = row_scales + row;
+        const int32_t* offset = offsets + row;
+        for (int v = 0; v < vecs; v += 2, from += 2 * W) {
+            const int64_t left = WHOLE ? 2 * W : n - from, second = WHOLE || v + 1 < vecs ? 1 : 0;  // the first again, where there is none
+            const V s0 = some_of(scales + from, left), s1 = some_of(scales + from + W, left - W);
+            const V b0 = bias ? some_of(bias + from, left) : V{}, b1 = bias ? some_of(bias + from + W, left - W) : V{};
+            const Sum* sum = sums + v;
+            for (int r = 0; r < rows; r++, sum += vecs) {
+                const V both = V{} + own[r];
+                Sum first = sum[0], other = sum[second];
 #ifndef SIGNED
-                sum -= offsets[row];
+                first -= offset[r], other -= offset[r];
 #endif
-                z[v] = as_floats(sum) * (scale[v] * row_scales[row]) + added[v];
-                if (after) z[v] = followed(z[v], after);
+                V z0 = as_floats(first) * (s0 * both) + b0, z1 = as_floats(other) * (s1 * both) + b1;
+                if constexpr (AFTER) z0 = followed(z0, AFTER), z1 = followed(z1, AFTER);
+                put(row + r, from, left, z0, z1);
             }
-            put(row, z);
         }
     }
 };
@@ -74,15 +75,37 @@ struct Outputs {
     T* y;
     int64_t ldy;
 
-    __attribute__((noinline)) void write(int64_t row, int rows, int64_t from, int vecs, const Sum* sums) const {
-        numbers.each(after, row, rows, from, vecs, sums, [&](int64_t to, V* z) __attribute__((always_inline)) {
-#pragma GCC unroll 1
-            for (int v = 0; v < vecs; v++) put(y + to * ldy + from + v * W, z[v], numbers.n - from - v * W);
+    // Lines that are written next come nearer.
+    __attribute__((always_inline)) void ask(int64_t row, int rows, int64_t from, int vecs) const {
+        const int64_t bytes = std::min<int64_t>(vecs * W, numbers.n - from) * sizeof(T);
+        for (int r = 0; r < rows; r++)
+            for (int64_t i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch((const char*)(y + (row + r) * ldy + from) + i, 1);
+    }
+
+    template <int AFTER, bool WHOLE>
+    inline void write(int64_t row, int rows, int64_t from, int vecs, const Sum* sums) const {
+        numbers.each<AFTER, WHOLE>(row, rows, from, vecs, sums,
+                                   [to = y, ldy = ldy](int64_t row, int64_t from, int64_t left, V z0, V z1) __attribute__((always_inline)) {
+            put(to + row * ldy + from, z0, left);
+            if (left > W) put(to + row * ldy + from + W, z1, left - W);
         });
     }
 };
 
-// `out.write(row, rows, from, vecs, sums)` takes the sums of a tile.
+// Who takes the sums of a tile: `out.write<AFTER, WHOLE>(row, rows, from, vecs, sums)`, WHOLE if all its outputs are there, two vectors by two.
+template <typename Out>
+using Take = void (*)(const Out&, int64_t row, int rows, int64_t from, int vecs, const Sum* sums);
+
+template <typename Out, int AFTER, bool WHOLE>
+__attribute__((noinline)) void taken(const Out& out, int64_t row, int rows, int64_t from, int vecs, const Sum* sums) {
+    out.template write<AFTER, WHOLE>(row, rows, from, vecs, sums);
+}
+
+template <bool WHOLE, typename Out>
+Take<Out> take_of(const Out& out) {
+    return made_for(out.after, [](auto known) -> Take<Out> { return taken<Out, decltype(known)::value, WHOLE>; });
+}
+
 template <typename Out>
 struct VectorLinear {
     int64_t n, quads;
@@ -90,6 +113,7 @@ struct VectorLinear {
     const int8_t* codes;    // (M, stride)
     int64_t stride;
     const Out& out;
+    Take<Out> some = take_of<false>(out), full = take_of<true>(out);
 
     template <int NV>
     static inline void ahead_of(const uint8_t* w, int64_t apart) {
@@ -103,6 +127,7 @@ struct VectorLinear {
         VI acc[held_rows(R)][NV] = {};
         Sum sums[R * NV];
         if constexpr (BLOCK) std::fill_n(sums, R * NV, Sum{});
+        out.ask(i, R, from, NV);
         const int8_t* a = codes + i * stride;
         const int64_t apart = quads * LANES * 4;
         const uint8_t* w = weight + from / LANES * apart + (PANEL % LANES ? from % LANES * 4 : 0);
@@ -111,25 +136,26 @@ struct VectorLinear {
         } else {
             constexpr int HALF = (R + 1) / 2;  // two addresses, of which the others are few multiples of the stride away
             const int8_t* half = a + HALF * stride;
-            int64_t taken = BLOCK;  // at which step sums are
-            for (int64_t q = 0; q < quads; q++, w += LANES * 4, a += 4, half += 4) {
-                if (BLOCK && q == taken) take<R, NV>(acc, sums), taken += BLOCK;
-                held_in_registers(w, a, half);
-                if (soon < end) __builtin_prefetch(soon, 0, 2), soon += LINE_BYTES;
-                else if (!end) ahead_of<NV>(w, apart);
-                VI ws[NV];
+            for (int64_t q = 0; q < quads;) {
+                for (const int64_t end_of_block = BLOCK ? std::min(quads, q + BLOCK) : quads; q < end_of_block; q++, w += LANES * 4, a += 4, half += 4) {
+                    held_in_registers(w, a, half);
+                    if (soon < end) __builtin_prefetch(soon, 0, 2), soon += LINE_BYTES;
+                    else if (!end) ahead_of<NV>(w, apart);
+                    VI ws[NV];
 #pragma GCC unroll 8
-                for (int v = 0; v < NV; v++) ws[v] = load_ints(w + v / PER_LANES * apart + v % PER_LANES * W * 4);
+                    for (int v = 0; v < NV; v++) ws[v] = load_ints(w + v / PER_LANES * apart + v % PER_LANES * W * 4);
 #pragma GCC unroll 16
-                for (int r = 0; r < R; r++) {
-                    const auto code = repeated(r < HALF ? a + r * stride : half + (r - HALF) * stride);
+                    for (int r = 0; r < R; r++) {
+                        const auto code = repeated(r < HALF ? a + r * stride : half + (r - HALF) * stride);
 #pragma GCC unroll 8
-                    for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], ws[v], code);
+                        for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], ws[v], code);
+                    }
                 }
+                if (BLOCK && q < quads) take<R, NV>(acc, sums);
             }
         }
         take<R, NV>(acc, sums);
-        out.write(i, R, from, NV, sums);
+        (NV % 2 == 0 && n - from >= NV * W ? full : some)(out, i, R, from, NV, sums);
     }
 
     // What registers hold, as sums, or added to them, after which they hold nothing.
