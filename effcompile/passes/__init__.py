@@ -21,6 +21,7 @@ from effcompile.passes.merge import Merge
 from effcompile.passes.norm_gate_rotary import Rows
 from effcompile.passes.norm_gelu_fusion import Fuse
 from effcompile.passes.option_text import value_of
+from effcompile.passes.precompute import Precompute
 from effcompile.passes.predicted_attention import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
@@ -83,6 +84,7 @@ PASSES: dict[str, type[Any]] = {
     "fuse": Fuse,
     "rows": Rows,
     "quantize": Quantize,
+    "precompute": Precompute,
     "sparsify": Sparsify,
     "speculate": Speculate,
 }

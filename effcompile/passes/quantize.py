@@ -33,7 +33,7 @@ class Quantize(Pass):
 
     Each option of a site costs its kernel's time, its weight's bytes as stored, and the output error that
     `Context.sensitivity` holds. Several readers of one table (tied embeddings) are counted once; see
-    `_Tables`.
+    `Tables`.
     """
 
     options: tuple[str, ...] = tuple(LINEAR_FORMATS)[1:]
@@ -71,7 +71,7 @@ class Quantize(Pass):
         }
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
-        tables = _Tables(program, with_embeddings=self.embeddings, elsewhere=context.elsewhere)
+        tables = Tables(program, with_embeddings=self.embeddings, elsewhere=context.elsewhere)
         if context.goal.exact:
             for held in self.formats if tables.linears else ():
                 yield no_error_allowed("linear", held.name, self.name)
@@ -98,7 +98,7 @@ class Quantize(Pass):
     def _choose(
         self,
         context: Context,
-        tables: _Tables,
+        tables: Tables,
         site: LinearSite | EmbeddingSite,
         kind: str,
         formats: tuple[WeightFormat, ...],
@@ -145,7 +145,7 @@ class Quantize(Pass):
     def _price(
         self,
         context: Context,
-        tables: _Tables,
+        tables: Tables,
         site: LinearSite | EmbeddingSite,
         held: WeightFormat,
         base: Option,
@@ -181,7 +181,7 @@ def stored_bytes(site: LinearSite | EmbeddingSite, held: WeightFormat) -> int:
     )
 
 
-class _Tables:
+class Tables:
     """Who reads which weight, so that bytes of shared ones are counted as they will be stored.
 
     The first site that reads a table *owns* it: its fp32 option carries the bytes, the others' fp32 option

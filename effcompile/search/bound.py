@@ -1,9 +1,9 @@
 """The least that a backend's plans take, from few prices: a backend that cannot be among the best is not
 priced in full.
 
-Every plan holds each linear in one format, alone or merged with others that read the same, takes one option
-at each other site, and all else takes no less than nothing. So with c(f, d) the price of a linear of dims
-d = (M, K, N) in format f and t(o) that of an option, each plan takes at the least
+Every plan holds each linear that an input reaches in one format, alone or merged with others that read the
+same, takes one option at each other site, and all else takes no less than nothing. So with c(f, d) the price
+of a linear of dims d = (M, K, N) in format f and t(o) that of an option, each plan takes at the least
     Σ over sites of min_o t(o)
     + Σ over groups g of  min( Σ over members d of min_f c(f, d),  min_f c(f, (M, K, Σ N)) )
 where a linear that is in no merge is a group by itself. A format is not timed where its arithmetic alone, at
@@ -34,6 +34,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import Dims, KernelCall, linear_call
 from effcompile.passes import Choice, Context, Pass
+from effcompile.passes.precompute import constant_linears
 from effcompile.passes.pricing import price_call, price_linear
 from effcompile.search.search import Search
 from effcompile.search.shortlist import SHORTLIST
@@ -104,13 +105,17 @@ def overtaken(
 
 
 def groups(program: Program) -> Counter[Group]:
-    """How often linears of these dims are merged or alone, in a program."""
+    """How often linears of these dims are merged or alone, in a program; without those of weights alone,
+    which may be computed once.
+    """
     found = Counter[Group]()
-    merged = set[str]()
+    counted = {site.site for site in constant_linears(program)}
     for merge in merges(program):
-        found[tuple(member.dims for member in merge.members)] += 1
-        merged |= {member.site for member in merge.members}
-    found.update((site.dims,) for site in linears(program) if site.site not in merged)
+        names = {member.site for member in merge.members}
+        if not names & counted:
+            found[tuple(member.dims for member in merge.members)] += 1
+        counted |= names
+    found.update((site.dims,) for site in linears(program) if site.site not in counted)
     return found
 
 

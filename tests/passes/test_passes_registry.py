@@ -36,7 +36,7 @@ def names(*spec: str) -> list[str]:
 
 def test_all_passes_in_order_and_of_the_contract() -> None:
     assert names() == [name for name in PASSES if name not in OPTIONAL] == [
-        "shrink", "merge", "logits", "attention", "fuse", "rows", "quantize", "sparsify",
+        "shrink", "merge", "logits", "attention", "fuse", "rows", "quantize", "precompute", "sparsify",
     ]  # fmt: skip
     assert all(isinstance(p, Pass) for p in load_passes(None))
     assert {p.name for p in load_passes() if not p.exact} == {"quantize", "shrink", "sparsify"}
@@ -44,16 +44,18 @@ def test_all_passes_in_order_and_of_the_contract() -> None:
 
 def test_selecting_excluding_and_setting() -> None:
     assert names("quantize", "merge") == ["merge", "quantize"]
-    assert names("no-merge", "no-fuse") == ["shrink", "logits", "attention", "rows", "quantize", "sparsify"]
+    rest = ["shrink", "logits", "attention", "rows", "quantize", "precompute", "sparsify"]
+    assert names("no-merge", "no-fuse") == rest
     assert names("merge", "fuse.norms=false") == ["merge", "fuse"]
     found = load_passes(["quantize.group_size=64", "quantize.embeddings=no", "quantize.options=w8, bf16"])
-    assert found[-2] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(
+    assert found[-3] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(
         found
     ) == len(names())
 
 
 def test_an_optional_pass_takes_part_where_it_is_named_or_set_and_leaves_out_no_other() -> None:
-    everything = ["shrink", "merge", "logits", "attention", "predict", "fuse", "rows", "quantize", "sparsify"]
+    first = ["shrink", "merge", "logits", "attention", "predict"]
+    everything = [*first, "fuse", "rows", "quantize", "precompute", "sparsify"]
     assert names("predict") == names("predict.method=elsa") == everything
     assert names("predict", "quantize") == ["predict", "quantize"]
 
