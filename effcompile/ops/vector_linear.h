@@ -12,6 +12,7 @@ constexpr int LANES = 16;  // outputs that are interleaved
 #endif
 constexpr int PER_LANES = LANES / W;
 constexpr int PANEL = VECS * W;  // outputs of a tile
+static_assert(VECS % 2 == 0, "a tile that is not the last one of its rows gives vectors of outputs two by two");
 constexpr int AHEAD = 512;       // bytes of W that are fetched before they are multiplied
 constexpr int LINE_BYTES = 64;   // of a cache
 
