@@ -14,6 +14,7 @@ from effcompile.compiler import Executable, Request, TrainingExecutable
 from effcompile.compiler.generation import generating
 from effcompile.core import effort
 from effcompile.core.errors import UsageError
+from effcompile.core.garbage import seldom_collected
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Plan
 from effcompile.runtime.meeting import attended
@@ -46,7 +47,8 @@ def carry_out(
         if request.training:
             if request.mesh is not None:
                 return compiler.optimize_on_ranks(model, args, kwargs, **request.whole)
-            return compiler.optimize_training(model, args, kwargs, hold=hold, **request.whole)
+            with seldom_collected():
+                return compiler.optimize_training(model, args, kwargs, hold=hold, **request.whole)
         return compiler.optimize(model, args, kwargs, **request.whole)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +119,19 @@ def written_into(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = was
 
 
+def _looked_at(model: nn.Module) -> Callable[[], list[str]]:
+    """What says, after a call, the places where another thing is than now; but for plain values in the place
+    of plain ones, which guards follow.
+    """
+    before = [(place, holder, holder.copy()) for place, holder in _holders(model)]
+    return lambda: [
+        f"{place}.{key}"
+        for place, holder, held in before
+        for key, was, now in _differing(holder, held)
+        if not (is_plain(was) and is_plain(now))
+    ]
+
+
 class CalledAlone(NamedTuple):
     """What calling the model itself told.
 
@@ -161,16 +175,11 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> CalledAlone:
         torch.manual_seed(SEED)
         return loss()
 
-    before = [(place, holder, holder.copy()) for place, holder in _holders(model)]
+    kept = _looked_at(model)
     with as_it_was(model):
         try:
             first = run()
-            changed = [
-                f"{place}.{key}"
-                for place, holder, held in before
-                for key, was, now in _differing(holder, held)
-                if not (is_plain(was) and is_plain(now))
-            ]
+            changed = kept()
             again = run() if changed else first
         except RuntimeError:
             # under an autocast that the model does not bear, say: whoever runs the step tells it
@@ -185,3 +194,45 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> CalledAlone:
             "buffers. Keep it in one (register_buffer), or give it as an input."
         )
     return CalledAlone(frozenset(changed), first.clone())
+
+
+@dataclass(slots=True, kw_only=True)
+class Uncalled:
+    """A forward that nobody has called since it was captured: `refuse_memory` is still to be asked.
+
+    A model's own step, run whole to be compared with, tells the same where nothing changes: a forward less.
+
+    Attributes:
+        model: as it trains. ask: `refuse_memory` of it.
+        told: are told what came of it, once that is known.
+    """
+
+    model: nn.Module
+    ask: Callable[[], CalledAlone]
+    told: list[Callable[[CalledAlone], None]] = field(default_factory=list)
+
+    def call(self) -> None:
+        """Call it alone.
+
+        Raises what `refuse_memory` does.
+        """
+        self._tell(self.ask())
+
+    def within(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The model's own step, run from SEED with its buffers as they are: it tells, unless it changes more
+        than plain values; then calling it alone does.
+        """
+
+        def run() -> Tensor:
+            kept = _looked_at(self.model)
+            loss = step()
+            if not kept():
+                self._tell(CalledAlone(frozenset(), loss.detach().clone()))
+            return loss
+
+        return run
+
+    def _tell(self, found: CalledAlone) -> None:
+        for tell in self.told:
+            tell(found)
+        self.told.clear()

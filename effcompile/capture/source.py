@@ -92,8 +92,33 @@ class Source:
 
     @property
     def called(self) -> Tensor | None:
-        """The model's own loss at these inputs, where it was called as it was captured."""
+        """The model's own loss at these inputs, where it was called as it was captured, or since."""
         return self.once("", Exported).loss
+
+    def wait(self) -> None:
+        """The model is not called as it is captured where `call_alone` or `tells` come after."""
+        self.once("", Exported).patient = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether nobody has called the model yet, and it is to be."""
+        return self.once("", Exported).uncalled is not None
+
+    def call_alone(self) -> None:
+        """Have the model called, unless it was.
+
+        Raises:
+            CaptureError: it reads again what an earlier call kept outside of buffers.
+        """
+        if (uncalled := self.once("", Exported).uncalled) is not None:
+            uncalled.call()
+
+    def tells(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The model's own step, which is to run from memory.SEED: what calling it alone would tell, where
+        nobody did.
+        """
+        uncalled = self.once("", Exported).uncalled
+        return step if uncalled is None else uncalled.within(step)
 
     @property
     def without_data(self) -> bool:

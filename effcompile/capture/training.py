@@ -24,7 +24,7 @@ from effcompile.capture.diagnose import capture_error, depends_on_values, place_
 from effcompile.capture.draws import no_python_randomness
 from effcompile.capture.exported import Exported, copied
 from effcompile.capture.known_values import Fixed, KnownValues, around_forward
-from effcompile.capture.memory import as_it_was, refuse_memory, written_into
+from effcompile.capture.memory import CalledAlone, as_it_was, refuse_memory, written_into
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
 from effcompile.capture.training_outputs import OutputLayout, check_loss
@@ -128,10 +128,14 @@ def capture_training(
     state = ModelGuards(
         model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read, beside=beside
     )
-    if first and (written or state.may_keep):
+
+    def ask() -> CalledAlone:
         with torch.random.fork_rng(devices=_devices(model)):
-            subject.exported.left, subject.exported.loss = refuse_memory(model, lambda: _loss_alone(subject))
-    state.leave(subject.exported.left)
+            return refuse_memory(model, lambda: _loss_alone(subject))
+
+    if first and (written or state.may_keep):
+        subject.exported.call(model, ask)
+    subject.exported.follow(state.leave)
     return replace(step, state=state)
 
 

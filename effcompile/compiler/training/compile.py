@@ -127,7 +127,7 @@ def optimize_training(
             "not run. Use plan."
         )
     if task.request.batch is None:
-        return _taken_up(_complete(*_refined(work, work.capture(task.request.keep_outputs))), hold)
+        return _taken_up(_complete(*_refined(work, work.capture(task.request.keep_outputs, runs=True))), hold)
     found = best_measured(sized(task, work), lambda planned: _refined(planned.work, planned.case))
     result = _complete(*found.built)
     result.plan = found.chosen.told_in(result.plan, found.rates)

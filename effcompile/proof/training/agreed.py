@@ -104,8 +104,12 @@ class Proven:
         except content.UNREADABLE:
             return None
         path = cache_folder() / "agreements" / f"{follows.hexdigest()}.json"
+        kept = _kept(path)
+        if kept is not None and source.waits:  # the model's own step is not run whole, most likely
+            with work.progress.step("run the original forward"):
+                source.call_alone()
         called = None if products_in_fp32(work.model) else source.called
-        return cls(work=work, path=path, kept=_kept(path), called=called)
+        return cls(work=work, path=path, kept=kept, called=called)
 
     def held(self, found: verify.Result) -> HoldsAgain | None:
         """The checks of another day, where they are those of today's run, too; None where the model's own

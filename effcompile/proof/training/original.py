@@ -51,8 +51,23 @@ class Original:
         """
         leanly = self.refusal is not None
         if leanly not in originals:
-            originals[leanly] = self.run(self.work.eager_loss)
+            originals[leanly] = self._run_first()
         return originals[leanly]
+
+    def _run_first(self) -> verify.Result:
+        """The step as the model takes it, which tells what its forward keeps, where nobody called it before;
+        if it does not, it is called alone, before anything that it kept is held against the guards.
+        """
+        source, step = self.case.source, self.work.eager_loss
+        if source is None:
+            return self.run(step)
+        try:
+            found = self.run(source.tells(step))
+        except NoRoomError:
+            source.call_alone()
+            raise
+        source.call_alone()
+        return found
 
     def truth(self, wanted: verify.Result, peak_bytes: int) -> verify.Result | None:
         """What tells rounding from an error: the step in float64, or where that does not fit, in 16 bits

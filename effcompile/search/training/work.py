@@ -74,8 +74,11 @@ class Work:
     notes: list[Reason] = field(default_factory=list)
     fronts: dict[str, BlockFront] = field(default_factory=dict)
 
-    def capture(self, keep_outputs: bool = False) -> Case:
+    def capture(self, keep_outputs: bool = False, *, runs: bool = False) -> Case:
         """The joint graph of the step, which passes may have captured anew.
+
+        `runs`: the model's own step is run beside the planned one, so that its forward need not be called
+        now (`Source.wait`).
 
         Raises:
             CaptureError, InputsError: it cannot be captured. UsageError: the optimizer is of other
@@ -86,6 +89,8 @@ class Work:
         )
         if source.without_data and not self.figures.here and self.figures.target.device != "cpu":
             source = replace(source, base=self._as_on_gpu)
+        if runs:
+            source.wait()
         with self.progress.step("capture the step"):
             step, front = source.capture_with_front()
         self.figures.within(step)
