@@ -63,6 +63,15 @@ class Lowered(Protocol):
 
 
 @runtime_checkable
+class Leaner(Protocol):
+    """A lowered program that can be set to hold less, at the price of some time."""
+
+    def leaner(self) -> bool:
+        """Set it so; False where it is."""
+        ...
+
+
+@runtime_checkable
 class Backend(Protocol):
     """One way to run a program.
 

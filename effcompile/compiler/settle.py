@@ -17,6 +17,7 @@ from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.compiler.apply import apply_passes
+from effcompile.compiler.leaner import hold_less
 from effcompile.core.causes import OverWhenRun
 from effcompile.core.errors import EffcompileError, InfeasibleError, LoweringError, VerificationError
 from effcompile.core.findings import Corrected, Failed
@@ -336,6 +337,7 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
     if all(check.passed for check in checks):
         with shop.progress.step(f"tune {backend.name}"):
             changed = lowered.tune(tagged.flat_inputs())
+            changed = hold_less(shop.goal, tagged, lowered) or changed
         checks = verify(run, tagged, shop.cases, shop.goal) if changed else checks  # of what the user holds
     plan = _counted(plan, shop.program, lowered)
     plan = replace(plan, checks=tuple(checks), settings=dict(lowered.settings))

@@ -48,7 +48,7 @@ def timeline(program: Program) -> Timeline:
     nodes = list(program.graph.nodes)
     weight_bytes = program.weight_bytes() + _constant_bytes(program)
     input_bytes = sum(held.nbytes[s] for s in {s for n in nodes if n.op == "placeholder" for s in held.of[n]})
-    freed_after = _last_reads(nodes, held)
+    freed_after = last_reads(nodes, held)
     live, steps = weight_bytes + input_bytes, []
     for step, node in enumerate(nodes):
         live += sum(held.nbytes[s] for s in held.made[node] if s not in held.fixed)
@@ -65,7 +65,7 @@ def timeline(program: Program) -> Timeline:
     )
 
 
-def _last_reads(nodes: list[fx.Node], held: Storages) -> dict[int, list[Storage]]:
+def last_reads(nodes: list[fx.Node], held: Storages) -> dict[int, list[Storage]]:
     """Step → storages that no later step reads; storages of the output and fixed ones are in none."""
     position = {node: step for step, node in enumerate(nodes)}
     last: dict[Storage, int] = {}

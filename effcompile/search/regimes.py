@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
+from effcompile.estimate.planned_buffers import planned_bytes
 from effcompile.estimate.timeline import timeline
 from effcompile.ir.program import Program, stored_bytes
 from effcompile.passes import Choice, Pass
@@ -14,6 +16,8 @@ from effcompile.search.refine import Constraints
 IN_PLACE = ("torch-eager", "triton")
 #: Type of device → those of them whose attentions read a narrower cache there.
 NARROW = {"cpu": IN_PLACE, "cuda": ("triton",)}
+#: Those whose runtimes plan buffers before they run.
+_PLANNING = ("onnxruntime",)
 #: What the first solve holds to beyond the goal: nothing.
 FREE = Constraints()
 
@@ -40,6 +44,7 @@ class Regimes:
 
     weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: says of
     those what a runtime that copies what it is given to go on from holds once more; asked for such a one
+    alone. planned_bytes: in the place of kept_bytes where a runtime plans its buffers; asked for such a one
     alone. own_seconds, own_bytes: of what runs as it stands in the model, once, and its weights, which are in
     weight_bytes.
     """
@@ -48,6 +53,7 @@ class Regimes:
     weight_bytes: int
     kept_bytes: int
     copied_bytes: Callable[[], int] = int
+    planned_bytes: Callable[[], int] = int
     own_seconds: float = 0.0
     own_bytes: int = 0
 
@@ -57,7 +63,10 @@ class Regimes:
         memory = timeline(program)
         kept = memory.activation_bytes + memory.input_bytes
         return cls(
-            each=(Regime(name="call", program=program),), weight_bytes=memory.weight_bytes, kept_bytes=kept
+            each=(Regime(name="call", program=program),),
+            weight_bytes=memory.weight_bytes,
+            kept_bytes=kept,
+            planned_bytes=cache(partial(planned_bytes, program)),
         )
 
     @property
@@ -79,6 +88,8 @@ class Regimes:
 
     def kept(self, backend: str) -> int:
         """Bytes beside the weights at the highest instant on a backend."""
+        if backend in _PLANNING and (planned := self.planned_bytes()):
+            return planned
         return self.kept_bytes + (0 if backend in IN_PLACE else self.copied_bytes())
 
 

@@ -443,3 +443,28 @@ def test_what_no_plan_holds_within_the_memory_is_not_returned():
     backend.beside = 1
     with pytest.raises(InfeasibleError, match="1 B"):
         settle(shop, backend, plan, None)
+
+
+@pytest.mark.parametrize("minimize", ["time", "memory"])
+def test_what_can_be_set_to_hold_less_is_before_it_is_solved_again(minimize):
+    class Set(Holding):
+        def lower(self, program, plan, calibration):
+            result = super().lower(program, plan, calibration)
+            result.settings = {}
+
+            def leaner():
+                result.settings = {"lean": True}
+                result.peak_bytes = lambda inputs: plan.predicted.peak_bytes
+                return True
+
+            result.leaner = leaner
+            return result
+
+    search, shop = roomy(over=100)
+    if minimize == "memory":
+        goal = replace(shop.goal, minimize="memory", memory=None)
+        search, shop = replace(search, goal=goal, _proposals={}), replace(shop, goal=goal)
+    backend = Set(0.001)
+    outcome = settled(search, shop, backend)
+    assert len(backend.lowerings) == 1
+    assert outcome.plan.settings == {"lean": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -125,6 +125,7 @@ class OnnxModel:
         self._finalizer = weakref.finalize(self, remove, built.path.parent)
         self._session: onnxruntime.InferenceSession | None = built.opened
         self._chosen = session.default_settings()
+        self._peaks = dict[tuple[object, ...], int | None]()  # measured in a process of its own each
         #: Calls whose caches stay in their buffers, where the model has such.
         self.in_place = InPlace(names, built.opened)
         present = {value.name for value in built.opened.get_inputs()}
@@ -156,6 +157,13 @@ class OnnxModel:
         chosen, seconds, self._session = session.tune(self._path, feeds, before)
         return chosen, seconds
 
+    def leaner(self) -> bool:
+        """See `backends.base.Leaner`."""
+        if not self._chosen.pattern:
+            return False
+        self._session, self._chosen = None, replace(self._chosen, pattern=False)
+        return True
+
     def rest(self) -> None:
         """Close the session of a model that is large enough to be missed; the next call opens it again."""
         if self.weight_bytes > session.BESIDE:
@@ -184,7 +192,10 @@ class OnnxModel:
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         caches, given = self.in_place.caches, dict(zip(self._names, inputs, strict=True))
-        found = session.peak_bytes(self._path, self._feeds(inputs), self._chosen, caches)
+        measured = (self._chosen, *(tensor.shape for tensor in inputs))
+        if measured not in self._peaks:
+            self._peaks[measured] = session.peak_bytes(self._path, self._feeds(inputs), self._chosen, caches)
+        found = self._peaks[measured]
         # rows that are written into buffers, which stood before
         new = sum(given[name][:, :, :1].nbytes * given["tokens"].shape[1] for name in caches)
         return None if found is None else found + new
@@ -241,4 +252,6 @@ def _opened(path: Path, settings: Mapping[str, object]) -> onnxruntime.Inference
         )
     if settings.get(INT8_WEIGHTS) == "signed" and products_saturate():
         raise made_elsewhere(path)
-    return session.open_session(path, session.settings_of(settings))
+    opened = session.open_session(path, session.settings_of(settings))
+    give_back()  # the file, read as a whole, beside what the session made of it
+    return opened
