@@ -83,7 +83,7 @@ def answering(executable: Planned, request: Request) -> Planned:
     if how != "error":
         model = executable.unplanned()
         run = (
-            model.forward
+            functools.partial(type(executable).own_forward, model)
             if isinstance(executable, TrainingExecutable)
             else functools.partial(_run_evaluating, model)
         )

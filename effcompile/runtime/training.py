@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from pathlib import Path
 from typing import Any, Never
@@ -38,6 +38,7 @@ class TrainingExecutable(PlannedModel):
 
     runner: StepRunner
     optimizer: Optimizer | None
+    own_forward: Callable[..., Outputs]
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -118,9 +119,19 @@ def planned(
     kind = type(model)
     if isinstance(model, TrainingExecutable):
         raise UsageError("This model is planned already. Give effcompile.optimize the original model.")
-    own, given = kind.forward, _Given(model)
+    given, before = _Given(model), vars(model).get("forward")
 
-    @functools.wraps(own)
+    def own(self: nn.Module, *args: Any, **kwargs: Any) -> Outputs:
+        """The given model's forward as it is now: one that was set on it, on its class, or by another
+        class.
+        """
+        set_on_it = vars(model).get("forward")
+        if set_on_it is not None and set_on_it is not before:
+            return set_on_it(*args, **kwargs)
+        there = self if type(model) is kind else unplanned(self)
+        return type(model).forward(there, *args, **kwargs)
+
+    @functools.wraps(kind.forward)
     def forward(self: TrainingExecutable, *args: Any, **kwargs: Any) -> Outputs:
         given.follow(self)
         if not (self.training and _differentiates()):
@@ -132,7 +143,7 @@ def planned(
 
     def unplanned(self: nn.Module) -> nn.Module:
         """The same model, with all that it holds, in its own class: its forward is the model's own."""
-        twin = object.__new__(kind)
+        twin = object.__new__(type(model))
         twin.__dict__ = self.__dict__
         return twin
 
@@ -145,7 +156,7 @@ def planned(
     if hasattr(model, "config"):
         # whether HuggingFace's Trainer gives it num_items_in_batch
         beside["accepts_loss_kwargs"] = runner.takes_items
-    members = {"forward": forward, "unplanned": unplanned, "__module__": kind.__module__}
+    members = {"forward": forward, "own_forward": own, "unplanned": unplanned, "__module__": kind.__module__}
     members |= {name: _Beside(name, value) for name, value in beside.items()}
     result.__class__ = type(kind.__name__, (TrainingExecutable, kind), members)
     runner.state, runner.guarded = runner.state.bound_to(model, result), True

@@ -64,6 +64,7 @@ FUZZERS = {
 
 def main() -> None:
     arguments = parsed()
+    arguments.failures.mkdir(parents=True, exist_ok=True)
     test_inference_fuzz.REFUSED.addHandler(
         logging.FileHandler(arguments.failures / f"refused-{arguments.kind}.txt", delay=True)
     )
