@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -71,7 +71,7 @@ class Precompute(Pass):
     def apply(self, program: Program, plan: Plan) -> Program:
         """What the plan has computed already is a constant of the graph."""
         edited = program.editable(self.name)
-        found, values = constant_linears(edited), dict[fx.Node, Any]()
+        found, values = constant_linears(edited), dict[fx.Node, Tensor]()
         names = {site for site, form in plan.forms().items() if form.word == PRECOMPUTED}
         last = [_last(site.node) for site in found if site.site in names and not _read_by(site, found)]
         for node in last:
@@ -139,7 +139,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 @torch.no_grad()
-def _value(program: Program, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _value(program: Program, node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
     """What a node makes of weights alone, with what is known already."""
     if node not in values:
         held = program.tensor(node)
@@ -152,7 +152,7 @@ def _value(program: Program, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return values[node]
 
 
-def _put(program: Program, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+def _put(program: Program, node: fx.Node, values: dict[fx.Node, Tensor]) -> None:
     """The constant in the node's place."""
     made = _value(program, node, values).detach()
     name = f"_{PRECOMPUTED}_{node.name}"

@@ -86,7 +86,7 @@ def captured_once(capture: Callable[[Work], Case]) -> Callable[..., Case]:
     """The latest model's step, captured once; the optimizer beside it is each request's own."""
     latest: list[tuple[nn.Module, Case]] = []
 
-    def once(self: Work, keep_outputs: bool = False) -> Case:
+    def once(self: Work, keep_outputs: bool = False, *, runs: bool = False) -> Case:
         if not latest or latest[0][0] is not self.model:
             latest[:] = [(self.model, capture(replace(self, optimizer=None)))]
         case, figures = latest[0][1], self.figures

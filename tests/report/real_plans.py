@@ -154,7 +154,7 @@ def infer(**goal: Any) -> Plan:
 
 @cache
 def quantised() -> Plan:
-    return infer(max_error=0.05, memory="400KiB")
+    return infer(max_error=0.05, memory="560KiB")
 
 
 @cache
