@@ -33,7 +33,7 @@ from effcompile.machine.memory import give_back
 from effcompile.machine.room import Room, device_of
 from effcompile.passes import Pass
 from effcompile.passes.merge import MERGED, SEPARATE
-from effcompile.passes.precompute import PRECOMPUTED
+from effcompile.passes.precompute import ONCE
 from effcompile.proof.rehearsed import emulated
 from effcompile.proof.verify import Reference, verify, worst
 from effcompile.runtime.executable import Executable
@@ -364,8 +364,7 @@ def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:
             Form(word=SEPARATE) if inside is None else Form(word=MERGED, weights=inside.weights)
         )
         found |= {member.site: inside for member in group.members if inside is not None}
-    once = Form(word=PRECOMPUTED)
-    found |= {d.site: once for d in plan.decisions if d.form == once and d.site not in found}
+    found |= {d.site: ONCE for d in plan.decisions if d.form == ONCE and d.site not in found}
     decisions = tuple(
         replace(d, applied=_told(d.form, found[d.site]) if d.site in found else "") for d in plan.decisions
     )

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from effcompile.estimate.storages import Storage, Storages, storages
-from effcompile.estimate.timeline import last_reads
+from effcompile.estimate.timeline import given_bytes, last_reads
 from effcompile.ir.program import Program
 from effcompile.sites.parts import attentions
 
@@ -49,8 +49,8 @@ def planned_bytes(program: Program) -> int:
     for step, node in enumerate(nodes):
         live += changes[step]
         highest = max(highest, live + scores.get(node.name, held.workspace.get(node, 0)))
-    given = sum(held.nbytes[s] for s in {s for n in nodes if n.op == "placeholder" for s in held.of[n]})
-    return given + highest + _NODE * sum(node.op == "call_function" for node in nodes)
+    graph = _NODE * sum(node.op == "call_function" for node in nodes)
+    return given_bytes(nodes, held) + highest + graph
 
 
 def _buffers(held: Storages, nodes: list[fx.Node], freed_after: dict[int, list[Storage]]) -> list[_Buffer]:

@@ -47,7 +47,7 @@ def timeline(program: Program) -> Timeline:
     held = storages(program)
     nodes = list(program.graph.nodes)
     weight_bytes = program.weight_bytes() + _constant_bytes(program)
-    input_bytes = sum(held.nbytes[s] for s in {s for n in nodes if n.op == "placeholder" for s in held.of[n]})
+    input_bytes = given_bytes(nodes, held)
     freed_after = last_reads(nodes, held)
     live, steps = weight_bytes + input_bytes, []
     for step, node in enumerate(nodes):
@@ -63,6 +63,11 @@ def timeline(program: Program) -> Timeline:
         weight_bytes=weight_bytes,
         input_bytes=input_bytes,
     )
+
+
+def given_bytes(nodes: list[fx.Node], held: Storages) -> int:
+    """Bytes of the inputs, each storage once."""
+    return sum(held.nbytes[s] for s in {s for n in nodes if n.op == "placeholder" for s in held.of[n]})
 
 
 def last_reads(nodes: list[fx.Node], held: Storages) -> dict[int, list[Storage]]:

@@ -28,6 +28,8 @@ from effcompile.passes.quantize import Tables
 from effcompile.sites.parts import LinearSite, linears
 
 PRECOMPUTED = "precomputed"
+#: What a linear becomes.
+ONCE = Form(word=PRECOMPUTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class Precompute(Pass):
                 requires=tables.baseline_requires(site),
             )
             constant = Option(
-                form=Form(word=PRECOMPUTED),
+                form=ONCE,
                 cost=Cost(weight_bytes=made + tables.kept_bytes(site)),
                 by=self.name,
                 requires=dict.fromkeys(behind, (PRECOMPUTED,)),
@@ -70,9 +72,11 @@ class Precompute(Pass):
 
     def apply(self, program: Program, plan: Plan) -> Program:
         """What the plan has computed already is a constant of the graph."""
+        names = {site for site, form in plan.forms().items() if form == ONCE}
+        if not names:
+            return program.tagged({}, self.name)
         edited = program.editable(self.name)
         found, values = constant_linears(edited), dict[fx.Node, Tensor]()
-        names = {site for site, form in plan.forms().items() if form.word == PRECOMPUTED}
         last = [_last(site.node) for site in found if site.site in names and not _read_by(site, found)]
         for node in last:
             _put(edited, node, values)
