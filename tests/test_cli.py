@@ -195,6 +195,7 @@ def test_diff_as_json_lists_the_sites_that_differ(
         (b"[1, 2]", "not an effcompile plan"),
         (b'{"format": "effcompile-plan", "version": 99}', "version 99"),
         (b'{"format": "effcompile-plan", "version": 2, "model": 7}', "not a valid plan"),
+        (b'{"format": "effcompile-plan", "goal": {"memory": 7, "memory": 8}}', "'memory' twice"),
     ],
 )
 @pytest.mark.parametrize("command", ["explain PLAN", "diff PLAN PLAN", f"optimize {TINY} --plan PLAN"])

@@ -19,6 +19,7 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError, clipped
 from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
+from effcompile.core.json_keys import repeated_key
 from effcompile.core.mask import Sees
 from effcompile.core.reason_kinds import KINDS
 from effcompile.core.reasons import Because, Reason
@@ -335,11 +336,17 @@ class Plan:
             )
         file = Path(path) / "plan.json" if os.path.isdir(path) else Path(path)
         try:
-            data = msgspec.json.decode(read_bounded(file, MOST_BYTES, "the plan"))
+            data = msgspec.json.decode(content := read_bounded(file, MOST_BYTES, "the plan"))
+            repeated = repeated_key(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FormatError(
                 f"{str(file)!r} is not valid JSON ({error}). It may be cut off; plan again or restore it."
             ) from error
+        if repeated is not None:
+            raise FormatError(
+                f"{str(file)!r} says {clipped(repr(repeated))} twice in one object, and only one can hold. "
+                "Remove the wrong one, plan again, or restore the file."
+            )
         return cls.from_dict(data, source=repr(str(file)))
 
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from effcompile.core.errors import EffcompileError, FormatError, UsageError, clipped
 from effcompile.core.files import cache_folder, read_kept, write_kept
+from effcompile.core.json_keys import repeated_key
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.formats import W4, W8, W8_CHANNEL
 from effcompile.machine import native
@@ -327,10 +328,15 @@ def _parsed(raw: bytes, path: Path, device: Accelerator | None) -> Calibration:
     mend = "Run `effcompile calibrate` to measure it anew."
     try:
         data: Any = msgspec.json.decode(raw)
+        repeated = repeated_key(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
             f"The calibration {str(path)!r} is not valid JSON ({error}); it may be cut off. {mend}"
         ) from error
+    if repeated is not None:
+        raise FormatError(
+            f"The calibration {str(path)!r} says {clipped(repr(repeated))} twice in one object. {mend}"
+        )
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FormatError(
             f"{str(path)!r} is not an effcompile calibration: it has no 'format': {FORMAT!r}. {mend}"

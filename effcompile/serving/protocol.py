@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import UsageError, clipped
+from effcompile.core.json_keys import repeated_key
 from effcompile.serving.desk import Wish
 
 #: What a field may be and still change nothing; other values are refused, for nothing here does what they ask
@@ -57,8 +58,11 @@ def read(body: bytes) -> CompletionBody:
     """
     try:
         asked = msgspec.json.decode(body, type=CompletionBody)
+        repeated = repeated_key(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"The body is no completion request: {error}.") from error
+    if repeated is not None:
+        raise UsageError(f"The body says {clipped(repr(repeated))} twice in one object. Say it once.")
     for name, allowed in _NEUTRAL.items():
         if getattr(asked, name) not in allowed:
             raise UsageError(f"{name} = {getattr(asked, name)!r} is not served. Leave it out.")

@@ -294,6 +294,7 @@ def edit(change):
         (lambda p: p.write_bytes(b"\xff\x00\xfe"), "not valid JSON"),
         (lambda p: p.write_bytes(b""), "not valid JSON"),
         (lambda p: p.write_text("[1, 2]"), "not an effcompile calibration"),
+        (lambda p: p.write_text('{"format": 1, "format": 2}'), "'format' twice"),
         (lambda p: p.write_text('{"format": "other"}'), "not an effcompile calibration"),
         (lambda p: edit(lambda d: d.update(version=99)), "version 99"),
         (lambda p: edit(lambda d: d.update(memory_bandwidth="fast")), "memory_bandwidth"),

@@ -49,6 +49,7 @@ def test_choices_draw_from_seeds_of_their_own() -> None:
     [
         ("{", "no completion request"),
         ("[]", "no completion request"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
         ('{"prompt": ' + "[" * 100_000, "no completion request"),
         ('{"prompt": "\\ud800"}', "no completion request"),
         ('{"prompt": 5}', r"\$\.prompt"),
