@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.reasons import Unsupported
 from effcompile.ops.lion8 import Lion8bit
 
@@ -43,6 +43,8 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 #: Those that look at several parameters at once, or run the model again.
 _NOT_SINGLE = ("LBFGS", "SparseAdam")
 _SINGLE = ("Lion", "LARS")
+#: Options of torch.optim's that no other form has: which way an update goes, and how.
+_GIVEN_ALONE = ("maximize", "capturable", "differentiable")
 #: 8-bit states in pieces of so many elements on a CPU, where torchao's update is not compiled: its working
 #: memory is 60 B/element.
 CPU_PIECE = 1 << 18
@@ -136,19 +138,12 @@ def declined(name: str, optimizer: Optimizer) -> Unsupported | None:
     kind = type(optimizer)
     if (reason := one_by_one(optimizer)) is not None:
         return reason
+    if name != GIVEN and (option := _unlike(name, kind, optimizer.param_groups)) is not None:
+        form = "the 8-bit one" if name == EIGHT_BIT else f"the one that {name!r} names"
+        return Unsupported.of("the option {} of this {} is not in {}", option, kind.__name__, form)
     if name == EIGHT_BIT:
         if kind not in (torch.optim.Adam, torch.optim.AdamW):
             return Unsupported.of("there is no 8-bit {}: Adam and AdamW have one", kind.__name__)
-        special = [
-            key
-            for group in optimizer.param_groups
-            for key in ("maximize", "capturable", "differentiable")
-            if group.get(key)
-        ]
-        if special:
-            return Unsupported.of(
-                "the option {}={} of this {} is not in the 8-bit one", special[0], True, kind.__name__
-            )
         return None if find_spec("torchao") else Unsupported("it needs torchao: pip install torchao")
     if name in CHANGES and name != LION8:
         return (
@@ -157,6 +152,31 @@ def declined(name: str, optimizer: Optimizer) -> Unsupported | None:
             else Unsupported("it needs pytorch-optimizer: pip install pytorch-optimizer")
         )
     return None
+
+
+def _unlike(name: str, kind: type[Optimizer], groups: Sequence[Group]) -> str | None:
+    """An option of a group that the form would do without: maximize=True, it would go the other way."""
+    decoupled = issubclass(kind, torch.optim.AdamW)
+    for group in groups:
+        for key in _GIVEN_ALONE:
+            if group.get(key):
+                return f"{key}={group[key]}"
+        if name == EIGHT_BIT and group.get("decoupled_weight_decay", decoupled) is not decoupled:
+            return f"decoupled_weight_decay={not decoupled}"
+    return None
+
+
+def check_groups(form: StatesForm, given: Optimizer, groups: Sequence[Group]) -> None:
+    """Make sure that the form can still do what the groups say.
+
+    Raises:
+        InputsError: an option was set since it was planned.
+    """
+    if form.name != GIVEN and (option := _unlike(form.name, type(given), groups)) is not None:
+        raise InputsError(
+            f"{option} was set on a group of the planned optimizer, whose form {form.name!r} has no such "
+            "option. Take it back, or plan again with it."
+        )
 
 
 def build(form: StatesForm, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor]) -> Optimizer:

@@ -284,27 +284,41 @@ def test_a_plan_says_what_crosses_the_link_for_states_on_the_host() -> None:
     )
 
 
-def test_options_of_one_group_are_declined_for_all() -> None:
-    """A group with an option that 8-bit Adam lacks; the other group does not hide it."""
+@pytest.mark.parametrize("option", ["maximize", "decoupled_weight_decay"])
+@pytest.mark.parametrize(
+    ("form", "named"), [("eight_bit=true", "the 8-bit one"), ("change=lion8", "the one that 'lion8' names")]
+)
+def test_options_of_one_group_are_declined_for_all(option: str, form: str, named: str) -> None:
+    """A group with an option that another form lacks; the other group does not hide it."""
     model, batch = MODELS["skips"]()
 
     def grouped(parameters: Any) -> torch.optim.Optimizer:
         first, *rest = parameters
-        return torch.optim.Adam([{"params": rest}, {"params": [first], "maximize": True}], lr=1e-3)
+        return torch.optim.Adam([{"params": rest}, {"params": [first], option: True}], lr=1e-3)
 
-    plan = plan_training(
-        model,
-        (),
-        batch,
-        goal=Goal(mode="training"),
-        passes=[*EXACT, "states.eight_bit=true"],
-        optimizer=grouped,
-    )
-    assert any(
-        "maximize=True of this Adam is not in the 8-bit one" in words(d.reason)
-        for d in plan.declined
-        if d.option == "8-bit"
-    )
+    passes = [*EXACT, f"states.{form}"]
+    goal = Goal(mode="training")
+    plan = plan_training(model, (), batch, goal=goal, passes=passes, optimizer=grouped)
+    said = f"the option {option}=True of this Adam is not in {named}"
+    # how a decay is applied is a matter of Adam's own forms: another optimizer was allowed, as it decays
+    wanted = option == "maximize" or named == "the 8-bit one"
+    assert any(said in words(d.reason) for d in plan.declined) == wanted
+
+
+def test_an_option_that_is_set_afterwards_and_the_form_lacks_is_refused() -> None:
+    """Adam in 8 bits went on downhill."""
+    model, batch = wide()
+    whole = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)
+    memory = int(0.92 * (whole.predicted.peak_bytes or 0))
+    planned = optimize(model, batch, [*EXACT, "states.eight_bit=true", "states.offload=false"], memory)
+    train(planned, planned.optimizer, batch, 1)
+    planned.optimizer.param_groups[0]["maximize"] = True
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(InputsError, match=r"maximize=True was set on a group.*8-bit.*Take it back"):
+        train(planned, planned.optimizer, batch, 1)
+    assert all(map(torch.equal, before, model.parameters()))
+    planned.optimizer.param_groups[0]["maximize"] = False
+    train(planned, planned.optimizer, batch, 1)
 
 
 def test_an_optimizer_of_unknown_kind_is_left_as_it_is() -> None:
@@ -379,6 +393,27 @@ def test_what_a_backward_that_updates_cannot_follow_is_refused() -> None:
         planned(**batch)
     setattr(model.get_submodule(path), own, parameter)
     planned(**batch).backward()
+
+
+def test_a_rate_that_is_a_tensor_is_looked_at_too_and_a_group_may_come_after_the_backward() -> None:
+    """Rates in tensors are what schedulers write to; a new group was not used by the backward."""
+    model, batch = MODELS["skips"]()
+    others = list(model.parameters())[-1:]
+
+    def kind(parameters: Any) -> torch.optim.Optimizer:
+        return adamw(list(parameters)[:-1], lr=torch.tensor(1e-3))
+
+    planned = optimize(model, batch, BACKWARD, least(model, batch, BACKWARD, kind), optimizer=kind)
+    planned(**batch).backward()
+    assert planned.runner.consumed
+    before = others[0].detach().clone()
+    planned.optimizer.add_param_group({"params": others, "lr": 0.5})
+    planned.optimizer.step()
+    assert not torch.equal(others[0], before)
+    planned(**batch).backward()
+    planned.optimizer.param_groups[0]["lr"].fill_(0.5)
+    with pytest.raises(InputsError, match="lr was changed between the backward"):
+        planned.optimizer.step()
 
 
 def test_schedules_of_the_learning_rate_reach_every_form() -> None:

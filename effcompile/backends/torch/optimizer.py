@@ -20,7 +20,16 @@ from effcompile.backends.torch.consumed_gradient import ConsumedGradient
 from effcompile.backends.torch.host import host_copies, rest
 from effcompile.core.errors import FormatError, InputsError
 from effcompile.ops.one_by_one import OneByOne
-from effcompile.ops.optimizers import EIGHT_BIT, GIVEN, Group, StatesForm, build, pieces, update_options
+from effcompile.ops.optimizers import (
+    EIGHT_BIT,
+    GIVEN,
+    Group,
+    StatesForm,
+    build,
+    check_groups,
+    pieces,
+    update_options,
+)
 from effcompile.ops.states8 import step8
 
 
@@ -49,19 +58,24 @@ class PlannedOptimizer(OneByOne):
         """Update all parameters that have a gradient; those that the backward has updated have none any more.
 
         Raises:
-            InputsError: a learning rate or another option was changed since the backward, which has used it.
+            InputsError: a learning rate or another option was changed since the backward, which has used it;
+                an option was set that the planned form does not have.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
+        check_groups(self.form, self._given, self.param_groups)
         for name in self._consumed:
             self.by_name[name].grad = None
         super().step()
         before, now = self._options, self._plain_options()
         used, self._options = bool(self._consumed), []
         self._consumed.clear()
-        if used and before != now:
-            name = next(
-                name for a, b in zip(before, now, strict=False) for name in b if a.get(name) != b[name]
-            )
+        changed = (
+            name
+            for a, b in zip(before, now, strict=False)  # a group that came since was not used
+            for name in a
+            if a[name] != b.get(name)
+        )
+        if used and (name := next(changed, None)) is not None:
             raise InputsError(
                 f"{name} was changed between the backward and optimizer.step(), but this plan consumes "
                 "gradients in the backward, which has updated the parameters by what it was. Change it "
@@ -71,7 +85,7 @@ class PlannedOptimizer(OneByOne):
 
     def _plain_options(self) -> list[dict[str, object]]:
         return [
-            {name: value for name, value in group.items() if isinstance(value, int | float | tuple)}
+            {name: _plain(value) for name, value in group.items() if name != "params"}
             for group in self.param_groups
         ]
 
@@ -80,7 +94,8 @@ class PlannedOptimizer(OneByOne):
         """Update one parameter within the backward.
 
         Raises:
-            InputsError: it was updated already since the last step, or is in none of the groups any more.
+            InputsError: it was updated already since the last step, or is in none of the groups any more; an
+                option was set that the planned form does not have.
         """
         if name in self._consumed:
             raise InputsError(
@@ -89,6 +104,7 @@ class PlannedOptimizer(OneByOne):
                 "backward, or plan with --pass states.in_backward=false to accumulate."
             )
         if not self._consumed:
+            check_groups(self.form, self._given, self.param_groups)
             self._options = self._plain_options()
             self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         parameter = self.by_name[name]
@@ -239,6 +255,13 @@ class Worker:
         copies = host_copies(tensors)
         self.held += copies
         return copies
+
+
+def _plain(value: object) -> object:
+    """An option as it is now: a learning rate may be a tensor that schedulers write to."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
 
 
 def _placed(value: torch.Tensor, device: torch.device) -> torch.Tensor:
