@@ -66,22 +66,21 @@ class PlannedOptimizer(OneByOne):
         for name in self._consumed:
             self.by_name[name].grad = None
         super().step()
-        before, now = self._options, self._plain_options()
-        used, self._options = bool(self._consumed), []
+        changed = self._changed() if self._consumed else None
+        self._options = []
         self._consumed.clear()
-        changed = (
-            name
-            for a, b in zip(before, now, strict=False)  # a group that came since was not used
-            for name in a
-            if a[name] != b.get(name)
-        )
-        if used and (name := next(changed, None)) is not None:
+        if changed is not None:
             raise InputsError(
-                f"{name} was changed between the backward and optimizer.step(), but this plan consumes "
+                f"{changed} was changed between the backward and optimizer.step(), but this plan consumes "
                 "gradients in the backward, which has updated the parameters by what it was. Change it "
                 "before the backward, or plan with --pass states.in_backward=false."
             )
         return loss
+
+    def _changed(self) -> str | None:
+        """An option that is another one than the backward read; groups that came since were not read."""
+        both = zip(self._options, self._plain_options(), strict=False)
+        return next((name for a, b in both for name in a if a[name] != b.get(name)), None)
 
     def _plain_options(self) -> list[dict[str, object]]:
         return [
