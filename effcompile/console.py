@@ -158,7 +158,7 @@ def tell(error: EffcompileError, as_json: bool) -> int:
     if as_json:
         emit({"error": error_data(error, error.exit_code)})
     else:
-        Console(stderr=True, soft_wrap=True).print(Text("✘ ", style="bold red") + Text(str(error)))
+        Console(stderr=True, soft_wrap=True).print(_marked("✘ ", "bold red", str(error)))
     return error.exit_code
 
 
@@ -177,7 +177,16 @@ def tell_lost_output(error: OSError) -> int:
 def warn(text: str) -> None:
     """What the user should know before the result, on stderr; nothing for an empty text."""
     if text:
-        Console(stderr=True, soft_wrap=True).print(Text("⚠ ", style="yellow") + Text(text))
+        Console(stderr=True, soft_wrap=True).print(_marked("⚠ ", "yellow", text))
+
+
+def _marked(mark: str, style: str, text: str) -> Text:
+    return Text(mark, style=style) + Text(report.printable(text))
+
+
+def say(text: str) -> None:
+    """A line on stdout that may hold what a file says."""
+    typer.echo(report.printable(text))
 
 
 def tell_bug(error: Exception, as_json: bool) -> int:

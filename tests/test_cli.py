@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -209,6 +210,23 @@ def test_corrupted_or_foreign_plan(
     assert says in outcome.words
     assert str(path) in outcome.words
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("place", ["site", "version"])
+def test_what_a_file_says_is_no_command_to_the_terminal(
+    capsys: pytest.CaptureFixture[str], plan_file: Path, place: str
+) -> None:
+    """Errors name sites and values of a file of somebody's: escape sequences would rewrite the screen."""
+    data = json.loads(plan_file.read_text())
+    command = "\x1b[2J\x1b]8;;http://evil\x07\x9b2J"
+    if place == "site":
+        data["decisions"][0]["site"] = command
+    else:
+        data["version"] = command
+    plan_file.write_text(json.dumps(data))
+    outcome = Outcome(capsys, "explain", plan_file, "nosuch")
+    assert outcome.status == 2 and "http://evil" in outcome.err
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", outcome.err)
 
 
 @pytest.mark.parametrize("change", [{"max_error": -1}, {"max_error": "lots"}, {"minimize": "cost"}])

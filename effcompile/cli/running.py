@@ -87,9 +87,9 @@ def run(
         )
         return
     then = "" if planned is None else f" ({format_seconds(planned)} when it was made)"
-    typer.echo(f"{plan.model} on {plan.backend}: {format_seconds(ran.seconds)} per call{then}")
+    console.say(f"{plan.model} on {plan.backend}: {format_seconds(ran.seconds)} per call{then}")
     for output in ran.outputs:
-        typer.echo(f"  {output}")
+        console.say(f"  {output}")
 
 
 def _generate(
@@ -126,10 +126,10 @@ def _generate(
         "ones at {decode_tokens_per_second:.1f}"
     )
     drafted = f", {spoken['tokens_per_step']:.2f} a step" if tokens[1] else ""
-    typer.echo(f"\n\n{plan.model} on {plan.backend}: {rates.format(**spoken)}{drafted}")
+    console.say(f"\n\n{plan.model} on {plan.backend}: {rates.format(**spoken)}{drafted}")
     for note in plan.notes:
         if isinstance(note, TokenRates):
-            typer.echo(f"  when it was made: {note}")
+            console.say(f"  when it was made: {note}")
 
 
 def serve(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from effcompile.report.html import frontier_html, html_report
     from effcompile.report.infeasible import flag, print_infeasible
     from effcompile.report.limits import print_what_if, what_if
+    from effcompile.report.page import printable
     from effcompile.report.passes import print_passes
     from effcompile.report.progress import ProgressSteps, Shown
     from effcompile.report.questions import TOP, curve, print_curve, print_ranked, ranked
@@ -47,6 +48,7 @@ _HOME = {
     "print_sparsity": "sparsity",
     "targets_table": "targets",
     "print_plan": "terminal",
+    "printable": "page",
 }
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "print_side_by_side",
     "print_sparsity",
     "print_what_if",
+    "printable",
     "ranked",
     "targets_table",
     "what_if",

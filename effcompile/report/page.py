@@ -48,8 +48,14 @@ _ASCII = str.maketrans(
 # figure and unit, and a separator, stay on a line
 _GLUE = re.compile(r"(?<=\d) (?=(?:s|ms|µs|us|B|[KMGT]i?B|[kMGT])\b|%)| (?=· |- )")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+_CONTROL_WITHIN_LINES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]+")
 
 Cell = str | Text
+
+
+def printable(text: str) -> str:
+    """Lines without what a terminal would obey: names and files of others may hold any character."""
+    return _CONTROL_WITHIN_LINES.sub(" ", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
