@@ -8,6 +8,8 @@ import os
 import stat
 from pathlib import Path
 
+from effcompile.core.errors import UsageError
+
 try:
     import grp
     import pwd
@@ -98,3 +100,17 @@ def _private(group: int) -> bool:
         and of.gr_name in (user.pw_name, "root")
         and set(of.gr_mem) <= {user.pw_name}
     )
+
+
+def refuse_own_code(folder: Path, what: str, error: Exception) -> None:
+    """Say in our words that transformers would have to run Python code of the folder's. Unless it is told not
+    to, it asks at the terminal, and runs it where what it reads there begins with a y.
+
+    Raises:
+        UsageError: that is why it failed.
+    """
+    if "trust_remote_code" in str(error):
+        raise UsageError(
+            f"The {what} in {str(folder)!r} is Python code of that folder's own (auto_map), which is not "
+            f"run. Give a folder whose {what} is one of transformers': --tokenizer DIR."
+        ) from error

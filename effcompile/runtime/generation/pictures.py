@@ -13,6 +13,7 @@ from transformers.image_utils import load_image
 
 from effcompile.core.errors import MissingPackageError, UsageError
 from effcompile.core.stages import first_line
+from effcompile.core.trust import refuse_own_code
 
 #: What transformers' processors of images are made with → how it is installed.
 _NEEDED = {"PIL": "pip install pillow", "torchvision": "pip install torchvision"}
@@ -34,11 +35,14 @@ def processor_in(folder: Path) -> Processor:
     """The processor that stands in a folder, with one of images.
 
     Raises:
-        UsageError: there is none. MissingPackageError: what it is made with is not installed.
+        UsageError: there is none, or it is code of the folder's own. MissingPackageError: what it is made
+            with is not installed.
     """
     _installed("PIL")
     try:
-        found: Processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        found: Processor = AutoProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except ImportError as error:
         if "torchvision" in str(error).lower():
             _installed("torchvision")
@@ -47,6 +51,7 @@ def processor_in(folder: Path) -> Processor:
             "it is made with (pillow, torchvision of torch's own version)."
         ) from error
     except Exception as error:  # whatever the many processors raise
+        refuse_own_code(folder, "processor", error)
         raise UsageError(
             f"There is no processor of images in {str(folder)!r}: {first_line(error)}. Give the folder of "
             "the model that has one: --tokenizer DIR."

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from effcompile.core.errors import UsageError
 from effcompile.core.stages import first_line
+from effcompile.core.trust import refuse_own_code
 from effcompile.runtime.generation.executable import open_generation
 from effcompile.runtime.generation.pictures import processor_in, with_pictures
 
@@ -86,11 +87,12 @@ def tokenizer_in(folder: Path) -> Any:
     """The tokenizer that stands in a folder.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or it is code of the folder's own.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the many tokenizers raise
+        refuse_own_code(folder, "tokenizer", error)
         raise UsageError(
             f"There is no tokenizer in {str(folder)!r}: {first_line(error)}. Give the folder of the model "
             "that has one: --tokenizer DIR."
