@@ -21,7 +21,7 @@ INFERENCE_PASSES: Mapping[str, str] = {
     "fuse": "fuses GELU, and norms with what is added before them",
     "rows": "fuses norms, gates and rotary embeddings row by row",
     "quantize": "stores weights in 8 or 4 bits, and computes in 8 where that is faster",
-    "precompute": "computes once what linears make of weights alone",
+    "precompute": "computes once what weights alone make",
     "sparsify": "stores weights in blocks, or two of four, where most are zero",
     "speculate": "drafts tokens of a generation from the text before, where that is measured to be faster",
 }

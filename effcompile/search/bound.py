@@ -34,8 +34,8 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import Dims, KernelCall, linear_call
 from effcompile.passes import Choice, Context, Pass
-from effcompile.passes.precompute import constant_linears
 from effcompile.passes.pricing import price_call, price_linear
+from effcompile.passes.same_each_call import constant_linears
 from effcompile.search.search import Search
 from effcompile.search.shortlist import SHORTLIST
 from effcompile.sites.parts import linears, merges

@@ -14,7 +14,8 @@ import effcompile
 from effcompile.backends.torch import TorchEager
 from effcompile.capture.inference import capture
 from effcompile.passes import load_passes, propose_all
-from effcompile.passes.precompute import PRECOMPUTED, Precompute, constant_linears
+from effcompile.passes.precompute import PRECOMPUTED, Precompute
+from effcompile.passes.same_each_call import constant_linears
 from effcompile.search.bound import groups
 from effcompile.sites.parts import linears
 
@@ -127,7 +128,7 @@ def test_one_that_is_read_by_such_linears_alone_is_computed_with_them() -> None:
 def test_a_whole_plan_takes_it_where_bytes_allow(backend: str, tmp_path: Path) -> None:
     model, asked = deberta(shared=False), ids(2, 12)
     found = effcompile.optimize(model, asked, backend=backend)
-    taken = {d.site: d.applied for d in found.plan.decisions if d.option == PRECOMPUTED}
+    taken = {d.site: d.applied for d in found.plan.decisions if (d.kind, d.option) == ("linear", PRECOMPUTED)}
     assert set(taken.values()) == {PRECOMPUTED} and len(taken) == 4
     found.save(tmp_path)
     opened = effcompile.load(tmp_path)
