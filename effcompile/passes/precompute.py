@@ -48,6 +48,8 @@ class Precompute(Pass):
         if not (found := held(program, context.elsewhere)):
             return
         yield from self._linears(program, context, found)
+        if context.goal.mode != "inference":
+            return  # a step finds its masks again behind the passes, by the operators that make them
         costs = _costs(program, context, [node for each in found for node in each.computed])
         for each in found:
             cost = total([costs[node] for node in each.computed if node in costs])

@@ -82,8 +82,10 @@ def _joins(node: fx.Node, run: NodeRun) -> bool:
     if node.target is operator.getitem:
         several = node.args[0]
         return isinstance(several, fx.Node) and several in run.nodes
-    # a constant (the norm of a table of positions) is no value that a tape is given
-    return isinstance(node.target, _HELD) and len(values_read(node)) == len(node.all_input_nodes)
+    # rows that are constant (the norm of a table of positions) are no value that a tape is given; masks and
+    # rotations that no input reaches are
+    rows = node.args[0] if node.args else None
+    return isinstance(node.target, _HELD) and not (isinstance(rows, fx.Node) and rows.op == "get_attr")
 
 
 def _sizes(split: fx.Node) -> list[int] | None:
@@ -107,7 +109,13 @@ def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], order: dict[fx.Node, int
     results = [node for node in nodes if any(user not in inside for user in node.users)]
     if not results or any(_split_of(node) or _is_divided(node, inside) for node in results):
         return not nodes
-    inputs = list(dict.fromkeys(each for node in nodes for each in values_read(node) if each not in inside))
+    inputs = list(
+        dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)
+    )
+    start = next(node for node in graph.nodes if node.op != "placeholder")
+    for each in inputs:
+        if each.op == "get_attr" and each is not start:  # the call may stand before the first that reads it
+            start.prepend(each)
     numbers = {node: at for at, node in enumerate(inputs)}
     steps = list[TapeStep]()
     for node in nodes:

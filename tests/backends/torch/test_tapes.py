@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from effcompile.ops.fp32_attention import HeldAttention
 from effcompile.ops.int8_held import HeldLinear
 from effcompile.ops.rows_held import HeldGate, HeldRmsNorm
 from effcompile.ops.tape import Tape
+from effcompile.passes.precompute import Precompute
+from effcompile.passes.same_each_call import held
 from effcompile.sites.parts import attentions, linears
 
 LAYERS = 2
@@ -210,3 +213,44 @@ def test_a_constant_is_no_input_of_a_tape(monkeypatch: pytest.MonkeyPatch) -> No
     lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [program.flat_inputs()])  # type: ignore[arg-type]
     with torch.no_grad():
         assert error(lowered(x)[0], model.double()(x.double())) < 0.05
+
+
+class Biased(nn.Module):
+    """Two layers whose attentions add a bias of positions that no input reaches, as T5's and Swin's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 4, 40, 40))
+        self.into = nn.ModuleList(nn.ModuleList(nn.Linear(64, 64) for _ in range(4)) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.table.tanh()
+        for *heads, out in self.into:  # type: ignore[misc]
+            q, k, v = (each(x).view(2, 40, 4, 16).transpose(1, 2) for each in heads)
+            made = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            x = x + out(made.transpose(1, 2).reshape(2, 40, 64))
+        return x
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_bias_that_is_a_constant_keeps_layers_in_one_call(
+    once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edit, "packing", lambda *dims, ours: "ours")
+    torch.manual_seed(0)
+    model, x = Biased().eval(), torch.randn(2, 40, 64)
+    program = capture(model, (x,), {}, dynamic=False)
+    tags = {site.site: "int8_token" for site in linears(program)}
+    tags |= {site.site: "sdpa_fp32" for site in attentions(program)}
+    told = program.tagged(forms(tags), "test")
+    if once:
+        plan: Any = SimpleNamespace(forms=lambda: forms({held(program)[0].site: "precomputed"}))
+        told = Precompute().apply(told, plan)
+        assert not told.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    lowered = TorchEager().lower(told, None, [program.flat_inputs()])  # type: ignore[arg-type]
+    tapes = [each[1:] for each in calls(lowered._called) if len(each) > 1]
+    assert [each.count("HeldAttention") for each in tapes] == [LAYERS], tapes
+    with torch.no_grad():
+        found, wanted = lowered(x)[0], lowered.run(x)[0]
+        assert error(found, model(x)) < 0.05
+    assert error(found, wanted) < 1e-3
