@@ -37,8 +37,8 @@ ONCE = Form(word=PRECOMPUTED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precompute(Pass):
     """One option more for a linear that no input reaches, and a choice for each other value that is the same
-    in each call; exact, as the same kernels compute it. What is made for such values alone is computed with
-    them, and takes no byte.
+    in each call; exact, as the model's own operators compute it. What is made for such values alone is
+    computed with them, and takes no byte.
     """
 
     name: ClassVar[str] = "precompute"
