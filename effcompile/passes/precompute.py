@@ -88,8 +88,8 @@ class Precompute(Pass):
         made = {each.by.site: each for each in found if each.by is not None}
         readers = defaultdict[str, list[str]](list)
         for each in found:
-            for site in each.behind:
-                readers[site.site].append(each.site if each.by is None else each.by.site)
+            for made_from in each.behind:
+                readers[made_from.site].append(each.site if each.by is None else each.by.site)
         for site in dict.fromkeys(site for each in found for site in (*each.behind, each.by)):
             price = None if site is None else price_linear(context, FP32, site.dims)
             if site is None or price is None:

@@ -184,7 +184,8 @@ def _owned(
         if (tensor := program.tensor(node)) is not None:
             sizes[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             readers[storage_of(tensor)] |= {last.get(user) for user in node.users}
-    counted = {program.tensor(site.weight) for site in (*linears(program), *embeddings(program))}
+    weights = [site.weight for site in linears(program)] + [site.weight for site in embeddings(program)]
+    counted = map(program.tensor, weights)
     others = {storage_of(tensor) for tensor in counted if tensor is not None} | set(elsewhere)
     found = defaultdict[fx.Node, int](int)
     for storage, values in readers.items():
