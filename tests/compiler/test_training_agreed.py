@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from train_helpers import gpt2, skips
 
 from effcompile.compiler import optimize_training
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import VerificationError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 from effcompile.machine.room import Room
 from effcompile.proof.digests import Digests
 from effcompile.proof.spool import Spool
-from effcompile.proof.training import agreed, original
+from effcompile.proof.training import agreed, original, verify
 
 pytestmark = pytest.mark.usefixtures("crowded")
 
@@ -126,6 +127,26 @@ def test_gradients_that_are_only_hashed_go_to_no_file(put: list[str], leanly: li
     assert put == ["Spool", "Spool"]  # the planned step's and the original's
     plan(*skips())
     assert put[2:] == ["Digests"] and leanly == ["run"]
+
+
+def test_a_lean_run_is_spared_the_record_of_every_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, record = list[str](), torch_compat_memory.watched_memory
+    monkeypatch.setattr(
+        torch_compat_memory, "watched_memory", lambda device: watched.append(device) or record(device)
+    )
+    steps, run = list[list[str]](), verify.run
+
+    def noted(*args: Any, **how: Any) -> verify.Result:
+        watched.clear()
+        found = run(*args, **how)
+        steps.append(watched[:])
+        assert (found.peak_bytes is None) is (not watched)
+        return found
+
+    monkeypatch.setattr(verify, "run", noted)
+    made = plan(*skips())
+    assert steps == [["cpu"], []]  # the planned step, whose peak is told; the original's lean one
+    assert made.measured is not None and made.measured.peak_bytes
 
 
 def test_gradients_that_an_update_needs_go_to_a_file(put: list[str]) -> None:

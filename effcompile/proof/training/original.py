@@ -41,7 +41,8 @@ class Original:
             self.work.progress.step(f"{name} leanly"),
             lean(self.work.model, self.work.leaves, gradients, self.room),
         ):
-            return replace(verify.run(step, self.work.model, self.work.leaves, gradients), peak_bytes=None)
+            # no peak is told of it, and recording a lean run's allocations takes a second
+            return verify.run(step, self.work.model, self.work.leaves, gradients, watched=False)
 
     def once(self, originals: dict[bool, verify.Result]) -> verify.Result:
         """The step as the model takes it, as it was run before for another plan: no plan changes it.

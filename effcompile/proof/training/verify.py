@@ -20,6 +20,7 @@ from effcompile.capture.memory import SEED as SEED
 from effcompile.core import torch_compat_memory
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import Cosine, Together
+from effcompile.core.garbage import uncollected
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.figures import Check
@@ -64,6 +65,8 @@ def run(
     model: nn.Module,
     inputs: LeafInputs = _NO_LEAVES,
     spool: Spool | Digests | None = None,
+    *,
+    watched: bool = True,
 ) -> Result:
     """One step from seed, with the model's gradients, buffers and the random generators put back afterwards.
 
@@ -73,11 +76,18 @@ def run(
         inputs: those that get a gradient too, by name.
         spool: where the gradients are put, so that none is alive; those that left within the backward are
             there already.
+        watched: whether its peak is told; who does not ask is spared the record of every allocation.
     """
     with restored(model, inputs):
         torch.manual_seed(SEED)
         libraries, before = held_by_libraries(model), 0.0 if spool is None else spool.seconds
-        with torch_compat_memory.watched_memory(device_of(model)) as peak:
+        device = device_of(model)
+        record: contextlib.AbstractContextManager[Callable[[], int] | None]
+        if watched:
+            record = torch_compat_memory.watched_memory(device)
+        else:
+            record = uncollected() if device == "cpu" else contextlib.nullcontext()
+        with record as peak:
             start = perf_counter()
             loss = step()
             loss.backward()
@@ -97,7 +107,11 @@ def run(
                     put(name, tensor.grad)
                 tensor.grad = None
         return Result(
-            loss=loss, gradients=gradients, peak_bytes=libraries + peak(), seconds=spent, reserved=reserved()
+            loss=loss,
+            gradients=gradients,
+            peak_bytes=None if peak is None else libraries + peak(),
+            seconds=spent,
+            reserved=reserved(),
         )
 
 
