@@ -36,7 +36,7 @@ class Fact:
     def text(self) -> str:
         if isinstance(self.value, torch.Tensor):
             shape = "×".join(map(str, self.value.shape)) or "scalar"
-            return f"{str(self.value.dtype).removeprefix('torch.')} {shape}, unchanged"
+            return f"{str(self.value.dtype).removeprefix('torch.')} {shape}"
         return type(self.value).__name__ if isinstance(self.value, nn.Module) else described(self.value)
 
 

@@ -62,6 +62,9 @@ class Snapshot:
         self._seen: set[int] = set()
         self._roots = tuple(roots.values())
         self._lists = Checklist(self._roots[0])
+        [first, model], *_ = roots.items()
+        own = (*model.named_parameters(), *model.named_buffers()) if training else ()
+        self._read_anew = {id(tensor): f"{first}.{name}" for name, tensor in own}
         for number, (name, root) in enumerate(roots.items()):
             if number == 0:
                 self._module(root, name)
@@ -224,7 +227,11 @@ class Snapshot:
 
     @_value.register
     def _(self, value: torch.Tensor, place: str, kind: Kind, depth: int) -> None:
-        self._tensor(value, place, "tensor" if kind == "attribute" else kind)
+        name = self._read_anew.get(id(value))
+        if name is None:
+            self._tensor(value, place, "tensor" if kind == "attribute" else kind)
+        else:  # a weight that something else holds, too: nn.GRU keeps a list of its own
+            self.facts[place] = Fact("weight", f"tied to {name}")
 
     @_value.register
     def _(self, value: nn.Module, place: str, kind: Kind, depth: int) -> None:

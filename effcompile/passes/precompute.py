@@ -27,7 +27,7 @@ from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import price_linear
 from effcompile.passes.quantize import Tables
-from effcompile.passes.same_each_call import Held, alone, held, same_each_call, value_site
+from effcompile.passes.same_each_call import ConstantValue, alone, held, same_each_call, value_site
 
 KIND, COMPUTED, PRECOMPUTED = "constant", "computed", "precomputed"
 #: What a linear or a value becomes.
@@ -83,7 +83,7 @@ class Precompute(Pass):
         edited.module.recompile()
         return edited
 
-    def _linears(self, program: Program, context: Context, found: list[Held]) -> Iterator[Choice]:
+    def _linears(self, program: Program, context: Context, found: list[ConstantValue]) -> Iterator[Choice]:
         tables = Tables(program, with_embeddings=True, elsewhere=context.elsewhere)
         made = {each.by.site: each for each in found if each.by is not None}
         readers = defaultdict[str, list[str]](list)

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ConstantValue:
     """A value that may be computed once.
 
     Attributes:
@@ -74,7 +74,7 @@ def same_each_call(program: Program) -> dict[fx.Node, None]:
     return found
 
 
-def held(program: Program, elsewhere: Collection[int] = ()) -> list[Held]:
+def held(program: Program, elsewhere: Collection[int] = ()) -> list[ConstantValue]:
     """The values of a program that may be computed once, in graph order.
 
     `elsewhere`: storages that other graphs of the model read.
@@ -94,7 +94,7 @@ def held(program: Program, elsewhere: Collection[int] = ()) -> list[Held]:
     by = {root: site for site in known.values() if (root := _made_alone(site.node, roots, same)) is not None}
     owned = _owned(program, last, elsewhere)
     return [
-        Held(
+        ConstantValue(
             node=root,
             by=by.get(root),
             behind=tuple(known[n] for n in nodes if n in known and known[n] is not by.get(root)),

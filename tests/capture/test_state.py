@@ -225,3 +225,43 @@ def test_the_loss_beside_a_model_is_watched() -> None:
             guards.check()
         weight[0], smoothed.label_smoothing = 1.0, 0.1
         guards.check()
+
+
+class Lists(nn.Module):
+    """A model that reads its weights from a list of its own, as nn.GRU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.kept = [self.inner.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.kept[0]
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN, Lists])
+def test_weights_that_a_list_holds_too_are_read_anew_by_a_step(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Lists() if kind is Lists else kind(4, 4)).train()
+    guards = ModelGuards(model, training=True)
+    model(torch.ones(2, 3, 4))
+    guards.settle()
+    with torch.no_grad():  # as an optimizer does
+        for parameter in model.parameters():
+            parameter.add_(1)
+    guards.check()
+    # the list holds what is no weight of the model any more: a step would read the other one
+    held = model[1].kept if isinstance(model[1], Lists) else model[1]._flat_weights
+    held[0] = nn.Parameter(held[0].detach().clone())
+    with pytest.raises(GuardError, match=r"\[0\] was 'tied to .*' and is float32 \d+×4 now"):
+        guards.check()
+
+
+def test_weights_that_a_list_holds_too_are_constants_in_inference() -> None:
+    model = nn.Sequential(nn.GRU(4, 4)).eval()
+    guards = ModelGuards(model, training=False)
+    model(torch.ones(2, 3, 4))
+    guards.settle()
+    with torch.no_grad():
+        model[0].weight_hh_l0.add_(1)
+    with pytest.raises(GuardError, match="was changed"):
+        guards.check()

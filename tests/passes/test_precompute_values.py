@@ -28,7 +28,9 @@ from transformers import (
 import effcompile
 from effcompile.backends.torch import TorchEager
 from effcompile.capture.inference import capture
-from effcompile.passes.precompute import COMPUTED, KIND, PRECOMPUTED, Precompute
+from effcompile.passes.attention import Attention
+from effcompile.passes.base import Choice
+from effcompile.passes.precompute import COMPUTED, KIND, ONCE, PRECOMPUTED, Precompute
 from effcompile.passes.same_each_call import held, same_each_call
 from effcompile.sites.parts import weight_of
 
@@ -293,11 +295,16 @@ class Causal(nn.Module):
 
 
 def test_a_mask_that_is_the_same_in_each_call_is_still_known_in_closed_form() -> None:
+    program = capture(Causal().eval(), (torch.randn(1, 2, 64, 16),), {})
+    [value] = held(program)
+    [found] = [
+        c for c in Attention().propose(program, context(backend="torch-eager")) if isinstance(c, Choice)
+    ]
+    [form] = [o.form for o in found.options if o.form.word == "causal"]
+    plan = plan_with({found.site: form, value.site: ONCE})
     x = torch.randn(1, 2, 64, 16)
-    found = effcompile.optimize(Causal().eval(), (x,), backend="torch-eager")
-    [attention] = [d for d in found.plan.decisions if d.kind == "attention"]
-    assert attention.option in ("causal", "causal_fp32")
-    assert torch.allclose(found(x), Causal()(x), atol=1e-6)
+    lowered = TorchEager().lower(Precompute().apply(program, plan).tagged(plan.forms(), "test"), None, [[x]])
+    assert torch.allclose(lowered(x)[0], Causal()(x), atol=1e-6)
 
 
 def test_the_dense_form_of_such_a_mask_reads_what_is_held() -> None:
