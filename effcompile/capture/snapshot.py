@@ -62,9 +62,6 @@ class Snapshot:
         self._seen: set[int] = set()
         self._roots = tuple(roots.values())
         self._lists = Checklist(self._roots[0])
-        [first, model], *_ = roots.items()
-        own = (*model.named_parameters(), *model.named_buffers()) if training else ()
-        self._read_anew = {id(tensor): f"{first}.{name}" for name, tensor in own}
         for number, (name, root) in enumerate(roots.items()):
             if number == 0:
                 self._module(root, name)
@@ -120,7 +117,23 @@ class Snapshot:
         self._lists.watch(holders.getter((*_TABLES, *_FORWARD_HOOKS, *mode, *keys)), held)
         self._lists.sized.append(held)
         for key in keys:
-            self._value(held[key], f"{place}.{key}", "attribute", 0)
+            if self._train and isinstance(module, nn.RNNBase) and key.startswith("_flat_weight"):
+                self._flat_weights(module, f"{place}._flat_weights")
+            else:
+                self._value(held[key], f"{place}.{key}", "attribute", 0)
+
+    def _flat_weights(self, module: nn.RNNBase, place: str) -> None:
+        """The weights that nn.GRU and its like list, with their names and references to them, too: a step
+        reads them at each call. What any other list holds is a constant of the graph.
+        """
+        own = {id(tensor): name for name, tensor in module._parameters.items()}
+        self._lists.watch(tuple, module._flat_weights)
+        for number, tensor in enumerate(module._flat_weights):
+            where = f"{place}[{number}]"
+            if id(tensor) in own:
+                self.facts[where] = Fact("weight", f"tied to {own[id(tensor)]}")
+            else:
+                self._value(tensor, where, "attribute", 1)
 
     def _mode(self, module: nn.Module, place: str) -> None:
         """In training the module's own flag; in inference that it is not in training mode where the model is
@@ -227,11 +240,7 @@ class Snapshot:
 
     @_value.register
     def _(self, value: torch.Tensor, place: str, kind: Kind, depth: int) -> None:
-        name = self._read_anew.get(id(value))
-        if name is None:
-            self._tensor(value, place, "tensor" if kind == "attribute" else kind)
-        else:  # a weight that something else holds, too: nn.GRU keeps a list of its own
-            self.facts[place] = Fact("weight", f"tied to {name}")
+        self._tensor(value, place, "tensor" if kind == "attribute" else kind)
 
     @_value.register
     def _(self, value: nn.Module, place: str, kind: Kind, depth: int) -> None:

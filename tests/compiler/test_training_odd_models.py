@@ -348,3 +348,36 @@ def test_dropout_between_recurrent_layers_is_drawn_as_eager_does(quick_training:
         assert torch.allclose(*losses)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-7)
+
+
+@torch.no_grad()
+def _change(model: nn.Module, how: str) -> None:
+    states = {name: tensor * 0.8 for name, tensor in model.state_dict().items()}
+    if how == "another parameter":
+        model.rows.weight_hh_l0 = nn.Parameter(states["rows.weight_hh_l0"])
+    elif how == "in place":
+        model.load_state_dict(states)
+    elif how == "assigned":
+        model.load_state_dict(states, assign=True)
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.data = states[name]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x)[0].square().mean()
+
+
+def test_a_planned_step_reads_torchs_list_of_weights_anew(quick_training: Path) -> None:
+    model, x = Recurrent().train(), torch.randn(2, 5, 8)
+    planned = effcompile.optimize(model, inputs=(x,), mode="training", passes=["no-pointwise"])
+    for how in ("in place", "data", "another parameter", "in place", "assigned", "in place"):
+        _change(model, how)
+        found = torch.autograd.grad(planned(x), [*model.parameters()])
+        wanted = torch.autograd.grad(Recurrent.forward(model, x), [*model.parameters()])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
