@@ -22,8 +22,6 @@ from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.passes.constants import storage_of
 from effcompile.sites.parts import ROOT, LinearSite, embeddings, linears
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantValue:
