@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from pathlib import Path
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
+from effcompile.core.torch_compat_archives import what_runs_code
 from effcompile.loader.loaded import Loaded
 from effcompile.loader.source import ModelSource, Reading
 
@@ -53,27 +52,20 @@ def load_exported(source: ModelSource, reading: Reading) -> Loaded:
 
 
 def refuse_pickles(path: Path) -> None:
-    """Refuse an archive whose tensors torch would unpickle.
+    """Refuse an archive that runs code of its own when torch opens it.
 
     Raises:
         UsageError: it is one, or no archive.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            configs = [name for name in archive.namelist() if name.endswith("_config.json")]
-            held = [
-                entry
-                for name in configs
-                for entry in json.loads(archive.read(name)).get("config", {}).values()
-            ]
-            others = [name for name in archive.namelist() if "custom_obj" in name or "opaque_obj" in name]
-    except (zipfile.BadZipFile, ValueError, AttributeError, OSError) as error:
+        brought = what_runs_code(path)
+    except (ValueError, OSError) as error:
         raise UsageError(
             f"{str(path)!r} is no program of torch.export ({first_line(error)}). It may be cut off: "
             "export it again."
         ) from error
-    if others or not configs or any(entry.get("use_pickle") for entry in held):
+    if brought is not None:
         raise UsageError(
-            f"{str(path)!r} holds pickles, which may run code when they are opened. If you trust its source, "
-            "give --allow-pickle; a program of plain tensors that this torch exports holds none."
+            f"{str(path)!r} holds {brought}, which may run code when it is opened. If you trust its source, "
+            "give --allow-pickle; a program of plain tensors that this torch exports holds nothing of it."
         )

@@ -219,6 +219,7 @@ def test_an_exported_program_with_a_pickle_in_it(tmp_path: Path) -> None:
         archive.writestr(
             "evil/data/weights/model_weights_config.json", json.dumps({"config": {"w": {"use_pickle": True}}})
         )
+        archive.writestr("evil/version", "3")  # without it torch does not open it at all
     with pytest.raises(UsageError, match="--allow-pickle"):
         load(str(tmp_path / "evil.pt2"))
 

@@ -34,6 +34,7 @@ from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_me
 from effcompile.core.autocast import Autocasts, autocasts, named, of_names, within
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.garbage import uncollected
+from effcompile.core.torch_compat_archives import what_runs_code
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
 from effcompile.core.types import Forward
 from effcompile.ir.export import reexport
@@ -206,6 +207,17 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
         raise UsageError(f"There is no {str(path)!r}. Give the folder that `effcompile optimize -o` wrote.")
     torch_compat.allow_tracing_packing()
     files = {_HEADER: ""}
+    try:
+        brought = what_runs_code(path)
+    except (ValueError, OSError) as error:
+        raise FormatError(
+            f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again."
+        ) from error
+    if brought is not None:
+        raise FormatError(
+            f"{str(path)!r} holds {brought}, which may run code when it is opened: no artifact that "
+            "effcompile writes does. Write it again with `effcompile optimize -o`."
+        )
     try:
         exported = torch.export.load(path, extra_files=files)
         said = json.loads(files[_HEADER])
