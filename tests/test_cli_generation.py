@@ -4,6 +4,8 @@ import html
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,17 +140,39 @@ def test_text_is_streamed_and_rates_are_told(folder: Path) -> None:
     ("words", "told"),
     [
         ([], "Give the text to go on from"),
-        (["--prompt", "w1"], "There is no tokenizer in"),
+        (["--prompt", "w1"], "holds no tokenizer"),
+        (["--prompt", "w1", "--tokenizer", "BROKEN"], "transformers makes no tokenizer of"),
+        (["--prompt", "w1", "--tokenizer", "nowhere"], "is no folder"),
         (["--prompt", "", "--tokenizer", "WORDS"], "The prompt has no tokens"),
         (["--prompt", "w1 " * 60, "--tokenizer", "WORDS"], "room for context = 48"),
     ],
 )
 def test_what_cannot_speak_is_told(folder: Path, words: list[str], told: str) -> None:
-    said = run(
-        "run", str(folder / "out"), *[str(folder / "words") if word == "WORDS" else word for word in words]
-    )
+    (folder / "broken").mkdir(exist_ok=True)
+    (folder / "broken" / "tokenizer.json").write_text("{")
+    places = {"WORDS": str(folder / "words"), "BROKEN": str(folder / "broken")}
+    said = run("run", str(folder / "out"), *[places.get(word, word) for word in words])
     assert isinstance(said.exception, Exception)
     assert told in str(said.exception)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["run", "--prompt", "w1"]])
+def test_that_there_is_no_tokenizer_is_told_before_anything_is_imported(
+    folder: Path, command: list[str]
+) -> None:
+    """Importing transformers and opening the model take seconds."""
+    script = """
+import sys
+from effcompile.cli import app
+try:
+    app(sys.argv[1:], standalone_mode=False)
+except Exception as error:
+    print(error, "torch" in sys.modules)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *command, str(folder / "out")], capture_output=True, text=True
+    )
+    assert "--tokenizer DIR. False" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_counts_are_for_generation(folder: Path) -> None:

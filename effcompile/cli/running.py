@@ -113,6 +113,7 @@ def _generate(
             f"{str(directory)!r} holds a plan of generation. Give the text to go on from: --prompt 'Once "
             "upon a time'."
         )
+    _refuse_wordless(tokenizer)
     with console.steps(as_json) as steps, steps.step("open"):
         from effcompile.runtime.generation.spoken import speak
 
@@ -130,6 +131,27 @@ def _generate(
     for note in plan.notes:
         if isinstance(note, TokenRates):
             console.say(f"  when it was made: {note}")
+
+
+def _refuse_wordless(folder: Path) -> None:
+    """Refuse a folder without any file of a tokenizer, before transformers and the model are opened.
+
+    Raises:
+        UsageError: it holds none, or there is none.
+    """
+    if not folder.is_dir():
+        raise UsageError(
+            f"--tokenizer {str(folder)!r} is no folder. Give that of the model, with its tokenizer."
+        )
+    if not any(file for pattern in _OF_TOKENIZERS for file in folder.glob(pattern)):
+        raise UsageError(
+            f"{str(folder)!r} holds no tokenizer: no tokenizer.json, tokenizer_config.json or vocabulary. "
+            "Give the folder of the model that has one: --tokenizer DIR."
+        )
+
+
+#: One of these there is in each folder that a tokenizer of transformers is made from.
+_OF_TOKENIZERS = ("*token*", "vocab*", "*vocab.json", "merges.txt", "*.model", "*.tiktoken", "*.spm", "bpe*")
 
 
 def serve(
@@ -163,6 +185,7 @@ def serve(
             f"{str(directory)!r} holds a plan of {plan.goal.mode}; a plan of generation is served (--mode "
             "generation)."
         )
+    _refuse_wordless(tokenizer or directory)
     with console.steps(as_json) as steps, steps.step("open"):
         try:
             from effcompile.serving import app, server

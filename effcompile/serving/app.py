@@ -114,7 +114,8 @@ def opened(directory: Path, tokenizer: Path, *, queue: int, prompts: int) -> Ser
         UsageError: no tokenizer there, or a model whose rows cannot share a batch. FormatError: a folder that
             is none of ours.
     """
-    model, words = open_generation(directory), tokenizer_in(tokenizer)
+    words = tokenizer_in(tokenizer)  # which fails sooner
+    model = open_generation(directory)
     ends = model.generation_config.eos_token_id
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     stops = frozenset([ends] if isinstance(ends, int) else ends or ())

@@ -171,7 +171,7 @@ def test_what_cannot_be_served_is_told(folder: Path, tmp_path: Path, port: int) 
     from effcompile.cli import app
 
     for words, said in (
-        ([str(folder), "--tokenizer", str(tmp_path)], "There is no tokenizer in"),
+        ([str(folder), "--tokenizer", str(tmp_path)], "holds no tokenizer"),
         ([str(folder), "--port", str(port)], f"Nothing can listen at 127.0.0.1:{port}"),
         ([str(tmp_path)], "plan.json"),
     ):

@@ -44,7 +44,8 @@ def speak(directory: Path, tokenizer: Path) -> Spoken:
     Raises:
         UsageError: no tokenizer there. FormatError: a folder that is none of ours.
     """
-    opened, words = open_generation(directory), tokenizer_in(tokenizer)
+    words = tokenizer_in(tokenizer)  # which fails sooner
+    opened = open_generation(directory)
 
     def spoken(
         prompt: str, new: int | None, drafts: int, say: Say | None, images: Sequence[Path] = ()
@@ -94,8 +95,8 @@ def tokenizer_in(folder: Path) -> Any:
     except Exception as error:  # whatever the many tokenizers raise
         refuse_own_code(folder, "tokenizer", error)
         raise UsageError(
-            f"There is no tokenizer in {str(folder)!r}: {first_line(error)}. Give the folder of the model "
-            "that has one: --tokenizer DIR."
+            f"transformers makes no tokenizer of {str(folder)!r}: {first_line(error)}. Give the folder of "
+            "the model that has a whole one: --tokenizer DIR."
         ) from error
 
 
