@@ -20,21 +20,23 @@ from effcompile.backends.onnxruntime import OpenedStep
 from effcompile.backends.openvino import steps as openvino
 from effcompile.backends.torch import lowered as torch_lowered
 from effcompile.backends.torch.called import called
-from effcompile.capture.generation import Boundary, GenerationStep
+from effcompile.capture.generation import GenerationStep
 from effcompile.capture.images import ImageToken
-from effcompile.core.errors import FormatError
+from effcompile.core.errors import EffcompileError, FormatError, clipped
 from effcompile.core.files import read_bounded
+from effcompile.core.stages import first_line
 from effcompile.core.types import HFClass, HFModel
-from effcompile.ir.cache import CacheLayout
 from effcompile.ir.plan import Plan
-from effcompile.ir.program import Program, TensorSpec
+from effcompile.ir.program import Program
 from effcompile.ir.saved import PLAN, check_artifact
-from effcompile.runtime.generation.steps import CacheRoom, LoweredStep, Run, assembled
+from effcompile.runtime.generation.header import Header, SavedGraph, objection
+from effcompile.runtime.generation.steps import LoweredStep, Run, assembled
 
 HEADER = "generation.json"
 #: The id of the token that stands for an image, and the row that it is embedded as.
 _IMAGE = "image_token.safetensors"
 _MOST_BYTES = 16 << 20
+_AGAIN = "Write the folder again."
 #: What tokenizers and processors of transformers are held in.
 _TOKENIZER = (
     "tokenizer*",
@@ -47,39 +49,6 @@ _TOKENIZER = (
     "*preprocessor_config.json",  # of images, of videos
     "processor_config.json",
 )
-
-
-class SavedGraph(msgspec.Struct, kw_only=True, frozen=True):
-    """One graph: its file, and the names of its tensors in the order in which it is given them."""
-
-    file: str
-    inputs: tuple[str, ...]
-
-
-class Header(msgspec.Struct, kw_only=True, frozen=True):
-    """What stands beside the graphs.
-
-    Attributes:
-        kind: the model's class in transformers.
-        inputs: of the step.
-        graphs: part ("step", "source", "encoder", "eye") → what it is.
-        eye: what the graph of an image is given.
-        tables: as in `LoweredStep`.
-    """
-
-    kind: str
-    boundary: Boundary
-    layout: CacheLayout
-    room: CacheRoom
-    inputs: tuple[TensorSpec, ...]
-    graphs: dict[str, SavedGraph]
-    tables: dict[str, int]
-    eye: tuple[TensorSpec, ...] = ()
-
-    @property
-    def encoder(self) -> tuple[str, ...]:
-        """Names of the encoder's inputs; none where there is no encoder."""
-        return self.graphs["encoder"].inputs if "encoder" in self.graphs else ()
 
 
 def write(
@@ -163,15 +132,35 @@ def read(folder: Path) -> tuple[Plan, Header]:
     check_artifact(plan, folder)
     try:
         header = msgspec.json.decode(read_bounded(folder / HEADER, _MOST_BYTES, "the header"), type=Header)
-    except msgspec.MsgspecError as error:
+        wrong = objection(header, plan)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError) as error:
         raise FormatError(
-            f"{str(folder / HEADER)!r} is no header of a planned generation: {error}. Write the folder again."
+            f"{str(folder / HEADER)!r} is no header of a planned generation: {clipped(error)}. {_AGAIN}"
         ) from error
+    if wrong is not None:
+        raise FormatError(
+            f"{str(folder / HEADER)!r} is no header of a planned generation: {clipped(wrong)}. {_AGAIN}"
+        )
     return plan, header
 
 
 def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
-    """The graphs at work again."""
+    """The graphs at work again.
+
+    Raises:
+        FormatError: the header is of other graphs.
+    """
+    try:
+        return _at_work(folder, plan, header)
+    except EffcompileError:
+        raise
+    except Exception as error:  # whatever reading a graph by a wrong header raises
+        raise FormatError(
+            f"{str(folder / HEADER)!r} does not describe the graphs beside it ({first_line(error)}). {_AGAIN}"
+        ) from error
+
+
+def _at_work(folder: Path, plan: Plan, header: Header) -> LoweredStep:
     runs: dict[str, Run] = {
         name: _open(folder / Path(graph.file).name, graph, plan, is_step=name == "step")
         for name, graph in header.graphs.items()
@@ -213,17 +202,35 @@ def kind_of(header: Header) -> HFClass:
     Raises:
         FormatError: it has no such class.
     """
-    kind = getattr(transformers, header.kind, None)
-    if not isinstance(kind, type):
+    kind = getattr(transformers, header.kind, None) if header.kind.isidentifier() else None
+    if not isinstance(kind, type) or not hasattr(kind, "generate") or not getattr(kind, "config_class", None):
         raise FormatError(
-            f"transformers {transformers.__version__} has no {header.kind}, whose generate() the folder is "
-            "opened with. Install the version that the plan was made with (plan.json, versions); a class of "
-            "your own opens again where it changes nothing but __init__ and forward."
+            f"transformers {transformers.__version__} has no {clipped(header.kind)}, whose generate() the "
+            "folder is opened with. Install the version that the plan was made with (plan.json, versions); a "
+            "class of your own opens again where it changes nothing but __init__ and forward."
         )
     return kind
 
 
 def configs_of(folder: Path, kind: HFClass) -> tuple[Any, Any]:
-    """The model's config, and that of its generation."""
-    config = kind.config_class.from_pretrained(folder)
-    return config, transformers.GenerationConfig.from_pretrained(folder)
+    """The model's config, and that of its generation.
+
+    Raises:
+        FormatError: transformers does not read them, or token ids in them are none.
+    """
+    try:
+        file = "config.json"
+        config = kind.config_class.from_pretrained(folder, local_files_only=True)
+        file = "generation_config.json"
+        told = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever the many configs raise
+        raise FormatError(
+            f"{str(folder / file)!r} is no config of {kind.__name__}: {clipped(first_line(error))}. {_AGAIN}"
+        ) from error
+    for name, value in told.to_dict().items():
+        ids = value if isinstance(value, list) else [value]
+        if name.endswith("_token_id") and any(type(each) not in (int, type(None)) for each in ids):
+            raise FormatError(
+                f"{str(folder / file)!r} says {name} = {clipped(value, 120)}, which is no token. {_AGAIN}"
+            )
+    return config, told
