@@ -185,6 +185,12 @@ class ModelGuards:
             for place, fact in self._snapshot.facts.items()
         )
 
+    def held_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(place, tensor) of those that the forward may read and that are no weights of the model's."""
+        for place, fact in self._snapshot.facts.items():
+            if isinstance(fact.value, torch.Tensor) and fact.kind != "weight":
+                yield place, fact.value
+
     def _is_state(self, change: Change) -> bool:
         """Whether a value that the forward changed is also read by it, for more than to count it up."""
         plain = all(fact is not None and is_plain(fact.value) for fact in (change.was, change.now))

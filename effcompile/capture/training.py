@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import mends as known
 from effcompile.capture import training_graph
+from effcompile.capture.aliases import refuse_aliases
 from effcompile.capture.config_reads import recording
 from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
 from effcompile.capture.draws import no_python_randomness
@@ -133,6 +134,8 @@ def capture_training(
         with torch.random.fork_rng(devices=_devices(model)):
             return refuse_memory(model, lambda: _loss_alone(subject))
 
+    constants = (each.value for each in joint.roles.enters(Entering.CONSTANT).values())
+    refuse_aliases(model, constants, state.held_tensors())
     if first and (written or state.may_keep):
         subject.exported.call(model, ask)
     subject.exported.follow(state.leave)

@@ -83,6 +83,7 @@ def test_a_header_that_cannot_be_is_refused(folder: Path, tmp_path: Path, change
     [
         ("config.json", {"hidden_act": 7}, r"config\.json' is no config of LlamaForCausalLM: .*hidden_act"),
         ("config.json", {"rope_parameters": "x"}, r"config\.json' is no config of LlamaForCausalLM"),
+        ("config.json", {"num_hidden_layers": 1 << 62}, r"num_hidden_layers = 4611686018427387904"),
         ("generation_config.json", {"bos_token_id": "x"}, r"bos_token_id = x, which is no token"),
         ("generation_config.json", {"eos_token_id": [1, 2.5]}, r"eos_token_id = \[1, 2\.5\]"),
     ],

@@ -36,6 +36,7 @@ HEADER = "generation.json"
 #: The id of the token that stands for an image, and the row that it is embedded as.
 _IMAGE = "image_token.safetensors"
 _MOST_BYTES = 16 << 20
+_MOST_LAYERS = 10_000
 _AGAIN = "Write the folder again."
 #: What tokenizers and processors of transformers are held in.
 _TOKENIZER = (
@@ -227,6 +228,11 @@ def configs_of(folder: Path, kind: HFClass) -> tuple[Any, Any]:
         raise FormatError(
             f"{str(folder / file)!r} is no config of {kind.__name__}: {clipped(first_line(error))}. {_AGAIN}"
         ) from error
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None) or 0
+    if layers > _MOST_LAYERS:  # a cache has an object for each
+        raise FormatError(
+            f"{str(folder / 'config.json')!r} says num_hidden_layers = {layers}, more than a model has. {_AGAIN}"
+        )
     for name, value in told.to_dict().items():
         ids = value if isinstance(value, list) else [value]
         if name.endswith("_token_id") and any(type(each) not in (int, type(None)) for each in ids):
