@@ -231,7 +231,8 @@ def configs_of(folder: Path, kind: HFClass) -> tuple[Any, Any]:
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None) or 0
     if layers > _MOST_LAYERS:  # a cache has an object for each
         raise FormatError(
-            f"{str(folder / 'config.json')!r} says num_hidden_layers = {layers}, more than a model has. {_AGAIN}"
+            f"{str(folder / 'config.json')!r} says num_hidden_layers = {layers}, more than a model has. "
+            f"{_AGAIN}"
         )
     for name, value in told.to_dict().items():
         ids = value if isinstance(value, list) else [value]
