@@ -266,3 +266,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(modes.compiler, "optimize", optimize)
     return built
+
+
+def test_a_name_that_is_known_twice_is_said_once() -> None:
+    """Two kinds of sites have the name of one block."""
+    assert "Known: a, b." in str(UnknownNameError("site", "c", ["a", "b", "a"]))

@@ -57,7 +57,7 @@ class UnknownNameError(UsageError):
     def __init__(
         self, kind: str, name: str, known: Iterable[str], otherwise: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        known = sorted(known)
+        known = sorted(set(known))
         # h100 means h100-sxm, though h200 is spelled closer
         begins = [k for k in known if name and k.startswith(name)]
         others = [other for other, is_called in otherwise.items() if is_called in known]

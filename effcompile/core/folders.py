@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from effcompile.core.disk import abandoned, lock, locked, sync
-from effcompile.core.errors import EffcompileError, UsageError
+from effcompile.core.errors import EffcompileError, UsageError, clipped
 
 T = TypeVar("T")
 #: The names in a folder that may be replaced; all others are the user's.
@@ -76,6 +76,14 @@ def check_replaceable(folder: Path, ours: Ours) -> None:
     """
     target = Path(os.path.realpath(folder))
     with locked(target.parent, shared=True):
+        try:
+            os.lstat(target)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            pass  # it is made, or the folder above tells
+        except OSError as error:  # a name that is too long
+            raise UsageError(
+                f"-o {clipped(repr(str(folder)))}: {error.strerror or error}. Give another name."
+            ) from error
         if _nearest(target) == target:
             _refuse_strangers(target, ours)
             if target == Path(os.path.realpath(os.curdir)):

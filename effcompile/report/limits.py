@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -129,10 +130,13 @@ def print_what_if(plan: Plan, question: str, console: Console | None = None) -> 
             style=DIM,
         ),
     )
-    flag = (
-        f"--memory {told.now / (1 << 20):.4g}MiB" if told.limit == "memory" else f"--max-error {told.now:.4g}"
-    )
+    flag = f"--memory {_typed(told.now)}" if told.limit == "memory" else f"--max-error {told.now:.4g}"
     page.verbatim("next", f"effcompile plan MODEL {flag}", "solves it")
+
+
+def _typed(size: float) -> str:
+    """Bytes as they are typed, not fewer: `1.024e+04MiB` is no size."""
+    return f"{math.ceil(size / (1 << 20) * 100) / 100:.2f}MiB" if size >= 1 << 20 else f"{math.ceil(size)}"
 
 
 def _change(told: WhatIf) -> str:

@@ -13,7 +13,7 @@ import pytest
 from effcompile.core import disk, folders
 from effcompile.core.disk import locked
 from effcompile.core.errors import UsageError
-from effcompile.core.folders import check_writable, place_of, read_steadily, replacing
+from effcompile.core.folders import check_replaceable, check_writable, place_of, read_steadily, replacing
 
 OURS = {"ours.txt"}
 
@@ -164,6 +164,11 @@ def test_a_killed_process_does_not_keep_the_lock(tmp_path: Path) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert is_free(tmp_path)
+
+
+def test_a_name_that_is_too_long_is_told_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"too long\. Give another name"):
+        check_replaceable(tmp_path / ("x" * 300), lambda folder: set())
 
 
 def test_a_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 over its options finds.
 """
 
+import io
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -17,6 +19,7 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
+from effcompile.core.units import parse_bytes
 from effcompile.ir.exchange import held_bytes, less, more, settled
 from effcompile.ir.figures import Totals
 from effcompile.ir.plan import Decision, Declined, Plan
@@ -163,6 +166,15 @@ def test_a_form_of_the_whole_step_holds_nothing_of_its_own() -> None:
     told = report.ranked(plan.with_changes(decisions=(*plan.decisions, head)), "memory")
     assert told == report.ranked(plan, "memory")
     assert all(item.part is None or item.part <= 1 for item in told)
+
+
+@pytest.mark.parametrize("memory", ["700B", "900KiB", "3GiB", "17.3GiB", "640GB", "3TiB"])
+def test_what_is_to_be_typed_is_the_size_that_was_asked_for(memory: str) -> None:
+    """`1.024e+04MiB` is no size."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    report.print_what_if(training_samples.gpt2(), f"memory={memory}", console)
+    typed = re.findall(r"--memory (\S+)", console.export_text())
+    assert typed and parse_bytes(memory) <= parse_bytes(typed[-1]) <= parse_bytes(memory) + 0.01 * (1 << 20)
 
 
 def test_a_limit_that_does_not_bind_changes_nothing() -> None:
