@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import UsageError, clipped
 from effcompile.runtime.generation.executable import open_generation
 from effcompile.runtime.generation.rows import SharedRows
 from effcompile.runtime.generation.spoken import tokenizer_in
@@ -137,7 +137,17 @@ def application(service: Service) -> Starlette:
         Route("/v1/models", partial(_models, service), methods=["GET"]),
         Route("/health", _health, methods=["GET"]),
     ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers={404: _elsewhere, 405: _elsewhere})
+
+
+async def _elsewhere(request: Request, error: Exception) -> Response:
+    """What clients of other routes are told (chat completions), in the protocol's form."""
+    said = (
+        f"{request.method} {clipped(request.url.path)} is not served. There are POST /v1/completions, "
+        "GET /v1/models and GET /health."
+    )
+    status, headers = getattr(error, "status_code", 404), getattr(error, "headers", None)
+    return _json(protocol.error(said, "invalid_request_error"), status, headers)
 
 
 async def _health(_: Request) -> Response:

@@ -165,6 +165,20 @@ def test_errors_are_the_protocols(port: int, body: Any, status: int, said: str) 
     assert found == status and said in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/v1/chat/completions", 404), ("GET", "/v1/completions", 405), ("GET", "/" + "x" * 5000, 404)],
+)
+def test_other_routes_are_told_which_there_are(port: int, method: str, path: str, status: int) -> None:
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    link.request(method, path, "{}")
+    answer = link.getresponse()
+    said = json.loads(answer.read())["error"]["message"]
+    assert answer.status == status and len(said) < 600
+    assert f"{method} /" in said and "POST /v1/completions" in said
+    link.close()
+
+
 def test_what_cannot_be_served_is_told(folder: Path, tmp_path: Path, port: int) -> None:
     from typer.testing import CliRunner
 

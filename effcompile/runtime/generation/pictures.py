@@ -81,8 +81,8 @@ def with_pictures(processor: Processor, prompt: str, files: Sequence[Path]) -> d
             f"Images: {len(files)}, and the prompt has places ({token!r}) for {places}. Write one for each "
             "image, or none."
         )
-    text = prompt if places else _before(processor, token, prompt, len(files))
     try:
+        text = prompt if places else _before(processor, token, prompt, len(files))
         made = processor(text=[text], images=[pictures], return_tensors="pt")
     except Exception as error:  # whatever the many processors raise
         raise UsageError(
