@@ -176,6 +176,8 @@ async def _completions(service: Service, request: Request) -> Response:
         return _json(protocol.error(str(error), "overloaded_error"), 429, {"Retry-After": "1"})
     except ClientDisconnect:
         return Response(status_code=499)
+    except asyncio.CancelledError:  # it sent half of a body, and the server was told to stop
+        return _json(protocol.error(_BROKEN["cancelled"][1], "server_error"), _BROKEN["cancelled"][0])
     name = f"cmpl-{uuid.uuid4().hex}"
     if asked.stream:
         return StreamingResponse(_streamed(service, answering, name), media_type="text/event-stream")

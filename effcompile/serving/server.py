@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 
@@ -9,6 +10,30 @@ import uvicorn
 
 from effcompile.core.errors import UsageError
 from effcompile.serving.app import Service, application
+
+#: Seconds that requests under way have to end by themselves, and that their clients have to be told after.
+_GRACE, _TOLD = 2, 3
+
+
+class _Server(uvicorn.Server):
+    """Told to stop, it ends what is still under way in the protocol's words: uvicorn itself cancels it, which
+    is "Internal Server Error" to a client and a traceback here.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.ensure_future(self._end_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_late(self) -> None:
+        await asyncio.sleep(_GRACE)
+        await asyncio.to_thread(self._service.desk.close)
 
 
 def run(service: Service, host: str, port: int, ready: Callable[[str], object]) -> None:
@@ -18,7 +43,10 @@ def run(service: Service, host: str, port: int, ready: Callable[[str], object]) 
         UsageError: nothing can listen there.
     """
     config = uvicorn.Config(
-        application(service), log_level="warning", lifespan="off", timeout_graceful_shutdown=2
+        application(service),
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=_GRACE + _TOLD,
     )
     try:
         listening = _listening(host, port)
@@ -30,7 +58,7 @@ def run(service: Service, host: str, port: int, ready: Callable[[str], object]) 
     with listening:
         ready(f"{host}:{listening.getsockname()[1]}")
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            _Server(config, service).run(sockets=[listening])
         finally:
             service.desk.close()
 

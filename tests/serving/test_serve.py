@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -163,6 +164,44 @@ def test_clients_that_go_away_free_their_places(port: int) -> None:
 def test_errors_are_the_protocols(port: int, body: Any, status: int, said: str) -> None:
     found, answer = send(port, body)
     assert found == status and said in answer["error"]["message"]
+
+
+_SLOW = """
+import sys, time
+from effcompile.cli import app
+from effcompile.serving.desk import Desk
+turn = Desk._turn
+Desk._turn = lambda self: (time.sleep(0.2), turn(self))
+app(sys.argv[1:])
+"""
+
+
+def test_told_to_stop_it_ends_what_is_under_way_in_words(folder: Path) -> None:
+    """An answer, a stream, one that waits and half of a body: uvicorn's own end was a traceback here and
+    "Internal Server Error" there.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SLOW, "serve", str(folder), "--port", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    port = int(process.stdout.readline().partition(":")[2].partition("127.0.0.1:")[2].partition("/")[0])
+    half = socket.create_connection(("127.0.0.1", port))
+    half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    body = {"prompt": [5], "max_tokens": 60}
+    with ThreadPoolExecutor(4) as clients:
+        asked = [clients.submit(send, port, {**body, "stream": stream}) for stream in (False, True, False)]
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        answers = [each.result() for each in asked]
+    assert process.returncode == 130 and "Traceback" not in said, said
+    for status, answer in answers:
+        assert (status == 503 and "stopping" in answer["error"]["message"]) or (
+            status == 200 and "The server is stopping" in answer
+        )
+    assert b" 503 " in half.recv(400)
 
 
 @pytest.mark.parametrize(
