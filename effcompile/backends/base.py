@@ -88,7 +88,8 @@ class Backend(Protocol):
     #: bytes that lowering takes at its highest beside the model, in times of the program's weights; measured.
     copies: ClassVar[float]
     # One that runs steps of generation says where the class is that does: `of_steps`, as the registry has it.
-    # One whose products of bf16 come out in fp32 on this machine says so: `sums_bf16()`, a method.
+    # One that multiplies tokens in groups by expert says so: `groups_tokens = True`; no weights are then
+    # copied for it. One whose products of bf16 come out in fp32 on this machine: `sums_bf16()`, a method.
     # One that can tell it beforehand says why it is not priced beside a plan of another: `beaten_by(plan)`, a
     # Reason or None. One whose kernels take long to make and contain another says which: `no_less(call)`, the
     # KernelCall that none of them takes less than, or None (search/bound.py).

@@ -20,7 +20,14 @@ from effcompile.capture.diagnose import capture_error, depends_on_values, place_
 from effcompile.capture.known_values import Fixed, KnownValues, around_forward
 from effcompile.capture.layouts import keep_strides
 from effcompile.capture.memory import as_it_was
-from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
+from effcompile.capture.mends import (
+    CACHE_ATTRIBUTES,
+    CACHE_MEND,
+    MOST_GATHERED,
+    evaluating,
+    mended,
+    named_arguments,
+)
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat, torch_compat_aot
@@ -33,6 +40,7 @@ from effcompile.core.torch_compat_functional import functional
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.export import allowed, grow, refresh_shapes, resized, shapes_for, sizes_of, unmet_guard
 from effcompile.ir.program import Program
+from effcompile.ops import by_expert
 
 Dynamic = bool | Mapping[str, Any] | None
 #: Relative difference of an output that another order of sums may make.
@@ -73,6 +81,7 @@ def capture(
     *,
     dynamic: Dynamic = None,
     still: Collection[str] = (),
+    gathered: int = MOST_GATHERED,
 ) -> Program:
     """Capture a model for inference. The model is left as it was: training flags, config, attributes.
 
@@ -84,6 +93,8 @@ def capture(
             (`Program.fixed` says where not, and why); False: all shapes are the example's; a mapping:
             torch.export's `dynamic_shapes`.
         still: names of inputs of which no axis but the batch's is another size in another call.
+        gathered: bytes of experts' weights that the graph may copy at once; more, and experts take their
+            tokens in groups, which not every backend can.
 
     Raises:
         InputsError: the model itself raises, or returns NaN or nothing but empty tensors, with these inputs.
@@ -95,7 +106,8 @@ def capture(
     read = ConfigReads()
     with evaluating(model), torch.no_grad(), recording(model, read):
         original = _run_eager(model, args, kwargs)
-    with mended(model, kwargs, args) as mends, named_arguments(model, args, kwargs), recording(model, read):
+    ready = mended(model, kwargs, args, gathered)
+    with ready as mends, named_arguments(model, args, kwargs), recording(model, read):
         outputs = _run_eager(model, args, kwargs) if CACHE_MEND in mends else original
         # many configs ask for a cache that never comes
         cached = len(pytree.tree_leaves(outputs)) != len(pytree.tree_leaves(original))
@@ -361,6 +373,7 @@ def _clean(module: fx.GraphModule, subject: _Subject) -> None:
     cleanup.compute_once(module.graph)
     simplify.simplify(module.graph)
     written_out.as_operators(module.graph)
+    by_expert.as_ours(module.graph)
     keep_strides(module.graph)
     cleanup.name_modules(module.graph)
     module.graph.lint()

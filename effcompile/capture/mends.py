@@ -30,7 +30,7 @@ Mend = tuple[Reason | None, list[Callable[[], object]]]
 _NOTHING: Mend = (None, [])
 _EXPERTS = "_experts_implementation_internal"
 #: Bytes of experts' weights that a captured graph may copy at once.
-_MOST_GATHERED = 1 << 30
+MOST_GATHERED = 1 << 30
 
 
 @contextlib.contextmanager
@@ -53,10 +53,12 @@ def as_reference(model: nn.Module) -> Iterator[tuple[Reason, ...]]:
 
 
 @contextlib.contextmanager
-def mended(model: nn.Module, kwargs: Kwargs, args: Args = ()) -> Iterator[tuple[Reason, ...]]:
+def mended(
+    model: nn.Module, kwargs: Kwargs, args: Args = (), gathered: int = MOST_GATHERED
+) -> Iterator[tuple[Reason, ...]]:
     """The model as it is captured with these inputs: `as_reference` and what only tracing needs.
 
-    Yields the mends.
+    `gathered`: see `capture`. Yields the mends.
     """
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(as_reference(model))
@@ -64,7 +66,7 @@ def mended(model: nn.Module, kwargs: Kwargs, args: Args = ()) -> Iterator[tuple[
         yield (
             said
             + _apply(stack, _loss_type(model, kwargs))
-            + _apply(stack, _batched_experts(model, (args, kwargs)))
+            + _apply(stack, _batched_experts(model, (args, kwargs), gathered))
         )
 
 
@@ -205,17 +207,17 @@ def _loss_type(model: nn.Module, kwargs: Kwargs) -> Mend:
     return said, [partial(setattr, model, "loss_type", None)]
 
 
-def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
+def _batched_experts(model: nn.Module, inputs: object = (), most: int = MOST_GATHERED) -> Mend:
     """MoE experts as batched matmuls: their other forms loop over data or exist in no exchange format.
 
-    These copy an expert's weights for every token that it is chosen for; where that is too much, experts take
-    their tokens in groups.
+    These copy an expert's weights for every token that it is chosen for; where that is more than `most`
+    bytes, experts take their tokens in groups.
     """
     experts = [module for module in model.modules() if "Experts" in type(module).__name__]
     if not experts:
         return _NOTHING
     gathered = _gathered_bytes(model, experts, inputs)
-    if gathered <= _MOST_GATHERED:
+    if gathered <= most:
         why = Because("experts_implementation='batched_mm': all experts as batched matmuls")
         return _experts_as(model, "batched_mm", why)
     text = (

@@ -1,5 +1,5 @@
-"""Products of rows in groups, one matrix for each group: what mixtures of experts compute, by aten's operator
-and by HuggingFace's.
+"""Products of rows in groups, one matrix for each group: what mixtures of experts compute, by aten's
+operator, by HuggingFace's and by ours (`by_expert`).
 
 Legend: S rows, sorted by group; E groups, of K by N each; offs (E) where each group ends. How many rows a
 group has is known only when it runs: times are those of groups of one size, and what is allocated is that of
@@ -22,6 +22,7 @@ __all__ = ["flops", "multiplies_runs", "with_offsets", "workspace_bytes"]
 _OFFSETS: Mapping[str, int] = {
     "aten::_grouped_mm": 2,
     "transformers::grouped_mm_fallback": 2,
+    "effcompile::by_expert": 2,
     "transformers::grouped_mm_fallback_backward": 2,
 }
 
@@ -33,7 +34,11 @@ def _name(target: object) -> str:
 
 def multiplies_runs(target: object) -> bool:
     """Whether an operator's operands are rows, matrices and the ends of the rows' runs."""
-    return _name(target) in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+    return _name(target) in (
+        "aten::_grouped_mm",
+        "transformers::grouped_mm_fallback",
+        "effcompile::by_expert",
+    )
 
 
 def with_offsets(target: object, args: Sequence[Any]) -> Sequence[Any]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 
+from effcompile.backends import load_backend, usable_backends
 from effcompile.capture import capture, verify_capture, without_needless_guards, without_unproven_ones
+from effcompile.capture.mends import MOST_GATHERED
 from effcompile.core.errors import CaptureError
 from effcompile.core.findings import Equals, Of
 from effcompile.core.reasons import Reason, Unsupported
@@ -25,6 +27,8 @@ _OF_TRACING = (
     "on the values of a mask. Of a Hugging Face model try model.set_attn_implementation('eager')."
 )
 _OF_SIZES = "Capture it with static shapes (--static, dynamic=False)."
+#: Bytes of experts' weights whose copies cost little: a graph that has them is open to all backends.
+_LITTLE = 1 << 24
 #: `Program.left` of a program whose attentions stay as the model writes them.
 LEFT_AS_WRITTEN = {
     "": Unsupported("fused, it rounds otherwise, and this model makes more of that than an exact plan allows")
@@ -73,7 +77,21 @@ def verified(task: Task) -> tuple[Program, tuple[Reason, ...]]:
 
 
 def _captured(task: Task) -> Program:
-    return capture(task.model, task.args, task.kwargs, dynamic=task.request.dynamic)
+    request = task.request
+    named = request.plan.backend if request.plan is not None else request.backend
+    return capture(task.model, task.args, task.kwargs, dynamic=request.dynamic, gathered=_gathered(named))
+
+
+def _gathered(named: str | None) -> int:
+    """Bytes of experts' weights that the graph may copy, for backends that multiply no tokens in groups.
+
+    For those that do a copy is a loss: a matrix is written and read for every token, which took ten times as
+    long as the model itself.
+    """
+    backends = usable_backends(None)[0] if named is None else [load_backend(named)]
+    if all(getattr(each, "groups_tokens", False) for each in backends):
+        return 0
+    return _LITTLE if any(getattr(each, "groups_tokens", False) for each in backends) else MOST_GATHERED
 
 
 def _with_calibration(program: Program, task: Task) -> Program:

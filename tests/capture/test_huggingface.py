@@ -17,12 +17,11 @@ from effcompile.sites.parts import attentions, linears
 torch.manual_seed(0)
 small = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 ids, ones = torch.randint(1, 64, (1, 8)), torch.ones(1, 8, dtype=torch.long)
-kind = sys.argv[1]
+kind, most = sys.argv[1], {}
 if kind == "bert":
     model = transformers.BertModel(transformers.BertConfig(**small))
 elif kind == "gpt_oss":
-    from effcompile.capture import mends
-    mends._MOST_GATHERED = int(sys.argv[2])
+    most = {'gathered': int(sys.argv[2])}
     heads = dict(num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0)
     more = dict(layer_types=["full_attention"], num_local_experts=4, num_experts_per_tok=2)
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**small, **heads, **more))
@@ -33,7 +32,7 @@ else:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=2))
 cache = model.config.use_cache
 model.train()
-program = capture(model, (), {"attention_mask": ones, "input_ids": ids})
+program = capture(model, (), {"attention_mask": ones, "input_ids": ids}, **most)
 print("ANSWER" + json.dumps({
     "inputs": [(s.name, s.shape) for s in program.inputs],
     "outputs": [(s.name, s.shape) for s in program.outputs],
@@ -95,7 +94,7 @@ def test_experts_whose_weights_would_be_copied_for_every_token_take_their_tokens
 ) -> None:
     """8 tokens × 2 experts × 16 × 64 × 4 bytes = 64 KiB."""
     found = captures.answer("gpt_oss", str(most))
-    assert any("grouped_mm" in target for target in found["targets"]) is grouped
+    assert any("by_expert" in target for target in found["targets"]) is grouped
     # in groups is what this model does anyway
     assert any("batched_mm" in mend for mend in found["mends"]) is not grouped
     assert all(passed for _, _, passed, _ in found["checks"]) and found["restored"]

@@ -88,6 +88,7 @@ class TorchEager:
     """Runs the edited graph as it is. Nothing is compiled: ready at once, at any shape."""
 
     name: ClassVar[str] = "torch-eager"
+    groups_tokens: ClassVar[bool] = True
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 1.25
@@ -124,6 +125,7 @@ class TorchInductor:
     """
 
     name: ClassVar[str] = "torch-inductor"
+    groups_tokens: ClassVar[bool] = True
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 3.0

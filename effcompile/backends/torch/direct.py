@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from effcompile.ops import few_rows
+from effcompile.ops.by_expert import by_expert, is_by_expert
 
 aten = torch.ops.aten
 
@@ -36,23 +36,6 @@ _SAME: dict[object, Callable[..., object]] = {
 }
 
 
-#: Products of tokens that stand by expert, as transformers has them: (S, K), (experts, K, N), their ends.
-_BY_EXPERT = "transformers.grouped_mm_fallback.default"
-
-
-def by_expert(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The same product, each expert's weight read at memory's speed where few tokens are its own."""
-    rows = weight.transpose(1, 2)  # (experts, N, K), as the model holds it
-    made, start, dense = x.new_zeros((len(x), weight.shape[2])), 0, few_rows.takes(rows)
-    for expert, end in enumerate(ends.tolist()):
-        if start < end and dense:
-            made[start:end] = few_rows.linear(x[start:end], rows[expert])
-        elif start < end:
-            torch.mm(x[start:end], weight[expert], out=made[start:end])
-        start = end
-    return made
-
-
 def direct(module: fx.GraphModule) -> fx.GraphModule:
     """The module, changed: its operators called by Python's own functions, its weights in reach."""
     names: dict[str, str] = {}
@@ -65,7 +48,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
             # past Module.__setattr__, which would hand a weight a second name: one that is looked for, too
             module.__dict__[name], node.target = value, name
         elif node.op == "call_function" and not node.kwargs:
-            own = by_expert if str(node.target) == _BY_EXPERT else node.target
+            own = by_expert if is_by_expert(node.target) else node.target
             node.target = _SAME.get(node.target, own)
     module.recompile()
     return module

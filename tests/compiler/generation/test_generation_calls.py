@@ -8,9 +8,10 @@ from generation_models import bare, captured, ids
 from torch import fx, nn
 
 import effcompile
-from effcompile.backends.torch.direct import by_expert, direct
+from effcompile.backends.torch.direct import direct
 from effcompile.compiler.generation import build
 from effcompile.core.goal import Goal
+from effcompile.ops.by_expert import by_expert
 from effcompile.search.generation.calls import call_seconds
 
 
