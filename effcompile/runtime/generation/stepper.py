@@ -91,7 +91,8 @@ class Stepper:
         tokens = given.get(boundary.tokens)
         if tokens is None:
             raise GuardError(
-                f"A planned step takes {boundary.tokens}; embeddings in their place are not planned for.",
+                f"A planned step takes {boundary.tokens}; embeddings in their place are not planned for. "
+                f"Give {boundary.tokens}, or run the model itself.",
                 place="inputs",
             )
         check_tokens(boundary.tokens, tokens)
