@@ -87,7 +87,8 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> OnnxExport:
             )
         except Exception as error:
             raise LoweringError(
-                f"torch.onnx.export cannot translate {program.name}: {_cause(error)}"
+                f"torch.onnx.export cannot translate {program.name}: {_cause(error)}. Leave the "
+                "backend out, or name another: torch-eager runs what torch does."
             ) from error
         assert onnx_program is not None
         model = onnx_program.model

@@ -19,6 +19,7 @@ from form_names import form, forms, names
 from resident_pages import resident_at, resident_of
 from torch.utils import _pytree as pytree
 
+import effcompile
 from effcompile.backends.onnxruntime import OnnxRuntime, lowering, session
 from effcompile.backends.onnxruntime.quantise import found_formats
 from effcompile.capture import capture
@@ -327,3 +328,16 @@ def test_quantised_weights_in_a_model_of_float64(name):
     assert found.dtype == torch.float64 and relative(found, model(x).detach()) < (
         0.2 if name.startswith("w4") else 0.03
     )
+
+
+class Rotates(torch.nn.Module):
+    """Rotary embeddings as complex numbers, as DeepSeek-V2 writes them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turns = torch.polar(torch.ones_like(x[..., 0]), x[..., 0]).unsqueeze(1)
+        return torch.view_as_real(turns).flatten(1)
+
+
+def test_a_model_that_onnx_cannot_say_is_refused_with_what_to_do() -> None:
+    with pytest.raises(LoweringError, match=r"cannot translate Rotates: .*\. Leave the backend out, or name"):
+        effcompile.optimize(Rotates().eval(), (torch.randn(3, 2),), backend="onnxruntime")
