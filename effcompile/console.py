@@ -122,11 +122,11 @@ def prepare(*, own_process: bool) -> None:
         del os.environ["COLUMNS"]
 
 
-def keep_what_is_loaded() -> None:
+def keep_what_is_there() -> None:
     """Where the process is the command's own, libraries and the model stay to its end: Python's collector,
     asked whenever graphs of a large model are let go, need not look at them each time (a tenth of planning
-    BERT-base). At that end it does: libraries that are bound by nanobind (triton) report at length what is
-    left over.
+    BERT-base); nor at what planning a step left, when all that remains is to tell (half a second of GPT-2).
+    At that end it does: libraries that are bound by nanobind (triton) report at length what is left over.
     """
     if _process["own"]:
         gc.freeze()

@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from effcompile import cli, console
-from effcompile.cli import commands
+from effcompile.cli import commands, deciding, job
 from effcompile.core.causes import Said
 from effcompile.core.cost import Cost
 from effcompile.core.errors import EffcompileError, InfeasibleError
@@ -370,8 +371,27 @@ def test_what_is_loaded_is_left_to_the_collector_of_a_process_that_others_share(
     monkeypatch.setattr(console.atexit, "register", lambda _: None)
     monkeypatch.setattr(console, "_process", {"own": not own})
     console.prepare(own_process=own)
-    console.keep_what_is_loaded()
+    console.keep_what_is_there()
     assert frozen == [True] * own
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_planning_a_step_left_is_not_looked_through_once_more(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An artifact is still exported of another plan: what that frees counts."""
+    plan, order = SimpleNamespace(met=True), list[str]()
+    request = SimpleNamespace(training=training, goal=Goal())
+    wanted = SimpleNamespace(
+        request=request, carried_out=lambda: order.append("planned") or SimpleNamespace(plan=plan)
+    )
+    monkeypatch.setattr(job.Job, "check", lambda self: None)
+    monkeypatch.setattr(job.Job, "load", lambda self, steps, given: wanted)
+    monkeypatch.setattr(console, "keep_what_is_there", lambda: order.append("kept"))
+    monkeypatch.setattr(deciding, "_print_plan", lambda *_, **__: order.append("told"))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["optimize", "model.py"])
+    assert order == ["planned", *["kept"] * training, "told"]
 
 
 def test_what_is_loaded_is_given_back_without_a_word() -> None:
@@ -380,7 +400,7 @@ def test_what_is_loaded_is_given_back_without_a_word() -> None:
     said = (
         "import triton, torch; from triton.runtime.cache import triton_key\n"
         "triton_key(); from effcompile import console\n"
-        "console.prepare(own_process=True); console.keep_what_is_loaded()"
+        "console.prepare(own_process=True); console.keep_what_is_there()"
     )
     done = subprocess.run([sys.executable, "-c", said], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -61,6 +61,8 @@ def optimize(
             else:
                 executable = wanted.carried_out()
                 made = executable.plan
+                if wanted.request.training:  # nothing is exported: what is left is little
+                    console.keep_what_is_there()
                 if output is not None:
                     written = _write(executable, output)
     if as_json:

@@ -256,7 +256,7 @@ class Job:
 
             reading = replace(self.reading, training=mode == "training", cache=mode == "generation")
             loaded = load(self.model, reading)
-            console.keep_what_is_loaded()
+            console.keep_what_is_there()
         changes = dict(self.changes)
         if loaded.stages and not isinstance(loaded.goal, Goal):
             changes.setdefault("mode", dict(loaded.goal or {}).get("mode", "training"))
