@@ -45,7 +45,7 @@ Measure = Callable[[KernelCall], float | None]
 Progress = Callable[[str, int, int], None]
 
 #: Backend → raised whenever it runs a kernel in another way: what was measured before is of the old one.
-_LOWERING = {"torch-eager": "8", "torch-inductor": "4", "onnxruntime": "2", "openvino": "1"}
+_LOWERING = {"torch-eager": "8", "torch-inductor": "4", "onnxruntime": "2", "openvino": "2"}
 #: Backend → packages whose version its points depend on; every other backend runs on torch.
 _DEPENDS = {"onnxruntime": ("onnxruntime",), "openvino": ("openvino",)}
 
