@@ -288,9 +288,17 @@ def _finish(shop: Workshop, outcomes: Sequence[Outcome], candidates: Sequence[Ca
         else:
             best = min(outcomes, key=lambda o: (o.lowered.weight_bytes, seconds[o.plan.backend]))
         errors = {outcome.plan.backend: worst(outcome.checks) for outcome in outcomes}
+        # of what was built, which may be a milder plan than the first, or one that takes more of the error
+        built = {outcome.plan.backend: outcome.plan for outcome in outcomes}
         told = tuple(
-            replace(c, measured_seconds=seconds.get(c.backend), error=errors.get(c.backend), note=None)
-            if c.backend in errors
+            replace(
+                c,
+                measured_seconds=seconds.get(c.backend),
+                error=errors.get(c.backend),
+                predicted_seconds=built[c.backend].predicted.seconds,
+                note=None,
+            )
+            if c.backend in built
             else c
             for c in candidates
         )

@@ -15,6 +15,7 @@ from form_names import form
 from torch import nn
 
 from effcompile.capture import capture
+from effcompile.compiler import compile as compiling
 from effcompile.compiler import settle as settle_module
 from effcompile.compiler.apply import apply_passes
 from effcompile.compiler.settle import Workshop, settle, settle_all
@@ -468,3 +469,16 @@ def test_what_can_be_set_to_hold_less_is_before_it_is_solved_again(minimize):
     outcome = settled(search, shop, backend)
     assert len(backend.lowerings) == 1
     assert outcome.plan.settings == {"lean": True}
+
+
+def test_what_is_predicted_of_a_backend_is_of_the_plan_that_was_built(monkeypatch):
+    """Beside what that was measured to take, and not of the first plan, whose error was too high."""
+    monkeypatch.setattr(Result, "peak_bytes", lambda self, inputs: 10, raising=False)
+    search, shop = bench(max_error=0.03, predicted_each=0.005)
+    backend = Noisy(0.015)
+    first = search.plan_for(backend)
+    told = [Candidate(backend="noisy", predicted_seconds=first.predicted.seconds)]
+    outcomes, told = compiling._settle_all(shop, search, [(backend, first)], told)
+    best = compiling._finish(shop, outcomes, told)
+    assert count_int8(best.plan) < count_int8(first)
+    assert best.plan.candidates[0].predicted_seconds == best.plan.predicted.seconds > first.predicted.seconds
