@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from effcompile.capture import images
+from effcompile.capture.any_length import refuse_one_prompt
 from effcompile.capture.caches import cache_name, caches_of, layout_of, leaves_of, new_cache
 from effcompile.capture.causal import check_causal
 from effcompile.capture.inference import capture
@@ -250,6 +251,9 @@ def capture_step(model: HFModel, *, dynamic: bool | None = None) -> GenerationSt
             inner = model.get_encoder()
             kind = type(type(inner).__name__, (EncoderModule,), {})
             encoder = capture(kind(inner), (), encoder_inputs(model), dynamic=dynamic)
+            if dynamic is not False:
+                sound = model.main_input_name == "input_features"
+                refuse_one_prompt(encoder, type(model).__name__, sound=sound)
             made = replace(made, source=source, encoder=encoder)
     return made
 

@@ -7,12 +7,13 @@ import sys
 import generation_models
 import pytest
 import torch
+import transformers
 from generation_models import ids, tiny
 from torch import nn
 
 from effcompile.backends.torch.lowered import lower_eager
 from effcompile.capture.generation import GenerationStep, capture_step
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import CaptureError, UsageError
 from effcompile.ir.cache import Growth
 from effcompile.ir.roles import Entering, Leaving
 
@@ -153,3 +154,15 @@ def test_a_models_recurrences_stay_its_own() -> None:
 def test_models_without_such_a_cache_are_refused_in_words(model: nn.Module | str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         capture_step(tiny(model) if isinstance(model, str) else model)
+
+
+def test_an_encoder_that_is_traced_for_one_prompt_alone_is_refused_with_the_line_that_fixes_it() -> None:
+    """LED asks whether any token is global: another mask, length or number of texts is another graph."""
+    small = {"d_model": 16, "attention_window": [4], "max_encoder_position_embeddings": 64}
+    layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+    heads = {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    feet = {f"{part}_ffn_dim": 16 for part in ("encoder", "decoder")}
+    config = transformers.LEDConfig(vocab_size=40, **small, **layers, **heads, **feet)
+    model = transformers.LEDForConditionalGeneration(config).eval()
+    with pytest.raises(CaptureError, match=r"is_global_attn.*Let it generate as it is"):
+        capture_step(model)

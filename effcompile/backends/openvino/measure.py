@@ -22,6 +22,8 @@ from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.ir.formats import WeightFormat
 from effcompile.machine.target import Dims, KernelCall
 
+#: A model, a node or a request of openvino, which ships no types.
+Untyped = Any
 #: Kernels whose weights are codes; the property that says how many activations share a scale beside them.
 IN_CODES = tuple(f"linear/{family}" for family in FAMILIES)
 ROUNDED = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
@@ -95,13 +97,13 @@ def _bytes(*shape: int) -> Array:
     return _NUMBERS.integers(-127, 128, shape, dtype=np.int8)
 
 
-def _parameter(value: Array) -> Any:
+def _parameter(value: Array) -> Untyped:
     from openvino import opset13 as ops
 
     return ops.parameter(value.shape, value.dtype)
 
 
-def _linears(product: Callable[[Any, Dims], Any]) -> Make:
+def _linears(product: Callable[[Untyped, Dims], Untyped]) -> Make:
     """Products of one x with weights of their own, of which a row each is given back."""
 
     def make(dims: Dims, copies: int) -> list[Made]:
@@ -115,14 +117,14 @@ def _linears(product: Callable[[Any, Dims], Any]) -> Make:
     return make
 
 
-def _product(x: Any, dims: Dims) -> Any:
+def _product(x: Untyped, dims: Dims) -> Untyped:
     from openvino import opset13 as ops
 
     _, k, n = dims
     return ops.add(ops.matmul(x, ops.constant(_random(n, k)), False, True), ops.constant(_random(1, n)))
 
 
-def _product_int8(x: Any, dims: Dims) -> Any:
+def _product_int8(x: Untyped, dims: Dims) -> Untyped:
     """As NNCF writes it: FakeQuantize to 256 levels on the activation, s8 weights with a scale per output
     channel.
     """
@@ -136,14 +138,14 @@ def _product_int8(x: Any, dims: Dims) -> Any:
     return ops.add(ops.matmul(quantized, scaled, False, True), ops.constant(_random(1, n)))
 
 
-def _product_in_codes(x: Any, dims: Dims, held: WeightFormat) -> Any:
+def _product_in_codes(x: Untyped, dims: Dims, held: WeightFormat) -> Untyped:
     from openvino import opset13 as ops
 
     _, k, n = dims[:3]
     return ops.add(ops.matmul(x, coded(_random(n, k), held), False, True), ops.constant(_random(1, n)))
 
 
-def _alone(product: Callable[[Any, Dims], Any], dims: Dims) -> Made:
+def _alone(product: Callable[[Untyped, Dims], Untyped], dims: Dims) -> Made:
     x = _random(*dims[:2])
     parameter = _parameter(x)
     return product(parameter, dims), [parameter], [x]

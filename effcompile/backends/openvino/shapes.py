@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from effcompile.backends.openvino.measure import config
+from effcompile.backends.openvino.measure import Untyped, config
 from effcompile.core.arrays import Array
 from effcompile.core.errors import InputsError, LoweringError
 
 #: Where a model says that its last output tells whether all indices were in range.
 FLAG = ["effcompile", "indices_in_range"]
-
-#: A model, a node or a request of openvino, which ships no types.
-Untyped = Any
 
 
 def check_numbers(arrays: Mapping[str, Array]) -> None:
