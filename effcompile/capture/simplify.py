@@ -1,5 +1,5 @@
-"""Masks and positions without what changes nothing: whole numbers with 0 added, masks with what is true
-everywhere, and lookups that give each element where it is.
+"""Graphs without what changes nothing: whole numbers with 0 added, masks with what is true everywhere,
+lookups that give each element where it is, and casts to the dtype that is there.
 
 Transformers' masks are made so (`masking_utils.py`): `padding[batch, keys]` of ranges over both axes, and
 `queries >= 0`. At every call these are a dozen operators, which take longer than an attention of 16 tokens.
@@ -96,6 +96,14 @@ def _in_place(index: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and _alike(index, source) else None
 
 
+def _without_cast(cast: fx.Node) -> fx.Node | None:
+    """x of `x.type_as(y)`, where y is of its dtype and device: four in a layer of Llama4's."""
+    source = cast.args[0]
+    there = _value(source)
+    same = there is not None and there.device == cast.meta["val"].device
+    return source if isinstance(source, fx.Node) and same and _alike(cast, source) else None
+
+
 def _range_of(node: object, size: int | torch.SymInt, dims: int) -> int | None:
     """The axis, among so many, along which it counts 0, 1, ... up to `size`, where it has no other one."""
     inserted = list[int]()
@@ -163,4 +171,5 @@ _RULES: dict[object, Callable[[fx.Node], fx.Node | None]] = {
     aten.add.Tensor: _without_zero,
     **dict.fromkeys(_AND, _without_true),
     aten.index.Tensor: _in_place,
+    aten.type_as.default: _without_cast,
 }

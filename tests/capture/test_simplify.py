@@ -81,6 +81,7 @@ def _equal(before: fx.GraphModule, after: fx.GraphModule) -> None:
         (lambda mask: mask.bool() & torch.ones_like(mask, dtype=torch.bool), {aten.ones_like.default}),
         (lambda mask: mask[torch.arange(mask.shape[0])[:, None], torch.arange(mask.shape[1])],
          {aten.index.Tensor}),
+        (lambda mask: (mask * 2).type_as(mask) + 1, {aten.type_as.default}),
     ],
 )  # fmt: skip
 def test_is_gone_and_nothing_changes(function: Function, gone: set[object]) -> None:
@@ -108,6 +109,7 @@ def test_is_gone_and_nothing_changes(function: Function, gone: set[object]) -> N
         (lambda mask: mask.bool() & (torch.arange(-1, mask.shape[1] - 1) >= 0), aten.ge.Scalar),
         (lambda mask: mask & torch.ones_like(mask), aten.ones_like.default),
         (lambda mask: mask.bool()[:1] & torch.ones_like(mask, dtype=torch.bool), aten.ones_like.default),
+        (lambda mask: mask.type_as(torch.ones(2, dtype=torch.int32)) * 3, aten.type_as.default),
         # what expands it leaves the size to it
         (lambda mask: (mask.bool()[:, :1] & torch.ones_like(mask, dtype=torch.bool)).expand(4, -1, -1),
          aten.ones_like.default),
