@@ -18,13 +18,10 @@ from effcompile.ops.products import Product, Scratch, measured
 
 __all__ = ["flops", "multiplies_runs", "with_offsets", "workspace_bytes"]
 
+#: Operators whose operands are rows, matrices and the ends of the rows' runs.
+_OF_RUNS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback", "effcompile::by_expert")
 #: Operator → where offs stands among its arguments.
-_OFFSETS: Mapping[str, int] = {
-    "aten::_grouped_mm": 2,
-    "transformers::grouped_mm_fallback": 2,
-    "effcompile::by_expert": 2,
-    "transformers::grouped_mm_fallback_backward": 2,
-}
+_OFFSETS: Mapping[str, int] = dict.fromkeys((*_OF_RUNS, "transformers::grouped_mm_fallback_backward"), 2)
 
 
 def _name(target: object) -> str:
@@ -34,11 +31,7 @@ def _name(target: object) -> str:
 
 def multiplies_runs(target: object) -> bool:
     """Whether an operator's operands are rows, matrices and the ends of the rows' runs."""
-    return _name(target) in (
-        "aten::_grouped_mm",
-        "transformers::grouped_mm_fallback",
-        "effcompile::by_expert",
-    )
+    return _name(target) in _OF_RUNS
 
 
 def with_offsets(target: object, args: Sequence[Any]) -> Sequence[Any]:

@@ -121,7 +121,13 @@ def _product(x: Untyped, dims: Dims) -> Untyped:
     from openvino import opset13 as ops
 
     _, k, n = dims
-    return ops.add(ops.matmul(x, ops.constant(_random(n, k)), False, True), ops.constant(_random(1, n)))
+    return _with_bias(x, ops.constant(_random(n, k)), n)
+
+
+def _with_bias(x: Untyped, weight: Untyped, n: int) -> Untyped:
+    from openvino import opset13 as ops
+
+    return ops.add(ops.matmul(x, weight, False, True), ops.constant(_random(1, n)))
 
 
 def _product_int8(x: Untyped, dims: Dims) -> Untyped:
@@ -135,14 +141,12 @@ def _product_int8(x: Untyped, dims: Dims) -> Untyped:
     quantized = ops.fake_quantize(x, low, high, low, high, 256)
     weight = ops.convert(ops.constant(_bytes(n, k)), "f32")
     scaled = ops.multiply(weight, ops.constant(np.full((n, 1), 0.01, np.float32)))
-    return ops.add(ops.matmul(quantized, scaled, False, True), ops.constant(_random(1, n)))
+    return _with_bias(quantized, scaled, n)
 
 
 def _product_in_codes(x: Untyped, dims: Dims, held: WeightFormat) -> Untyped:
-    from openvino import opset13 as ops
-
     _, k, n = dims[:3]
-    return ops.add(ops.matmul(x, coded(_random(n, k), held), False, True), ops.constant(_random(1, n)))
+    return _with_bias(x, coded(_random(n, k), held), n)
 
 
 def _alone(product: Callable[[Untyped, Dims], Untyped], dims: Dims) -> Made:

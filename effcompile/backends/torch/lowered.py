@@ -210,9 +210,7 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
     try:
         brought = what_runs_code(path)
     except (ValueError, OSError) as error:
-        raise FormatError(
-            f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again."
-        ) from error
+        raise _no_artifact(path, error) from error
     if brought is not None:
         raise FormatError(
             f"{str(path)!r} holds {brought}, which may run code when it is opened: no artifact that "
@@ -223,15 +221,17 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
         said = json.loads(files[_HEADER])
         header = _Header(said["engine"], of_names(said.get("autocast", {})), said.get("shapes"))
     except Exception as error:
-        raise FormatError(
-            f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again."
-        ) from error
+        raise _no_artifact(path, error) from error
     huge_pages.move([*exported.state_dict.values(), *exported.constants.values()])
     int8 = {torch.ops.onednn.qlinear_pointwise} if torch_compat.has_onednn_int8() else set()
     packets = {getattr(node.target, "overloadpacket", None) for node in exported.graph.nodes}
     if int8 & packets and products_saturate():
         raise made_elsewhere(path)
     return exported, header
+
+
+def _no_artifact(path: Path, error: Exception) -> FormatError:
+    return FormatError(f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again.")
 
 
 def lower_eager(program: Program) -> TorchLowered:

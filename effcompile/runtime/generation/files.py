@@ -135,14 +135,15 @@ def read(folder: Path) -> tuple[Plan, Header]:
         header = msgspec.json.decode(read_bounded(folder / HEADER, _MOST_BYTES, "the header"), type=Header)
         wrong = objection(header, plan)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError) as error:
-        raise FormatError(
-            f"{str(folder / HEADER)!r} is no header of a planned generation: {clipped(error)}. {_AGAIN}"
-        ) from error
+        raise _no_header(folder, error) from error
     if wrong is not None:
-        raise FormatError(
-            f"{str(folder / HEADER)!r} is no header of a planned generation: {clipped(wrong)}. {_AGAIN}"
-        )
+        raise _no_header(folder, wrong)
     return plan, header
+
+
+def _no_header(folder: Path, why: object) -> FormatError:
+    said = f"{str(folder / HEADER)!r} is no header of a planned generation"
+    return FormatError(f"{said}: {clipped(why)}. {_AGAIN}")
 
 
 def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
