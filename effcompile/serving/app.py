@@ -65,9 +65,10 @@ class Service:
 
 @dataclass(frozen=True, kw_only=True)
 class Answering:
-    """Requests that were taken, and their texts as tokens come."""
+    """Requests that were taken, and their texts as tokens come. `choices`: of each prompt."""
 
     tickets: list[Ticket]
+    choices: int
     texts: list[Text]
     events: asyncio.Queue[Event]
 
@@ -99,10 +100,9 @@ class Answering:
             ticket.cancel()
 
     def tokens(self) -> tuple[int, int]:
-        """Of the prompts, and new ones."""
-        return sum(len(ticket.wish.prompt) for ticket in self.tickets), sum(
-            len(ticket.given) for ticket in self.tickets
-        )
+        """Of the prompts, each once, and new ones."""
+        prompts = sum(len(ticket.wish.prompt) for ticket in self.tickets[:: self.choices])
+        return prompts, sum(len(ticket.given) for ticket in self.tickets)
 
 
 def opened(directory: Path, tokenizer: Path, *, queue: int, prompts: int) -> Service:
@@ -180,7 +180,9 @@ async def _completions(service: Service, request: Request) -> Response:
         return _json(protocol.error(_BROKEN["cancelled"][1], "server_error"), _BROKEN["cancelled"][0])
     name = f"cmpl-{uuid.uuid4().hex}"
     if asked.stream:
-        return StreamingResponse(_streamed(service, answering, name), media_type="text/event-stream")
+        return StreamingResponse(
+            _streamed(service, answering, name, counts=asked.counts), media_type="text/event-stream"
+        )
     return await _whole(service, answering, name, request)
 
 
@@ -200,7 +202,10 @@ def _take(service: Service, asked: protocol.CompletionBody) -> Answering:
     wishes = protocol.wishes(asked, service.encode, service.stops)
     tickets = service.desk.take(wishes, [_teller(loop, events, at) for at in range(len(wishes))])
     return Answering(
-        tickets=tickets, texts=[Text(service.decode, asked.stops()) for _ in tickets], events=events
+        tickets=tickets,
+        choices=asked.n or 1,
+        texts=[Text(service.decode, asked.stops()) for _ in tickets],
+        events=events,
     )
 
 
@@ -214,8 +219,12 @@ def _teller(
     return told
 
 
-async def _streamed(service: Service, answering: Answering, name: str) -> AsyncIterator[bytes]:
-    """Pieces as server-sent events; the server closes this where the client is gone."""
+async def _streamed(
+    service: Service, answering: Answering, name: str, *, counts: bool
+) -> AsyncIterator[bytes]:
+    """Pieces as server-sent events, then the counts of tokens; the server closes this where the client is
+    gone.
+    """
     async for at, piece, ended in answering.pieces():
         if ended in _BROKEN:
             yield b"data: " + protocol.error(_BROKEN[ended][1], "server_error") + b"\n\n"
@@ -223,6 +232,8 @@ async def _streamed(service: Service, answering: Answering, name: str) -> AsyncI
             yield (
                 b"data: " + protocol.answer(name, service.name, [protocol.choice(at, piece, ended)]) + b"\n\n"
             )
+    if counts:
+        yield b"data: " + protocol.answer(name, service.name, [], answering.tokens()) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 

@@ -12,21 +12,36 @@ from typing import Any
 
 import msgspec
 
-from effcompile.core.errors import UsageError, clipped
+from effcompile.core.errors import UnknownNameError, UsageError, clipped
 from effcompile.core.json_keys import repeated_key
 from effcompile.serving.desk import Wish
 
 #: What a field may be and still change nothing; other values are refused, for nothing here does what they ask
 #: for.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "logprobs": (None, 0), "presence_penalty": (0, None), "frequency_penalty": (0, None),
+    "logprobs": (None,), "presence_penalty": (0, None), "frequency_penalty": (0, None),
     "logit_bias": (None, {}), "best_of": (None, 1), "suffix": (None, ""), "echo": (False, None),
+}  # fmt: skip
+#: Fields of OpenAI's APIs that say who asks, and nothing about the answer.
+_IGNORED = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
+#: How other servers and libraries call what is served.
+_OTHERWISE: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens",
+    "stop_sequences": "stop", "messages": "prompt", "input": "prompt", "num_return_sequences": "n",
 }  # fmt: skip
 _MOST_STOPS, _MOST_CHOICES = 4, 16
 
 
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a stream is told."""
+
+    include_usage: bool | None = False
+
+
 class CompletionBody(msgspec.Struct, kw_only=True):
-    """The body of a request. What is not here is ignored, as `user` is, or neutral."""
+    """The body of a request. Fields that are not here are refused but for `_IGNORED` and those that are null:
+    an answer that leaves out what was asked for is another one.
+    """
 
     prompt: str | list[Any]
     model: str = ""
@@ -44,6 +59,12 @@ class CompletionBody(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     suffix: str | None = None
     echo: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether a stream ends with how many tokens there were."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def stops(self) -> tuple[str, ...]:
         """Texts that end it."""
@@ -58,11 +79,19 @@ def read(body: bytes) -> CompletionBody:
     """
     try:
         asked = msgspec.json.decode(body, type=CompletionBody)
+        given = msgspec.json.decode(body, type=dict[str, Any])
         repeated = repeated_key(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"The body is no completion request: {error}.") from error
     if repeated is not None:
         raise UsageError(f"The body says {clipped(repr(repeated))} twice in one object. Say it once.")
+    fields = CompletionBody.__struct_fields__
+    for name, value in given.items():
+        if value is not None and name not in fields and name not in _IGNORED:
+            served = [each for each in fields if each not in _NEUTRAL]
+            raise UnknownNameError("field that is served", name, served, _OTHERWISE)
+    if asked.counts and not asked.stream:
+        raise UsageError("stream_options are of a stream, and stream is not true. Leave them out.")
     for name, allowed in _NEUTRAL.items():
         if getattr(asked, name) not in allowed:
             raise UsageError(f"{name} = {getattr(asked, name)!r} is not served. Leave it out.")

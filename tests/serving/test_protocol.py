@@ -40,6 +40,11 @@ def test_prompts_of_all_four_kinds(prompt: Any, ids: list[tuple[int, ...]]) -> N
     assert [wish.prompt for wish in wishes(prompt=prompt)] == ids
 
 
+def test_who_asks_changes_nothing() -> None:
+    assert wishes(user="u", metadata={"a": "b"}, safety_identifier="s", prompt_cache_key="k") == wishes()
+    assert wishes(top_k=None, stream_options=None) == wishes()  # of clients that send all their fields
+
+
 def test_choices_draw_from_seeds_of_their_own() -> None:
     assert [wish.seed for wish in wishes(n=3, seed=5, prompt=["a", "b"])] == [5, 6, 7, 5, 6, 7]
 
@@ -63,6 +68,15 @@ def test_choices_draw_from_seeds_of_their_own() -> None:
         ('{"prompt": "a", "logprobs": 3}', "logprobs = 3 is not served"),
         ('{"prompt": "a", "echo": true}', "echo = True is not served"),
         ('{"prompt": "a", "presence_penalty": 0.5}', "presence_penalty"),
+        ('{"prompt": "a", "logprobs": 0}', "logprobs = 0 is not served"),  # the chosen tokens' own
+        ('{"prompt": "a", "top_k": 5}', "No field that is served is named 'top_k'. Did you mean 'top_p'"),
+        ('{"prompt": "a", "repetition_penalty": 2}', "'repetition_penalty'.* Known: max_tokens, model, n, "),
+        ('{"prompt": "a", "max_new_tokens": 5}', "Did you mean 'max_tokens'"),
+        ('{"prompt": "a", "min_tokens": 0}', "'min_tokens'"),
+        ('{"prompt": "a", "messages": []}', "Did you mean 'prompt'"),
+        ('{"prompt": "a", "' + "x" * 9999 + '": 1}', "No field that is served"),
+        ('{"prompt": "a", "stream_options": {"include_usage": true}}', "stream is not true"),
+        ('{"prompt": "a", "stream": true, "stream_options": {"x": 1}}', "x"),
         ('{"prompt": ["a", 5]}', "neither a text"),
         ('{"prompt": [true]}', "neither a text"),
     ],

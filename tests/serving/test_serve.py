@@ -121,6 +121,17 @@ def test_a_stream_is_the_same_text(port: int, model: nn.Module) -> None:
         assert [choice["finish_reason"] for choice in own[-2:]] == [None, "length"]
 
 
+def test_tokens_are_counted_once_whatever_the_choices(port: int) -> None:
+    """Of two prompts of five tokens, three choices each; in a stream where that is asked for."""
+    body = {"prompt": [prompt(1), prompt(2)], "max_tokens": 2, "n": 3}
+    wanted = {"prompt_tokens": 10, "completion_tokens": 12, "total_tokens": 22}
+    assert send(port, body)[1]["usage"] == wanted
+    _, text = send(port, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    *pieces, counts, done = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert done == "[DONE]" and not any("usage" in json.loads(piece) for piece in pieces)
+    assert json.loads(counts)["usage"] == wanted and json.loads(counts)["choices"] == []
+
+
 def test_a_stop_text_ends_it(port: int, model: nn.Module) -> None:
     words = greedy(model, prompt(4), 12).split()
     _, found = send(
@@ -156,6 +167,7 @@ def test_clients_that_go_away_free_their_places(port: int) -> None:
         ({"prompt": "w1 " * 60, "max_tokens": 9}, 400, "Ask for 4 or fewer"),
         ({"prompt": ""}, 400, "no tokens"),
         ({"prompt": [999]}, 400, "0 to 63"),
+        ({"prompt": "w1", "top_k": 1}, 400, "No field that is served is named 'top_k'"),
         ("no json", 400, "no completion request"),
         (b"x" * (2 << 20), 400, "longer than"),
         ({"prompt": "w1", "n": 16, "max_tokens": 2}, 429, "Try again later"),
