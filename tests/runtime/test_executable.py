@@ -210,6 +210,21 @@ def test_big_weights_are_read_with_the_model_that_they_belong_to_only(tmp_path, 
         onnxruntime.InferenceSession(str(tmp_path / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
 
 
+def test_weights_beside_a_model_that_the_plan_does_not_describe_are_not_read(tmp_path, monkeypatch):
+    """Nothing compares their digest: other weights would be another model's answer without a word."""
+    monkeypatch.setattr(lowering, "BESIDE", 64)
+    x, scale = inputs()
+    given = {"goal": Goal(), "target": "cpu-generic", "backend": "onnxruntime"}
+    optimize(Two(), (x,), {"scale": scale}, **given).save(tmp_path)
+    (beside,) = tmp_path.glob("*.data")
+    beside.write_bytes(bytes(beside.stat().st_size))
+    plan = Plan.load(tmp_path / "plan.json")
+    only = {name: digest for name, digest in plan.artifact.items() if name != beside.name}
+    plan.with_changes(artifact=only).save(tmp_path / "plan.json")
+    with pytest.raises(FormatError, match=f"reads its weights from '{beside.name}', a file that the plan"):
+        run_artifact(tmp_path)
+
+
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch-eager"])
 def test_no_paths_of_this_machine_in_an_artifact(tmp_path, backend):
     x, scale = inputs()

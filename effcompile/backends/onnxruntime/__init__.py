@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 from effcompile.backends.onnxruntime.backend import OnnxModel, OnnxRuntime, OpenedStep, load
+from effcompile.backends.onnxruntime.beside import check_beside
 from effcompile.backends.onnxruntime.custom_ops import custom_ops_library
 
-__all__ = ["OnnxModel", "OnnxRuntime", "OpenedStep", "custom_ops_library", "load"]
+__all__ = ["OnnxModel", "OnnxRuntime", "OpenedStep", "check_beside", "custom_ops_library", "load"]

@@ -15,6 +15,7 @@ import torch
 from effcompile.backends.base import Run
 from effcompile.backends.mapped import copied
 from effcompile.backends.onnxruntime import kernels, session
+from effcompile.backends.onnxruntime.beside import check_beside
 from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.backends.onnxruntime.in_place import InPlace
 from effcompile.backends.onnxruntime.unsigned import INT8_WEIGHTS, SIGNED, products_saturate
@@ -100,6 +101,7 @@ class OnnxRuntime:
         return OnnxModel(built, [spec.name for spec in program.inputs], told)
 
     def open(self, directory: Path, plan: Plan) -> Run:
+        check_beside(directory / "model.onnx", plan.artifact)
         call = load(directory / "model.onnx", plan.settings)
 
         def run(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
