@@ -10,6 +10,7 @@ import typer
 from effcompile import console
 from effcompile.cli.options import AsJson
 from effcompile.core.errors import MissingPackageError, UsageError
+from effcompile.core.files import TOKENIZERS, found_in
 from effcompile.core.findings import TokenRates
 from effcompile.core.folders import read_steadily
 from effcompile.core.units import format_seconds
@@ -143,15 +144,11 @@ def _refuse_wordless(folder: Path) -> None:
         raise UsageError(
             f"--tokenizer {str(folder)!r} is no folder. Give that of the model, with its tokenizer."
         )
-    if not any(file for pattern in _OF_TOKENIZERS for file in folder.glob(pattern)):
+    if not found_in(folder, TOKENIZERS):
         raise UsageError(
             f"{str(folder)!r} holds no tokenizer: no tokenizer.json, tokenizer_config.json or vocabulary. "
             "Give the folder of the model that has one: --tokenizer DIR."
         )
-
-
-#: One of these there is in each folder that a tokenizer of transformers is made from.
-_OF_TOKENIZERS = ("*token*", "vocab*", "*vocab.json", "merges.txt", "*.model", "*.tiktoken", "*.spm", "bpe*")
 
 
 def serve(

@@ -10,6 +10,7 @@ import glob
 import os
 import secrets
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +21,13 @@ from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.trust import distrust_file
 
 _UNFINISHED = ".unfinished"
+#: Names of the files that tokenizers of transformers are made from: its classes' `vocab_files_names`, and
+#: what is read beside.
+TOKENIZERS = (
+    "tokenizer*", "*.tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab*", "*vocab.json",
+    "merges.txt", "*.model", "*.spm", "*.tiktoken", "tekken.json", "bpe.codes", "dict.txt", "emoji.json",
+    "byte_maps.json", "normalizer.json", "word_*.json",
+)  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -29,6 +37,12 @@ def cache_folder() -> Path:
     found = platformdirs.user_cache_path("effcompile", appauthor=False)
     # a user without a home
     return found if found.is_absolute() else Path(tempfile.gettempdir()) / "effcompile"
+
+
+def found_in(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files of a folder whose names are of one of the patterns, each once."""
+    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    return sorted(found)
 
 
 def read_bounded(path: Path, most: int, what: str) -> bytes:

@@ -6,16 +6,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from generation_models import bare, captured, ids, tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import effcompile
+from effcompile.capture.generation import capture_step
 from effcompile.core.errors import FormatError
+from effcompile.runtime.generation.spoken import speak
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -100,3 +105,34 @@ def test_what_was_written_is_opened(folder: Path, tmp_path: Path) -> None:
     given = ids(1, 5)
     wanted = tiny("llama", num_hidden_layers=1).generate(given, max_new_tokens=8, do_sample=False)
     assert opened.generate(given, max_new_tokens=8, do_sample=False).tolist() == wanted.tolist()
+
+
+def test_the_files_of_every_tokenizer_go_along(tmp_path: Path) -> None:
+    """Those that the tokenizers of transformers name, by their sources; a folder of such a name does not."""
+    found = Path(transformers.__file__).parent
+    sources = [*found.glob("models/*/tokenization_*.py"), *found.glob("tokenization_*.py")]
+    text = "\n".join(each.read_text() for each in sources)
+    tables = re.findall(r"_FILES_NAMES\b[^{\n]*\{(.*?)\}", text, re.DOTALL)
+    names = {name for table in tables for name in re.findall(r':\s*"([^"]+)"', table)}
+    assert {"vocab.txt", "source.spm", "sentencepiece.bpe.model"} < names
+    names |= {"tekken.json", "qwen.tiktoken", "chat_template.jinja", "preprocessor_config.json"}
+    read = tmp_path / "read"
+    (read / "tokenizer").mkdir(parents=True)
+    for name in (*names, "model.safetensors", "README.md"):
+        (read / name).write_text(name)
+    model = tiny("llama", num_hidden_layers=1)
+    model.name_or_path = str(read)
+    saved = bare((model, capture_step(model)), context=48)[1].save(tmp_path / "out")
+    assert {name for name in names if (saved / name).is_file()} == names
+    assert not any((saved / name).exists() for name in ("tokenizer", "model.safetensors", "README.md"))
+
+
+def test_of_an_encoder_decoder_new_tokens_are_those_behind_the_first(tmp_path: Path) -> None:
+    """The token that each text begins with is none that was asked for."""
+    folder = bare(captured("t5"), context=24)[1].save(tmp_path / "out")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    told = speak(folder, tmp_path / "words")("w5 w9 w11", 4, 0, None)
+    assert (told["prompt_tokens"], told["new_tokens"], told["tokens_per_step"]) == (3, 4, 1.0)
+    assert len(told["text"].split()) == 5

@@ -16,14 +16,14 @@ import transformers
 
 from effcompile.backends import triton as kernels
 from effcompile.backends.base import Lowered
-from effcompile.backends.onnxruntime import OpenedStep
+from effcompile.backends.onnxruntime import OpenedStep, check_beside
 from effcompile.backends.openvino import steps as openvino
 from effcompile.backends.torch import lowered as torch_lowered
 from effcompile.backends.torch.called import called
 from effcompile.capture.generation import GenerationStep
 from effcompile.capture.images import ImageToken
 from effcompile.core.errors import EffcompileError, FormatError, clipped
-from effcompile.core.files import read_bounded
+from effcompile.core.files import TOKENIZERS, found_in, read_bounded
 from effcompile.core.stages import first_line
 from effcompile.core.types import HFClass, HFModel
 from effcompile.ir.plan import Plan
@@ -38,18 +38,8 @@ _IMAGE = "image_token.safetensors"
 _MOST_BYTES = 16 << 20
 _MOST_LAYERS = 10_000
 _AGAIN = "Write the folder again."
-#: What tokenizers and processors of transformers are held in.
-_TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "chat_template*",
-    "*preprocessor_config.json",  # of images, of videos
-    "processor_config.json",
-)
+#: What processors of images, videos and chats are held in.
+_PROCESSOR = ("chat_template*", "*preprocessor_config.json", "processor_config.json")
 
 
 def write(
@@ -109,14 +99,12 @@ def _configs(folder: Path, model: HFModel) -> tuple[Path, Path]:
 
 
 def _tokenizer(folder: Path, model: HFModel) -> list[Path]:
-    """The tokenizer's files, where the model was read from a folder that has them."""
+    """The files of tokenizer and processor, where the model was read from a folder that has them."""
     source = Path(str(getattr(model, "name_or_path", "") or "/nowhere"))
-    names = (
-        [name for pattern in _TOKENIZER for name in sorted(file.name for file in source.glob(pattern))]
-        if source.is_dir()
-        else []
-    )
-    return [Path(shutil.copyfile(source / name, folder / name)) for name in names]
+    return [
+        Path(shutil.copyfile(file, folder / file.name))
+        for file in found_in(source, (*TOKENIZERS, *_PROCESSOR))
+    ]
 
 
 def _names(program: Program | None) -> tuple[str, ...]:
@@ -195,6 +183,7 @@ def _open(file: Path, graph: SavedGraph, plan: Plan, *, is_step: bool) -> Run:
             kernels.register(kernels.device())  # where they cannot run, torch's own do
         opened = torch_lowered.open_flat(file)
         return opened if is_step else called(opened)  # as it was planned; a step's cache grows in place
+    check_beside(file, plan.artifact)
     return OpenedStep(file, plan.settings, graph.inputs)
 
 

@@ -73,12 +73,10 @@ def speak(directory: Path, tokenizer: Path) -> Spoken:
         found = opened.generate(
             **given, max_new_tokens=min(new or room, room), streamer=clock, do_sample=False, **how
         )
-        said = found[0, 0 if opened.config.is_encoder_decoder else ids.shape[1] :]
-        rates = clock.rates(ids.shape[1], len(said))
         return {
             "text": words.decode(found[0], skip_special_tokens=True),
             "prompt_tokens": ids.shape[1],
-            **rates,
+            **clock.rates(ids.shape[1]),
         }
 
     return spoken
@@ -107,14 +105,14 @@ class _Clock(BaseStreamer):
         self._words, self._say = words, say
         self._ids: list[int] = []
         self._said, self._times, self._started = "", list[float](), perf_counter()
-        self._at_first = 0
+        self._given = self._at_first = 0
 
     def put(self, value: torch.Tensor) -> None:
         """A prompt, or a token."""
         prompt = not self._times and not self._ids and value.dim() > 1
         self._ids += value.flatten().tolist()
-        if prompt:
-            self._started = perf_counter()
+        if prompt:  # of an encoder-decoder the token that a text begins with
+            self._given, self._started = len(self._ids), perf_counter()
         else:
             self._times.append(perf_counter())
             self._at_first = self._at_first or len(self._ids)
@@ -126,10 +124,11 @@ class _Clock(BaseStreamer):
     def end(self) -> None:
         """Nothing is held back."""
 
-    def rates(self, prompt: int, new: int) -> Told:
+    def rates(self, prompt: int) -> Told:
         """Tokens a second of the prompt, and of the new ones after the first step; and how many a
         step made.
         """
+        new = len(self._ids) - self._given
         first, later = self._times[0] - self._started, self._times[-1] - self._times[0]
         decode = (len(self._ids) - self._at_first) / later if later > 0 else 0.0
         return {
