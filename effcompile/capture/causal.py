@@ -1,13 +1,17 @@
 """Whether a model's tokens see those before them alone, as a cache has it: a prompt in chunks, and each token
-behind it, is then the prompt at once.
+behind it, is then the prompt at once. And whether it takes such a cache at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from effcompile.capture.diagnose import own_error
 from effcompile.capture.verify import relative_error
 from effcompile.core.errors import UsageError
+from effcompile.core.stages import first_line
 from effcompile.core.types import HFModel
 
 #: What the logits of a token differ by, of their size, where they follow from a later one: more than products
@@ -37,3 +41,19 @@ def check_causal(model: HFModel, tokens: torch.Tensor) -> None:
             "no token can be read behind a cache of those before it alone. Let it generate as it is, or "
             "plan its forward with mode = 'inference'."
         )
+
+
+def without_a_cache(model: HFModel, given: Mapping[str, object], cache: str, error: Exception) -> UsageError:
+    """What to tell of a model that raised with an empty cache: whether it runs without one.
+
+    `given`: its other inputs. `cache`: the class.
+    """
+    name = type(model).__name__
+    try:
+        model(**given, use_cache=False, return_dict=True)
+    except Exception as alone:
+        return own_error(alone, model, "token ids alone", "Mend the model or its config.")
+    return UsageError(
+        f"{name} does not run with the {cache} that generate() makes for most models: "
+        f"{first_line(error).rstrip('.')}. A captured step carries no other. Let it generate as it is."
+    )

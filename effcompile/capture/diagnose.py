@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from effcompile.core.errors import CaptureError
+from effcompile.core.errors import CaptureError, InputsError
 from effcompile.core.stages import causes, first_line
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -121,6 +121,14 @@ def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
     return CaptureError(
         f"{type(model).__name__} cannot be captured. {place}: {construct}.\n  torch says: "
         f"{first_line(error)}\n  Mend it: {fix}."
+    )
+
+
+def own_error(error: Exception, model: nn.Module, given: str, mend: str) -> InputsError:
+    """What a model's own forward raised, with the line; `given`: "these inputs"."""
+    return InputsError(
+        f"{type(model).__name__} itself raises with {given}, before effcompile does anything. "
+        f"{first_line(error)}\n  at {place_of(error, model)}\n  {mend}"
     )
 
 

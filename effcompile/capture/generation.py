@@ -20,7 +20,7 @@ from torch import nn
 from effcompile.capture import images
 from effcompile.capture.any_length import refuse_one_prompt
 from effcompile.capture.caches import cache_name, caches_of, layout_of, leaves_of, new_cache
-from effcompile.capture.causal import check_causal
+from effcompile.capture.causal import check_causal, without_a_cache
 from effcompile.capture.inference import capture
 from effcompile.capture.mends import evaluating
 from effcompile.capture.recurrences import carrying
@@ -28,7 +28,7 @@ from effcompile.capture.resumed import Seen, resumed
 from effcompile.capture.rows_first import rows_first
 from effcompile.capture.state import ModelGuards
 from effcompile.core.errors import CaptureError, UsageError
-from effcompile.core.stages import first_line
+from effcompile.core.stages import is_no_memory
 from effcompile.core.types import HFModel
 from effcompile.ir.cache import CacheLayout, Growth
 from effcompile.ir.program import Program
@@ -294,7 +294,7 @@ class _Example:
         """Run the model over a few tokens and take its cache apart.
 
         Raises:
-            UsageError: it makes no cache.
+            UsageError: it makes no cache, or does not run.
         """
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(3, _vocabulary(model), (BATCH, PAST + NEW), generator=generator).to(
@@ -305,12 +305,10 @@ class _Example:
         decoding = {"decoder_input_ids" if model.config.is_encoder_decoder else "input_ids": tokens[:, :PAST]}
         try:
             outputs = model(**decoding, **given, **{name: cache}, use_cache=True, return_dict=True)
-        except (AttributeError, TypeError, ValueError) as error:
-            said = first_line(error).rstrip(".")
-            raise UsageError(
-                f"{type(model).__name__} does not run with the {type(cache).__name__} that generate() makes "
-                f"for most models: {said}. A captured step carries no other. Let it generate as it is."
-            ) from error
+        except Exception as error:
+            if is_no_memory(error):
+                raise
+            raise without_a_cache(model, decoding | given, type(cache).__name__, error) from error
         made = getattr(outputs, name, None)
         if made is None or not caches_of(made):
             raise UsageError(

@@ -13,7 +13,7 @@ from torch import nn
 
 from effcompile.backends.torch.lowered import lower_eager
 from effcompile.capture.generation import GenerationStep, capture_step
-from effcompile.core.errors import CaptureError, UsageError
+from effcompile.core.errors import CaptureError, InputsError, UsageError
 from effcompile.ir.cache import Growth
 from effcompile.ir.roles import Entering, Leaving
 
@@ -154,6 +154,13 @@ def test_a_models_recurrences_stay_its_own() -> None:
 def test_models_without_such_a_cache_are_refused_in_words(model: nn.Module | str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         capture_step(tiny(model) if isinstance(model, str) else model)
+
+
+def test_a_config_that_the_model_itself_raises_for_is_told_with_the_line() -> None:
+    """GPT-J turns pairs of numbers: of 7 it raises, whatever it is given."""
+    config = transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=7)
+    with pytest.raises(InputsError, match=r"GPTJForCausalLM itself raises with token ids .*\n.*gptj\.py:\d"):
+        capture_step(transformers.GPTJForCausalLM(config).eval())
 
 
 def test_an_encoder_that_is_traced_for_one_prompt_alone_is_refused_with_the_line_that_fixes_it() -> None:
