@@ -13,10 +13,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from effcompile.capture import axes as dynamic_axes
-from effcompile.capture import cleanup, simplify, written_out
+from effcompile.capture import cleanup, simplify, written_out, written_parts
 from effcompile.capture.calls import CallChecks
 from effcompile.capture.config_reads import ConfigReads, recording
-from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
+from effcompile.capture.diagnose import capture_error, depends_on_values, own_error, place_of
 from effcompile.capture.known_values import Fixed, KnownValues, around_forward
 from effcompile.capture.layouts import keep_strides
 from effcompile.capture.memory import as_it_was
@@ -165,11 +165,8 @@ def _run_eager(model: nn.Module, args: Args, kwargs: Kwargs) -> Outputs:
     try:
         outputs = model(*args, **kwargs)
     except Exception as error:
-        raise InputsError(
-            f"{type(model).__name__} itself raises with these inputs, before effcompile does anything. "
-            f"{first_line(error)}\n  at {place_of(error, model)}\n  Give inputs that `model(*args, "
-            "**kwargs)` accepts."
-        ) from error
+        accepted = "Give inputs that `model(*args, **kwargs)` accepts."
+        raise own_error(error, model, "these inputs", accepted) from error
     for name, tensor in zip(dynamic_axes.output_names(outputs), _tensors(outputs), strict=True):
         if tensor.is_floating_point() and not torch_compat.is_fake(tensor) and bool(tensor.isnan().any()):
             raise InputsError(
@@ -372,6 +369,7 @@ def _clean(module: fx.GraphModule, subject: _Subject) -> None:
     cleanup.drop_copies(module.graph)
     cleanup.compute_once(module.graph)
     simplify.simplify(module.graph)
+    written_parts.side_by_side(module.graph)
     written_out.as_operators(module.graph)
     by_expert.as_ours(module.graph)
     keep_strides(module.graph)
