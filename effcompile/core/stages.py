@@ -24,6 +24,9 @@ _SHORT = re.compile(
     r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory", re.IGNORECASE
 )
 
+#: Lines of OpenVINO's errors before their words: places in its sources.
+_PLACE = re.compile(r"(Exception from|Check '.*' failed at) \S+:\d+:")
+
 #: What the caller was handling when effcompile was entered.
 _BEFORE: ContextVar[BaseException | None] = ContextVar("before", default=None)
 
@@ -99,6 +102,7 @@ def wrapped(error: Exception, name: str, around: str = AROUND) -> EffcompileErro
 
 
 def first_line(error: BaseException) -> str:
-    """`Type: first line` of an exception, at most 300 characters."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    """`Type: first line` of an exception that says more than where it was raised, at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = next((line for line in lines if not _PLACE.fullmatch(line)), lines[-1] if lines else "no message")
     return f"{type(error).__name__}: {line}"[:300]
