@@ -113,6 +113,7 @@ def _clean(folder: Path) -> None:
         "races",
         "steps",
         "agreements",
+        "plans",
         "rehearsed",
         "ranges",
         "sessions",

@@ -80,7 +80,7 @@ def key(node: fx.Node) -> str:
     """Equal for operators that take the same time: target, operands' shapes, dtypes, strides and devices,
     constants.
     """
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _described)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), described)
     return f"{node.target}{args}{kwargs or ''}"
 
 
@@ -303,9 +303,9 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return found
 
 
-def _described(node: fx.Node) -> str:
-    """Of its value, kept with it: a plan asks again for each reader, and for all that is known of an
-    operator.
+def described(node: fx.Node) -> str:
+    """What a node's value looks like, kept with it: a plan asks again for each reader, and for all that is
+    known of an operator.
     """
     value = node.meta.get("val")
     of, text = node.meta.get(_TEXT, (None, ""))

@@ -77,7 +77,7 @@ def hooked_module(model: nn.Module, batch: dict[str, Any]) -> None:
 
 
 def other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreed, "_own_code", lambda: "another release")
+    monkeypatch.setattr(agreed, "own_code", lambda: "another release")
 
 
 def other_environment(monkeypatch: pytest.MonkeyPatch) -> None:

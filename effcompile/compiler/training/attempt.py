@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from effcompile.core.causes import OverWhenRun, Refuted
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.reasons import Because
+from effcompile.ir.plan import Plan
 from effcompile.machine.load import busy
 from effcompile.machine.room import Room, device_of
 from effcompile.passes.training.base import Case
@@ -25,16 +26,21 @@ from effcompile.search.training.work import Work
 
 #: Solves at the most: choices that do not hold, times and bytes that were others than foreseen.
 ROUNDS = 9
-_PRICED_AGAIN = "predicted ÷ measured time was {}: operators were timed again and the plan was solved again"
+#: What a plan says that was found by prices of a second measurement.
+PRICED_AGAIN = "predicted ÷ measured time was {}: operators were timed again and the plan was solved again"
 _LESS = "the allocator's peak was {bytes} above the budget: solved again with so much less"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What a schedule became."""
+    """What a schedule became.
+
+    `first`: its plan as it was decided, where that held at once.
+    """
 
     made: Verified
     joint: Joint
+    first: Plan | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +164,11 @@ class Attempt:
             self._prepare(work.without(error))
             self.refuted = error
             return None, constraints.without((error.kind, error.option), error.reason)
-        ran, misjudged = Ran(made=made, joint=joint), made.executable.plan.misjudged
+        at_once = constraints.round == 1 and self.refuted is None
+        ran, misjudged = (
+            Ran(made=made, joint=joint, first=plan if at_once else None),
+            made.executable.plan.misjudged,
+        )
         if made.over and constraints.budget is not None:
             return ran, constraints.with_less(made.over, Because(_LESS, (made.over,)))
         # where memory is what is minimized, other times would change little but ties; and times of a busy
@@ -168,7 +178,7 @@ class Attempt:
         work.forget(self.branches.whole)
         self.held = _Held(work=work, branches=self.branches, joint=joint)
         self._prepare(work)
-        return ran, constraints.with_new_prices(Because(_PRICED_AGAIN, (round(misjudged, 2),)))
+        return ran, constraints.with_new_prices(Because(PRICED_AGAIN, (round(misjudged, 2),)))
 
     def _prepare(self, work: Work) -> None:
         self.work, self.branches = work, Branches(work=work, case=self.case)

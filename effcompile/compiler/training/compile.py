@@ -9,7 +9,8 @@ from typing import Unpack
 
 from torch import nn
 
-from effcompile.compiler.training.attempt import ROUNDS, Attempt, Ran
+from effcompile.compiler.training.attempt import PRICED_AGAIN, ROUNDS, Attempt, Ran
+from effcompile.compiler.training.known import keep_plan, known_plan, place_of
 from effcompile.compiler.training.sizes import best_measured
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.reasons import Because
@@ -18,7 +19,9 @@ from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.ir.step import Step
+from effcompile.machine.load import busy
 from effcompile.machine.memory import give_back
+from effcompile.ops.fused import Fused, compile_together
 from effcompile.passes import IN_BACKWARD, ways, with_gradients_consumed
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
@@ -27,6 +30,7 @@ from effcompile.planner.remat import BlockFront
 from effcompile.proof.training.confirm import verified
 from effcompile.proof.training.in_parts import runner_of
 from effcompile.proof.training.items import taking_items
+from effcompile.proof.training.verify import Result
 from effcompile.runtime.training import TrainingExecutable
 from effcompile.schedules.blocks import WHOLE, Block
 from effcompile.schedules.emit import Emitted
@@ -39,6 +43,7 @@ from effcompile.search.training.build import build_plan, fingerprint
 from effcompile.search.training.cases import Joint
 from effcompile.search.training.fit import within_machine
 from effcompile.search.training.levers import Subsets, lever_rows
+from effcompile.search.training.moved import RefutedError
 from effcompile.search.training.prepare import Prepared
 from effcompile.search.training.solve import frontier
 from effcompile.search.training.work import Work, as_planned, make_work
@@ -127,18 +132,61 @@ def optimize_training(
             "not run. Use plan."
         )
     if task.request.batch is None:
-        return _taken_up(_complete(*_refined(work, work.capture(task.request.keep_outputs, runs=True))), hold)
+        return _taken_up(_answered(task, work), hold)
     found = best_measured(sized(task, work), lambda planned: _refined(planned.work, planned.case))
     result = _complete(*found.built)
     result.plan = found.chosen.told_in(result.plan, found.rates)
     return _taken_up(result, hold)
 
 
-def _refined(work: Work, case: Case) -> tuple[Attempt, Ran]:
+def _answered(task: Task, work: Work) -> TrainingExecutable:
+    """The step by the plan that was found for the same question before, where it still holds; else planned,
+    and kept for the next who asks.
+    """
+    case = work.capture(task.request.keep_outputs, runs=True)
+    originals: dict[bool, Result] = {}
+    if (place := place_of(work, case, task.request)) is None:
+        return _complete(*_refined(work, case, originals))
+    plan = known_plan(place, work.figures)
+    if plan is not None and (made := _again(work, case, plan, originals)) is not None:
+        return made
+    attempt, ran = _refined(work, case, originals)
+    before = ran.made.executable.plan.notes
+    result = _complete(attempt, ran)
+    if ran.first is not None:
+        decided = (*ran.first.notes, *(note for note in result.plan.notes if note not in before))
+        notes = tuple(note for note in decided if note not in work.notes)  # those of a run are told anew
+        keep_plan(place, work.figures, replace(ran.first, levers=result.plan.levers, notes=notes))
+    return result
+
+
+def _again(work: Work, case: Case, plan: Plan, originals: dict[bool, Result]) -> TrainingExecutable | None:
+    """The step by a plan of another day, verified and measured; None where what it promises is not so."""
+    try:
+        found = _applied(work, case, plan)
+        peak = found.peak_bytes
+        if peak != plan.predicted.peak_bytes:
+            return None
+        plan = replace(found.plan, guards=found.step.guards, notes=(*plan.notes, *work.notes))
+        runner = runner_of(work.model, found.prepared.case, found.emitted)
+        made = verified(found.work, found.prepared, runner, plan, None, originals)
+    except (FormatError, RefutedError):
+        return None
+    misjudged = made.executable.plan.misjudged
+    if misjudged is not None and plan.goal.minimize == "time" and not busy():
+        work.figures.doubted |= work.figures.asked & work.figures.known.keys()
+        work.notes.append(Because(PRICED_AGAIN, (round(misjudged, 2),)))
+        return None
+    return None if made.over else taking_items(made.executable, work, case.step, made.loss)
+
+
+def _refined(work: Work, case: Case, originals: dict[bool, Result] | None = None) -> tuple[Attempt, Ran]:
     """The best plan that holds when it is run: what running shows to be wrong is a constraint of the next
     solve.
+
+    `originals`: the model's own step, where it was run before (`verified`).
     """
-    attempt = Attempt(work=work, case=case)
+    attempt = Attempt(work=work, case=case, originals={} if originals is None else originals)
     ran = refine(attempt.solve, attempt.run, rounds=ROUNDS, start=attempt.start())
     assert ran is not None, "the last round raises what it refutes"
     return attempt, ran
@@ -206,13 +254,16 @@ def frontier_training(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """A saved plan on a step: its form and its schedule. `plan`: without what was measured of it."""
+    """A saved plan on a step: its form and its schedule. `plan`: without what was measured of it.
+    `peak_bytes`: as simulated.
+    """
 
     work: Work
     step: Step
     prepared: Prepared
     emitted: Emitted
     plan: Plan
+    peak_bytes: int
 
 
 def applied_plan(task: Task, plan: Plan) -> Applied:
@@ -221,12 +272,17 @@ def applied_plan(task: Task, plan: Plan) -> Applied:
     Raises:
         FormatError: the plan is for another step, or its schedule is not within its budget.
     """
-    blocks = held(plan)
+    held(plan)  # what is wrong in it is told before a step is captured
     work = as_planned(make_work(as_saved(task.for_plan(plan), plan)), plan)
+    return _applied(work, work.capture(task.request.keep_outputs), plan)
+
+
+def _applied(work: Work, case: Case, plan: Plan) -> Applied:
+    """The same on a captured step. Raises FormatError as `applied_plan` does."""
+    blocks, work = held(plan), as_planned(work, plan)
     checkpoint = work.passes.checkpoint
     no_options = _NoOptions(points=checkpoint.points, groups=checkpoint.groups)
     lazy = replace(work, passes=replace(work.passes, checkpoint=no_options))
-    case = lazy.capture(task.request.keep_outputs)
     if fingerprint(case.step) != plan.fingerprint:
         raise _another(plan)
     (prepared,) = lazy.prepare(case).variants
@@ -243,8 +299,16 @@ def applied_plan(task: Task, plan: Plan) -> Applied:
             f"The plan's schedule would peak at {format_bytes(peak)}, above its budget of "
             f"{format_bytes(plan.goal.memory)}: it was changed, or made by another version. Plan again."
         )
+    compile_together(
+        [
+            node.target
+            for part in (emitted.forward, emitted.backward)
+            for node in part.nodes
+            if isinstance(node.target, Fused)
+        ]
+    )  # else that would be measured as a part of the step
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
-    return Applied(work=work, step=case.step, prepared=prepared, emitted=emitted, plan=fresh)
+    return Applied(work=work, step=case.step, prepared=prepared, emitted=emitted, plan=fresh, peak_bytes=peak)
 
 
 def _reapply(task: Task, plan: Plan) -> TrainingExecutable:

@@ -97,7 +97,7 @@ class Proven:
         # what is made again, and within which budget, changes no bit; if it does, the results say so
         decided = tuple(d for d in plan.decisions if d.kind != Checkpoint.name)
         compared = replace(plan, decisions=decided, goal=replace(plan.goal, memory=None))
-        follows = hashlib.sha256(repr((what_runs(compared), _own_code(), _settings())).encode())
+        follows = hashlib.sha256(repr((what_runs(compared), own_code(), computing_settings())).encode())
         try:
             for each in digests(_followed(work, captured, prepared.step)):
                 follows.update(each)
@@ -201,7 +201,7 @@ def _no_backward(_: None) -> torch.Tensor:
     raise RuntimeError("nothing is kept for a backward here")
 
 
-def _settings() -> tuple[object, ...]:
+def computing_settings() -> tuple[object, ...]:
     """Of torch and of the environment, that change how an operator computes."""
     environment = sorted(
         (name, value) for name, value in os.environ.items() if name.startswith(_READ_BY_LIBRARIES)
@@ -215,7 +215,7 @@ def _settings() -> tuple[object, ...]:
 
 
 @functools.cache
-def _own_code() -> str:
+def own_code() -> str:
     """All code of this package: what another one compared is not believed."""
     here = Path(__file__).parents[2]
     digest = hashlib.sha256()

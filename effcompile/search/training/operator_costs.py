@@ -42,7 +42,8 @@ class OperatorCosts:
         here: whether it is this one, and operators may be run.
         known: operator → what was measured. store: of this machine, where it is kept.
         modelled: operators that had to be modelled.
-        doubted: operators whose seconds are measured again when they are asked for.
+        doubted: operators whose seconds are measured again when they are asked for. asked: all whose figures
+            were.
         progress: is told what is being measured. pace: that timings are held against.
         cold: bytes of a step's other values that are read between two operators on the same.
         traced: graphs of steps, which do not change, → their storages.
@@ -54,6 +55,7 @@ class OperatorCosts:
     store: Calibration | None = None
     modelled: set[str] = field(default_factory=set)
     doubted: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     progress: Progress = QUIET
     pace: Pace | None = None
     cold: int = 0
@@ -82,6 +84,7 @@ class OperatorCosts:
         if not self.here:
             return
         asked = {operators.key(node): node for node in nodes if node.op == "call_function"}
+        self.asked.update(asked)
         before = {key: self.known.pop(key) for key in self.doubted & asked.keys() & self.known.keys()}
         todo = [key for key in asked if key not in self.known]
         tell = lambda done, of: self.progress.update("measure operators", done, of)  # noqa: E731
