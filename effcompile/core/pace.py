@@ -31,13 +31,13 @@ class Pace:
     """
 
     def __init__(self, work: Callable[[], object], best: float = math.inf, patience: float = 8.0) -> None:
-        self._work, self.best, self.left = work, best, patience
+        self._work, self.best, self.left, self._spared = work, best, patience, 0.0
         self._here, self._seen = math.inf, -math.inf
         self.even()
 
     def even(self) -> bool:
         """Whether it runs as it can; true, too, where nothing is left to wait with."""
-        if self.left <= 0:
+        if self.left <= self._spared:
             return True
         seconds = min(self._once() for _ in range(_TIMES))
         self._here, self.best = min(self._here, seconds), min(self.best, seconds)
@@ -49,12 +49,21 @@ class Pace:
         """Until it runs as it can, or patience is at its end; returns the seconds lost, with these before."""
         start = perf_counter()
         seen = start - self._seen < APART and not lost
-        while not seen and lost < self.left and not self.even():
+        while not seen and lost < self.left - self._spared and not self.even():
             sleep(_PAUSE)
             now = perf_counter()
             start, lost = now, lost + now - start
         self._lose(lost)
         return lost
+
+    @contextlib.contextmanager
+    def losing(self, seconds: float) -> Iterator[None]:
+        """Within, so many seconds are lost at the most: what is timed is not worth more of those left."""
+        before, self._spared = self._spared, max(self._spared, self.left - seconds)
+        try:
+            yield
+        finally:
+            self._spared = before
 
     def _lose(self, seconds: float) -> None:
         """At the end of patience the best is that of this process: of another clock or library an older one

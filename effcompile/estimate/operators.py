@@ -9,16 +9,19 @@ allocate for themselves, which no shape tells.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from time import perf_counter
+from types import MappingProxyType
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core import gpu, torch_compat_memory
+from effcompile.core.pace import Pace, current_pace
 from effcompile.core.timing import SETTLED, median_seconds
 from effcompile.core.types import Args, Value
 from effcompile.machine import memory
@@ -91,8 +94,12 @@ def measure(
     seconds_each: float = 0.05,
     cold: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
+    shares: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Run every operator that is not yet in `known`, and put it there.
+
+    `shares`: what part of all seconds an operator's are: it is worth that part of those that may be waited
+    for the machine's pace, which the first small ones would use up; all of them where that is not said.
 
     `cold`: bytes that are read before each call of those that are bound by memory, as a step's other values
     are.
@@ -105,17 +112,24 @@ def measure(
     todo = {k: node for k, node in todo.items() if k not in known}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     others = OtherValues(cold) if cold and todo else None
+    pace = current_pace()
+    patience = 0.0 if pace is None else pace.left
     for done, (name, node) in enumerate(todo.items()):
         progress(done, len(todo))
         if not _fits(node):
             continue
         try:
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), _waiting(pace, patience * shares.get(name, 1.0)):
                 known[name] = _measure(node, seconds_each, others)
         except Exception:  # an operator that needs real values (data-dependent): the target's law stands in
             continue
     if others is not None:
         forget()
+
+
+def _waiting(pace: Pace | None, seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Within, so many seconds are waited at the most."""
+    return contextlib.nullcontext() if pace is None else pace.losing(seconds)
 
 
 def _fits(node: fx.Node) -> bool:

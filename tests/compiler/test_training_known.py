@@ -19,6 +19,7 @@ from effcompile.core import effort
 from effcompile.core.goal import Goal
 from effcompile.estimate.operators import Measured
 from effcompile.ir.plan import Plan
+from effcompile.machine import busy_points
 from effcompile.proof.training import agreed
 from effcompile.search.training import figures, levers, operator_costs
 
@@ -29,6 +30,8 @@ BUDGET = 1_100_000  # of 2,235,400 that the step takes unplanned: chunks and rec
 def kept(quick_training: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of this test's plans, which are kept however small their steps are."""
     monkeypatch.setattr(known, "LEAST_NODES", 0)
+    # rates that were taken on a busy machine would be others in the next plan
+    monkeypatch.setattr(busy_points, "without_busy", lambda calibration: None)
     monkeypatch.setattr(known, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compile, "lever_rows", levers.lever_rows)
     return tmp_path / "plans"

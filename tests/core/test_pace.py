@@ -85,3 +85,16 @@ def test_it_ends_with_its_block() -> None:
     with at_pace(Pace(lambda: None)):
         assert current_pace() is not None
     assert current_pace() is None
+
+
+def test_what_is_worth_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the patience is for others."""
+    machine = on(monkeypatch, [(0.1, 1.0), (3.0, 1.5)])
+    pace = Pace(lambda: machine.work(5e-5), patience=8.0)
+    machine.now = 0.2
+    with pace.losing(0.01):
+        assert timed(machine, pace) == pytest.approx(1.5e-3)
+    assert machine.now < 1.0 and 7.9 < pace.left < 8.0
+    assert pace.best == pytest.approx(5e-5), "its patience is not at its end"
+    assert timed(machine, pace) == pytest.approx(1e-3)
+    assert machine.now > 3.0

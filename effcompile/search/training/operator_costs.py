@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -83,18 +84,30 @@ class OperatorCosts:
         """Run what is not known yet, or doubted; what is timed while others use the machine is marked."""
         if not self.here:
             return
-        asked = {operators.key(node): node for node in nodes if node.op == "call_function"}
+        counted, asked = Counter[str](), dict[str, fx.Node]()
+        for node in nodes:
+            if node.op == "call_function":
+                asked[key := operators.key(node)] = node
+                counted[key] += 1
         self.asked.update(asked)
         before = {key: self.known.pop(key) for key in self.doubted & asked.keys() & self.known.keys()}
         todo = [key for key in asked if key not in self.known]
         tell = lambda done, of: self.progress.update("measure operators", done, of)  # noqa: E731
         with at_pace(self.pace):
-            operators.measure(asked.values(), self.known, cold=self.cold, progress=tell)
+            shares = self._shares(asked, counted) if todo and self.pace is not None else {}
+            operators.measure(asked.values(), self.known, cold=self.cold, progress=tell, shares=shares)
         self.known.update({key: self.known.get(key, was).with_bytes_of(was) for key, was in before.items()})
         self.doubted -= before.keys()
         timed = [key for key in todo if key in self.known]
         if timed and self.target.device == "cpu" and busy():
             self.known.update({key: replace(self.known[key], busy=True) for key in timed})
+
+    def _shares(self, asked: Mapping[str, fx.Node], times: Mapping[str, int]) -> Mapping[str, float]:
+        """Operator → what part of the seconds of all of these its own are, by the target's roofline. `times`:
+        that it is run.
+        """
+        seconds = {key: times[key] * roofline_seconds(node, self.target) for key, node in asked.items()}
+        return {key: each / sum(seconds.values()) for key, each in seconds.items()}
 
     def within(self, step: Step) -> None:
         """Have operators timed as they run in a step: what its values leave in the caches.
