@@ -20,6 +20,8 @@ from effcompile.core.goal import Goal
 from effcompile.estimate.operators import Measured
 from effcompile.ir.plan import Plan
 from effcompile.machine import busy_points
+from effcompile.ops import fused
+from effcompile.passes.training import pointwise
 from effcompile.proof.training import agreed
 from effcompile.search.training import figures, levers, operator_costs
 
@@ -238,3 +240,26 @@ def test_a_kept_comparison_is_of_the_kept_plan_too(monkeypatch: pytest.MonkeyPat
     assert agreed.AGAIN not in plan().notes
     again = plan()
     assert agreed.AGAIN in again.notes and any("not solved again" in str(note) for note in again.notes)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_kernels_are_built_before_the_step_is_timed(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan that is kept, and of one that is given."""
+    monkeypatch.setattr(pointwise, "_slow", lambda fusions, price: [])
+    first = plan()
+    monkeypatch.setattr(fused, "_compiled", {})
+    made, asked = compile.runner_of, list[bool]()
+
+    def runner_of(model: Any, case: Any, emitted: Any) -> Any:
+        nodes = [*emitted.forward.nodes, *emitted.backward.nodes]
+        kernels = [node.target for node in nodes if isinstance(node.target, fused.Fused)]
+        asked.extend((kernel.digest, torch.get_num_threads()) in fused._compiled for kernel in kernels)
+        return made(model, case, emitted)
+
+    monkeypatch.setattr(compile, "runner_of", runner_of)
+    if given:
+        model, batch = small()
+        optimize_training(model, (), batch, goal=first.goal, plan=first)
+    else:
+        plan()
+    assert asked and all(asked)
