@@ -183,8 +183,8 @@ def test_by_other_prices_it_is_solved(solved: list[str]) -> None:
     figures.keep_figures(prices)
     plan()
     assert len(solved) == 1
-    name = next(name for name in prices if name.startswith("aten.addmm"))
-    prices[name] = Measured(seconds=2 * prices[name].seconds, workspace=prices[name].workspace)
+    for name in [name for name in prices if name.startswith("aten.addmm")]:  # other tests' among them
+        prices[name] = Measured(seconds=2 * prices[name].seconds, workspace=prices[name].workspace)
     figures.keep_figures(prices)
     plan()
     assert len(solved) == 2
