@@ -32,6 +32,8 @@ from effcompile.ir.program import Program
 
 #: Files that are kept, and bytes of one: more is none of ours.
 _MOST_FILES, _MOST_BYTES = 64, 32 << 20
+#: Code of the arithmetic of reduced sites.
+_EMULATION = ("perturb", "fake_quant", "columns", "../ops/column_scales")
 #: A squared relative error, and seconds: more of either nothing measured ever is.
 _Error = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -104,7 +106,7 @@ def of_rehearsals(program: Program, calibration: Sequence[Sequence[torch.Tensor]
     program, and the inputs that ranges are taken from.
     """
     tensors = itertools.chain.from_iterable(calibration)
-    return _hash(program, tensors, "", ("rehearse", "perturb", "fake_quant"))
+    return _hash(program, tensors, "", ("rehearse", *_EMULATION))
 
 
 def ranges(
@@ -176,7 +178,7 @@ def _key(
         f"{kind}:{[repr(form) for form in forms]};" for kind, forms in sorted(options.items())
     )
     leaves = (leaf for given in inputs for leaf in leaves_of(program, given))
-    return _hash(program, leaves, asked, ("sensitivity", "pooled", "recorder", "perturb", "fake_quant"))
+    return _hash(program, leaves, asked, ("sensitivity", "pooled", "recorder", *_EMULATION))
 
 
 def _hash(program: Program, inputs: Iterable[object], asked: str, code: Sequence[str]) -> str | None:

@@ -13,6 +13,7 @@ from torch import fx
 from torch.nn import functional as F  # noqa: N812 - its customary name
 
 from effcompile.estimate import fake_quant
+from effcompile.estimate.columns import by_value, parts_of, some_rows
 from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, INT8_TOKEN, Form, WeightFormat
 from effcompile.ir.program import Program
 from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges, weight_of
@@ -57,6 +58,7 @@ class Site:
     options: tuple[Form, ...] = ()
     rounds: bool = True  # products of bf16 are rounded, as torch's are; else they come out in fp32
     shared_peak: float | None = None  # the largest |w| over a merge that this linear belongs to
+    columns: torch.Tensor | None = None  # scales (K) of columns, where it is in bytes (ops/column_scales.py)
     # options that are another weight (N, K) in the place of this
     replaced: Mapping[Form, Weight] = field(default_factory=dict)
     cache: dict[Form, torch.Tensor] = field(default_factory=dict)
@@ -194,7 +196,8 @@ def result_of(
     if site.kind == "gelu":
         return F.gelu(x, approximate="tanh")
     held = INT8_TOKEN if isinstance(site.replaced.get(option), Coded) else option.weights
-    entering = x if held is None else _entering(x, held, limits, {} if known is None else known)
+    columns = site.columns if option.weights == INT8_TOKEN else None
+    entering = x if held is None else _entering(x, held, limits, {} if known is None else known, columns)
     moved = F.linear(entering, _stored(site, option))
     if site.rounds and held is not None and held.activation == "bf16":
         # the product is rounded before the bias is added, in fp32
@@ -203,25 +206,32 @@ def result_of(
 
 
 def _entering(
-    x: torch.Tensor, held: WeightFormat, limits: fake_quant.Range | None, known: dict[Any, Any]
+    x: torch.Tensor,
+    held: WeightFormat,
+    limits: fake_quant.Range | None,
+    known: dict[Any, Any],
+    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the format multiplies of x. `known` holds what was rounded of the last x: formats of which only
-    the weights differ, and linears that read one value, share it.
+    """What the format multiplies of x, scales of columns taken off again. `known` holds what was rounded of
+    the last x: formats of which only the weights differ, and linears that read one value, share it.
     """
     of = (x.data_ptr(), x.shape, x.stride())
     if known.get("of") != of:
         known.clear()
         known["of"], known["held"] = of, x  # held, so that no other tensor takes its place in memory
-    key = (held.activation.replace("blocks", "groups"), held.group, limits)
+    key = (held.activation.replace("blocks", "groups"), held.group, limits, id(columns))
     if key not in known:
-        known[key] = fake_quant.activation(x, held, limits)
+        made = fake_quant.activation(x if columns is None else x * columns, held, limits)
+        known[key] = made if columns is None else made.div_(columns)
     return known[key]
 
 
 def _stored(site: Site, option: Form) -> torch.Tensor:
     """The weight as the option stores it; the formats of 8 bits with a scale per channel share theirs."""
     held = option.weights
+    columns = site.columns if held == INT8_TOKEN else None
     shared = held is not None and held.bits == 8 and held.scale == "channel" and not held.block
+    shared = shared and columns is None
     key = Form(weights=INT8_CHANNEL) if shared else option
     assert site.weight is not None
     if key not in site.cache:
@@ -230,10 +240,23 @@ def _stored(site: Site, option: Form) -> torch.Tensor:
             site.cache[key] = site.replaced[key]()
         else:
             assert key.weights is not None
-            site.cache[key] = fake_quant.weight(
-                site.weight, key.weights, site.shared_peak if key == MERGED else None
-            )
+            weight = site.weight if columns is None else site.weight / columns
+            made = fake_quant.weight(weight, key.weights, site.shared_peak if key == MERGED else None)
+            site.cache[key] = made if columns is None else made.mul_(columns)
     return site.cache[key]
+
+
+def scale_columns(sites: list[Site], records: list[ErrorRecord]) -> None:
+    """Give linears that may be in bytes the scales of their columns, by what enters them on these inputs."""
+    coded = {s.name: s for s in sites if any(form.weights == INT8_TOKEN for form in s.options)}
+    values = {name: s.x for name, s in coded.items() if s.x is not None}
+    rows = {
+        value: some_rows([record.entering[coded[name].node] for record in records])
+        for name, value in values.items()
+    }
+    weights = {name: parts_of(s.node, s.weight) for name, s in coded.items() if s.weight is not None}
+    for name, columns in by_value(values, weights, rows).items():
+        coded[name].columns = columns
 
 
 def static_range(site: Site, records: list[ErrorRecord]) -> fake_quant.Range:

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.core.types import Args, Arguments, Outputs, Value
+from effcompile.core.types import Outputs, Value
 from effcompile.estimate import fake_quant, kept
+from effcompile.estimate.columns import Lenient, on_inputs
 from effcompile.estimate.perturb import (
     MERGED,
     REPLACED,
@@ -29,8 +30,7 @@ from effcompile.estimate.perturb import (
     is_static,
     result_of,
 )
-from effcompile.ir.export import LENIENT
-from effcompile.ir.formats import INT8_DYNAMIC, Form
+from effcompile.ir.formats import INT8_DYNAMIC, INT8_TOKEN, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.sites.parts import linears, merges
@@ -49,7 +49,8 @@ class Rehearsal:
         program: the captured model, in fp32.
         options: kind of site → options that make an error, as sensitivity has them.
         weights: options of single linears that are another weight in the place of theirs.
-        calibration: flat inputs whose ranges static quantisers take.
+        calibration: flat inputs whose ranges static quantisers take, and linears in bytes their columns'
+            scales.
         sums: names of backends whose products of bf16 come out in fp32; those of others are rounded.
     """
 
@@ -64,6 +65,7 @@ class Rehearsal:
         self._program, self._calibration, self._sums = program, calibration, sums
         self._options, self._weights = options, weights
         self._ranges: dict[fx.Node, fake_quant.Range] = {}
+        self._columns: dict[str, torch.Tensor | None] = {}
 
     @cached_property
     def known_by(self) -> str | None:
@@ -83,6 +85,7 @@ class Rehearsal:
         ):
             return None
         self._watch([site for site, form in chosen if is_static(form)])
+        self._scale([site for site, form in chosen if form.weights == INT8_TOKEN])
         activations = (plan.predicted.peak_bytes or 0) - (plan.predicted.weight_bytes or 0)
         at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(activations, 1)))
 
@@ -115,6 +118,13 @@ class Rehearsal:
                 chosen.append((site, form))
         return chosen
 
+    def _scale(self, coded: Sequence[Site]) -> None:
+        """Give each of these sites the scales of its columns, found once for all linears."""
+        if coded and not self._columns:
+            self._columns = on_inputs(self._program, linears(self._program), self._calibration)
+        for site in coded:
+            site.columns = self._columns.get(site.name)
+
     def _watch(self, static: Sequence[Site]) -> None:
         """Know the range of what enters each of these sites over the calibration inputs.
 
@@ -130,12 +140,7 @@ class Rehearsal:
                 watcher.run(*self._program.leaves_with(inputs), enable_io_processing=False)
 
 
-class _Interpreter(fx.Interpreter):
-    def call_function(self, target: fx.node.Target, args: Args, kwargs: Arguments) -> Value:
-        return super().call_function(LENIENT.get(target, target), args, kwargs)
-
-
-class _Watcher(_Interpreter):
+class _Watcher(Lenient):
     """Keeps the range of chosen values."""
 
     def __init__(
@@ -153,7 +158,7 @@ class _Watcher(_Interpreter):
         return value
 
 
-class _Actor(_Interpreter):
+class _Actor(Lenient):
     """Puts what each chosen option gives in the place of a site's result."""
 
     def __init__(

@@ -36,6 +36,7 @@ from effcompile.estimate.perturb import (
     delta_of,
     find_sites,
     is_static,
+    scale_columns,
     static_range,
 )
 from effcompile.estimate.pooled import Drawn, Found, errors_of
@@ -114,6 +115,7 @@ def measure(
         )
     clock.tell("forward passes", 0.0)
     records = [_forward(program, sites, given) for given in _capped(program, inputs)]
+    scale_columns(sites, records)
     task = _Task(program=program, sites=sites, records=records, scales=_output_scales(records))
     count, emulated = f"{len(records)} calibration inputs", "δ from the emulated quantisers"
     try:

@@ -60,7 +60,7 @@ class HeldMlpOf(ABC, Generic[L]):
             return None
         weight, bias, eps = self._norm
         arguments = (
-            x, k, rows, k, *self._addresses(self._first), between, int8_codes.AFTER.index(self._after),
+            x, k, rows, k, *self._addresses(self._first), between, self._following(),
             *self._addresses(self._last), n, residual, int(eps is not None), address(weight), address(bias),
             Made, Scratch(), call.at_once, threads,
         )  # fmt: skip
@@ -75,6 +75,10 @@ class HeldMlpOf(ABC, Generic[L]):
         return held and all(
             each is None or (each.shape == (n,) and is_plain(each)) for each in self._norm[:2]
         )
+
+    def _following(self) -> int:
+        """How the kernel is told what lies between."""
+        return int8_codes.AFTER.index(self._after)
 
     @abstractmethod
     def _run(self, x: Tensor, behind: Behind) -> Tensor:

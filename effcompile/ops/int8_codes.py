@@ -4,8 +4,11 @@ the bit.
     scale = max |x| of the row / 127        code = round(x · (127 / max |x|))
     y = (codes · codesᵀ) · (scale of x · scale of W) + bias
 
+A weight may hold a scale for each column of x, with which x is multiplied before it is coded, as W was
+divided by them (column_scales.py).
+
 Legend: x (M, K), W (N, K), packed (⌈N/16⌉, ⌈K/4⌉, 16, 4) of u8: code + 128, so that missing rows and columns
-are 128.
+are 128; with scales of columns one panel more, whose first 4 K bytes they are, in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from effcompile.core.errors import UsageError
 __all__ = [
     "AFTER",
     "as_given",
+    "columns_of",
     "followed",
+    "following",
     "linear_by_torch",
     "pack",
     "product_by_torch",
@@ -31,21 +36,52 @@ __all__ = [
     "unpack",
 ]
 
+#: A linear: a packed weight, its scales (N), and a bias.
+Linear = tuple[Tensor, Tensor, Tensor | None]
 #: What may follow the bias, as `int8_linear.cpp` numbers it.
 AFTER = ("none", "gelu", "gelu_tanh", "silu", "relu")
+#: Added to the number of what follows where the only or last weight, and the first one of two, has scales of
+#: columns.
+_COLUMNS_OF_LAST, _COLUMNS_OF_FIRST = 256, 512
 #: Rows without a larger value are rounded to 0.
 _LEAST = 1e-30
 
 
-def pack(codes: Tensor) -> Tensor:
-    """s8 codes (N, K), −127 to 127, in the order in which the kernels read them."""
+def pack(codes: Tensor, columns: Tensor | None = None) -> Tensor:
+    """s8 codes (N, K), −127 to 127, in the order in which the kernels read them, and behind them scales of
+    columns (K) in fp32, if there are any.
+    """
     n, k = codes.shape
     padded = F.pad(codes, (0, -k % 4, 0, -n % 16))
     # four bytes at a time
     quads = padded.contiguous().view(torch.int32)
     tiles = quads.view(padded.shape[0] // 16, 16, quads.shape[1]).transpose(1, 2)
     tiles = tiles.clone(memory_format=torch.contiguous_format)
-    return tiles.view(torch.uint8).view(*tiles.shape, 4) ^ 128  # + 128
+    packed = tiles.view(torch.uint8).view(*tiles.shape, 4) ^ 128  # + 128
+    if columns is None:
+        return packed
+    panel = packed.new_zeros(packed[:1].numel())
+    panel[: 4 * k] = columns.contiguous().view(torch.uint8)
+    return torch.cat([packed, panel.view_as(packed[:1])])
+
+
+def columns_of(packed: Tensor, n: int, k: int) -> Tensor | None:
+    """The scales of columns (K) of a packed weight (N, K), if it has any."""
+    panels = -(-n // 16)
+    return packed[panels].reshape(-1)[: 4 * k].view(torch.float32) if len(packed) > panels else None
+
+
+def following(after: str, last: Linear, first: Linear | None = None) -> int:
+    """How kernels are told what follows, one of AFTER, and which of the only or last linear and the first of
+    two have scales of columns.
+    """
+    of_last = _COLUMNS_OF_LAST if _has_columns(last) else 0
+    of_first = _COLUMNS_OF_FIRST if first is not None and _has_columns(first) else 0
+    return AFTER.index(after) | of_last | of_first
+
+
+def _has_columns(linear: Linear) -> bool:
+    return int(linear[0].shape[0]) > -(-int(linear[1].shape[0]) // 16)
 
 
 def unpack(packed: Tensor, n: int, k: int) -> Tensor:
@@ -67,7 +103,9 @@ def row_codes(x: Tensor, largest: int = 127) -> tuple[Tensor, Tensor]:
 
 def linear_by_torch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
     """What the kernels compute, slowly."""
-    return product_by_torch(x, unpack(weight, scales.shape[0], x.shape[-1]), scales, bias, after)
+    n, k = scales.shape[0], x.shape[-1]
+    columns = columns_of(weight, n, k)
+    return product_by_torch(x if columns is None else x * columns, unpack(weight, n, k), scales, bias, after)
 
 
 def product_by_torch(

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from effcompile.ops import int8_codes, int8_mlp, int8_native, int13_linear, tape
 from effcompile.ops.held_mlp import HeldMlpOf, MlpCall, is_plain
+from effcompile.ops.int8_codes import Linear
 from effcompile.ops.int8_linear import fits, int8_linear_on_cpu
-from effcompile.ops.int8_mlp import Behind, Linear, address
+from effcompile.ops.int8_mlp import Behind, address
 from effcompile.ops.tape import Argument, KernelTold, Made, Scratch, TapeValue
 
 
@@ -44,8 +45,8 @@ class HeldLinear:
         room = kernels.room_of(rows, k)
         codes, scales, sums = map(Scratch, room.addresses(0))
         arguments = (
-            x, k, rows, k, *_addresses(self._linear), n, int8_codes.AFTER.index(self._after), Made, codes,
-            scales, sums, kernels.chunk(room), threads,
+            x, k, rows, k, *_addresses(self._linear), n, int8_codes.following(self._after, self._linear),
+            Made, codes, scales, sums, kernels.chunk(room), threads,
         )  # fmt: skip
         call, dtype = (kernels.narrow, torch.bfloat16) if self._narrow else (kernels.call, torch.float32)
         return KernelTold(
@@ -92,6 +93,9 @@ class HeldMlp(HeldMlpOf[Linear]):
 
     def _takes(self, k: int, linear: Linear) -> bool:
         return _fits(k, linear)
+
+    def _following(self) -> int:
+        return int8_codes.following(self._after, self._last, self._first)
 
     def _addresses(self, linear: Linear | None) -> tuple[Argument, Argument, Argument]:
         return _addresses(linear)

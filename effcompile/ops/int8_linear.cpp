@@ -5,7 +5,7 @@
 //   ROWS, VECS  the register tile: ROWS rows of x times VECS vectors of outputs
 //   TILED  rows of x from which on AMX tiles multiply; 0: there are none
 //
-// Codes of x are s8, x ~ scale * code with one scale per row; codes of W are kept as u8, code + 128, because x86 multiplies unsigned by
+// Codes of x are s8, x ~ scale * code with one scale per row, of x times a scale for each column where the weight has them (int8_codes.py); codes of W are kept as u8, code + 128, because x86 multiplies unsigned by
 // signed bytes (VPDPBUSD); that adds 128 * sum(codes of the row of x), which is taken off again. ARM makes them signed instead. The four-byte interleaving
 // [N / 16][K / 4][16][4] is what VPDPBUSD reads as one register, and also what an AMX tile of 16 rows is (Intel, Optimization Reference
 // Manual, 8.2.1 and 20.5; oneDNN: BA16b4a; FBGEMM: Khudia et al. 2021, arXiv 2101.05615).
@@ -25,8 +25,9 @@ namespace {
 
 template <typename T>
 void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t* weight, const float* scales, const float* bias, int64_t n,
-               int64_t after, T* y, int8_t* codes, float* row_scales, int32_t* offsets, int64_t chunk, int64_t threads) {
-    const int64_t quads = (k + 3) / 4;
+               int64_t following, T* y, int8_t* codes, float* row_scales, int32_t* offsets, int64_t chunk, int64_t threads) {
+    const int64_t quads = (k + 3) / 4, after = following & FUNCTIONS;
+    const float* columns = following & COLUMNS_OF_LAST ? columns_behind(weight, n, k) : nullptr;
 #if TILED
     const bool tiled = m >= TILED && k > 32;
     const int64_t stride = tiled ? (k + STEP - 1) / STEP * STEP : row_bytes(quads);
@@ -51,11 +52,11 @@ void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t*
 #if TILED
             if (tiled) {
                 const int64_t apart = tiled_height(i, m) * STEP;
-                offsets[i] = quantize<STEP>(x + i * ldx, k, stride, tiled_row(codes, i, stride), row_scales + i, apart);
+                offsets[i] = quantize<STEP>(x + i * ldx, k, stride, tiled_row(codes, i, stride), row_scales + i, apart, columns);
                 continue;
             }
 #endif
-            offsets[i] = quantize(x + i * ldx, k, stride, codes + i * stride, row_scales + i);
+            offsets[i] = quantize(x + i * ldx, k, stride, codes + i * stride, row_scales + i, 0, columns);
         }
 #pragma omp for schedule(dynamic) nowait
         for (int64_t task = 0; task < chunks * panels; task++) {

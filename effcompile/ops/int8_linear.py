@@ -86,7 +86,8 @@ def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after:
 def fits(k: int, weight: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
     """Whether these are a linear of k columns in 8 bits."""
     n = int(scales.shape[0]) if scales.dim() == 1 else -1
-    packed = weight.shape == (-(-n // 16), -(-k // 4), 16, 4) and weight.dtype == torch.uint8
+    panels = (-(-n // 16), -(-n // 16) + 1)  # the last one of scales of columns
+    packed = weight.shape in {(count, -(-k // 4), 16, 4) for count in panels} and weight.dtype == torch.uint8
     biased = bias is None or (bias.shape == (n,) and bias.dtype == torch.float32)
     whole = scales.dtype == torch.float32 and scales.is_contiguous() and weight.is_contiguous()
     return packed and biased and whole and n > 0 and 0 < k <= _DEEPEST

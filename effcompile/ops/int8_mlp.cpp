@@ -1,7 +1,8 @@
 // Two linears in 8 bits with what lies between and behind them, some rows at a time, so that nothing between leaves a core's L2 cache:
 // y = norm(residual + W2 f(W1 x + b1) + b2). Without W1 one linear; without a residual or norm the rest.
 //
-// Codes of x and of f(...) have one scale per row, as in int8_linear.cpp, whose macros these are; f(...) is rounded to bf16 before.
+// Codes of x and of f(...) have one scale per row, as in int8_linear.cpp, whose macros these are; f(...), times the scales of W2's columns, is
+// rounded to bf16 before.
 
 #define KIND 0
 #include "norm_row.h"
@@ -48,13 +49,17 @@ struct Between {
     int after;
     const Room& room;
     int64_t rows;
+    const float* columns;  // those of W2, or null
 
     void ask(int64_t, int64_t) const {}  // its lines are near
 
     template <int AFTER, bool WHOLE>
     inline void write(const Block& block, int64_t first, int64_t end) const {
         uint16_t* to = room.between + block.from / PAIR * rows * PAIR;
+        const int64_t left = WHOLE ? PAIR : sums.n - block.from;
+        const V c0 = columns ? some_of(columns + block.from, left) : V{} + 1.0f, c1 = columns ? some_of(columns + block.from + W, left - W) : V{} + 1.0f;
         sums.each<AFTER, WHOLE>(block, first, end, [&](int64_t row, V z0, V z1) __attribute__((always_inline)) {
+            z0 *= c0, z1 *= c1;
             const VI b0 = (VI)z0 & 0x7fffffff, b1 = (VI)z1 & 0x7fffffff, most = b0 > b1 ? b0 : b1, old = room.largest[row];
             room.largest[row] = most > old ? most : old;
             _mm512_store_si512(to + row * PAIR, narrowed(z0, z1));
@@ -96,12 +101,12 @@ struct Between {
 typedef TileThread Thread;
 
 int64_t code_bytes(int64_t k) { return up(k, STEP); }
-void code_row(const float* x, int64_t k, const Room& room, int64_t row, int64_t rows) {
+void code_row(const float* x, int64_t k, const Room& room, int64_t row, int64_t rows, const float* columns) {
     const int64_t stride = code_bytes(k), apart = tiled_height(row, rows) * STEP;
-    room.offsets[row] = quantize<STEP>(x, k, stride, tiled_row(room.codes, row, stride), room.scales + row, apart);
+    room.offsets[row] = quantize<STEP>(x, k, stride, tiled_row(room.codes, row, stride), room.scales + row, apart, columns);
 }
-Between between_of(int64_t n, const float* scales, const float* bias, int after, const Room& room, int64_t rows) {
-    return {{n, scales, bias, room.scales, room.offsets}, after, room, rows};
+Between between_of(int64_t n, const float* scales, const float* bias, int after, const Room& room, int64_t rows, const float* columns) {
+    return {{n, scales, bias, room.scales, room.offsets}, after, room, rows, columns};
 }
 Results<float> last_of(int64_t n, const float* scales, const float* bias, const Room& room, float* y) {
     return {{n, scales, bias, room.scales, room.offsets}, NOTHING, y, n};
@@ -122,6 +127,7 @@ struct Between {
     int after;
     const Room& room;
     int64_t rows;
+    const float* columns;  // those of W2, or null
 
     uint16_t* line(int64_t row) const { return room.between + row * up(numbers.n, 2 * W); }
 
@@ -129,8 +135,9 @@ struct Between {
 
     template <int AFTER, bool WHOLE>
     inline void write(int64_t row, int rows, int64_t from, int vecs, const VI* sums) const {
-        numbers.each<AFTER, WHOLE>(row, rows, from, vecs, sums, [=, most = room.largest, lines = line(0), apart = line(1) - line(0)](
+        numbers.each<AFTER, WHOLE>(row, rows, from, vecs, sums, [=, columns = columns, most = room.largest, lines = line(0), apart = line(1) - line(0)](
                                        int64_t row, int64_t from, int64_t left, V z0, V z1) __attribute__((always_inline)) {
+            if (columns) z0 *= some_of(columns + from, left), z1 *= some_of(columns + from + W, left - W);
             if (!WHOLE && left <= W) z1 = V{};
             const VI b0 = (VI)z0 & 0x7fffffff, b1 = (VI)z1 & 0x7fffffff, both = b0 > b1 ? b0 : b1, old = most[row];
             most[row] = both > old ? both : old;
@@ -161,12 +168,12 @@ struct Between {
 struct Thread {};
 
 int64_t code_bytes(int64_t k) { return row_bytes((k + 3) / 4); }
-void code_row(const float* x, int64_t k, const Room& room, int64_t row, int64_t) {
+void code_row(const float* x, int64_t k, const Room& room, int64_t row, int64_t, const float* columns) {
     const int64_t stride = code_bytes(k);
-    room.offsets[row] = quantize(x, k, stride, room.codes + row * stride, room.scales + row);
+    room.offsets[row] = quantize(x, k, stride, room.codes + row * stride, room.scales + row, 0, columns);
 }
-Between between_of(int64_t n, const float* scales, const float* bias, int after, const Room& room, int64_t rows) {
-    return {{n, scales, bias, room.scales, room.offsets}, after, room, rows};
+Between between_of(int64_t n, const float* scales, const float* bias, int after, const Room& room, int64_t rows, const float* columns) {
+    return {{n, scales, bias, room.scales, room.offsets}, after, room, rows, columns};
 }
 Outputs<float> last_of(int64_t n, const float* scales, const float* bias, const Room& room, float* y) {
     return {{n, scales, bias, room.scales, room.offsets}, NOTHING, y, n};
@@ -191,10 +198,12 @@ extern "C" int64_t room_bytes(int64_t rows, int64_t k, int64_t between) { return
 
 // x (M, K), rows ldx apart -> y (M, N), both fp32; `residual` (M, N) may be null. Rows are taken `rows` at a time, at most CHUNK.
 extern "C" void int8_mlp(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t* w1, const float* s1, const float* b1, int64_t between,
-                         int64_t after, const uint8_t* w2, const float* s2, const float* b2, int64_t n, const float* residual,
+                         int64_t following, const uint8_t* w2, const float* s2, const float* b2, int64_t n, const float* residual,
                          int64_t norm, const float* norm_weight, const float* norm_bias, double eps, float* y, uint8_t* room, int64_t rows,
                          int64_t threads) {
-    const int64_t deepest = deepest_of(k, between), each = Room::bytes(rows, deepest, between);
+    const int64_t deepest = deepest_of(k, between), each = Room::bytes(rows, deepest, between), after = following & FUNCTIONS;
+    const float* of_last = following & COLUMNS_OF_LAST ? columns_behind(w2, n, w1 ? between : k) : nullptr;
+    const float* of_first = !w1 ? of_last : following & COLUMNS_OF_FIRST ? columns_behind(w1, between, k) : nullptr;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         Thread thread;
@@ -202,9 +211,9 @@ extern "C" void int8_mlp(const float* x, int64_t ldx, int64_t m, int64_t k, cons
         for (int64_t top = 0; top < m; top += rows) {
             const int64_t here = std::min(rows, m - top);
             const Room own(room + omp_get_thread_num() * each, here, deepest, between);
-            for (int64_t i = 0; i < here; i++) code_row(x + (top + i) * ldx, k, own, i, here);
+            for (int64_t i = 0; i < here; i++) code_row(x + (top + i) * ldx, k, own, i, here, of_first);
             if (w1) {
-                const Between inner = between_of(between, s1, b1, after == GELU ? GELU_SHORT : (int)after, own, here);
+                const Between inner = between_of(between, s1, b1, after == GELU ? GELU_SHORT : (int)after, own, here, of_last);
                 for (int64_t i = 0; i < here; i++) own.largest[i] = VI{};
                 multiply(thread, here, between, k, w1, own, inner);
                 inner.code(between, code_bytes(between));

@@ -30,6 +30,7 @@ from effcompile.ops import int8_codes
 from effcompile.ops.add_norm import add_layer_norm_on_cpu
 from effcompile.ops.coded_rows import flat_rows
 from effcompile.ops.instruction_sets import ARGUMENT, LINE, POINTER, at_line, best_of, why_torch, with_tiles
+from effcompile.ops.int8_codes import Linear
 from effcompile.ops.int8_linear import check, int8_linear_on_cpu
 from effcompile.ops.int8_linear import workspace_bytes as linear_bytes
 from effcompile.ops.int8_native import TILED, macros
@@ -63,8 +64,6 @@ _LIBRARY.define(
     "int8_linear_residual(Tensor x, Tensor weight, Tensor scales, Tensor? bias, Tensor residual, " + _BEHIND
 )
 
-#: A linear: packed codes, scales, bias.
-Linear = tuple[Tensor, Tensor, Tensor | None]
 #: What is behind the last one: the residual, weight and bias of a LayerNorm, and its epsilon if there is one.
 Behind = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
 
@@ -126,8 +125,8 @@ class MlpKernels:
         residual, norm_weight, norm_bias, eps = behind
         self.call(
             x.data_ptr(), x.stride(0), m, k, *(map(address, first) if first else (None,) * 3), between,
-            int8_codes.AFTER.index(after), *map(address, last), n, address(residual), eps is not None,
-            address(norm_weight), address(norm_bias), eps or 0.0, made.data_ptr(),
+            int8_codes.following(after, last, first), *map(address, last), n, address(residual),
+            eps is not None, address(norm_weight), address(norm_bias), eps or 0.0, made.data_ptr(),
             at_line(scratch), self.at_once(m, between), torch.get_num_threads(),
         )  # fmt: skip
         return made
@@ -139,7 +138,7 @@ class MlpKernels:
         wave = lambda step, *shape: (torch.arange(shape[0] * shape[1]) * step).sin().view(shape)  # noqa: E731
         first, last = (
             (
-                int8_codes.pack((wave(step, n, k) * 127).to(torch.int8)),
+                int8_codes.pack((wave(step, n, k) * 127).to(torch.int8), wave(0.6, 1, k)[0].exp()),
                 wave(step, 1, n)[0] / 997,
                 wave(0.3, 1, n)[0],
             )
@@ -163,9 +162,14 @@ def address(tensor: Tensor | None) -> int | None:
 
 def mlp_by_torch(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:
     """What the kernel computes, slowly."""
-    if first is not None:
-        x = int8_codes.linear_by_torch(x, *first, after).bfloat16().float()
-    return with_behind(int8_codes.linear_by_torch(x, *last, "none"), behind)
+    if first is None:
+        return with_behind(int8_codes.linear_by_torch(x, *last, "none"), behind)
+    between = int8_codes.linear_by_torch(x, *first, after)
+    weight, scales, bias = last
+    columns = int8_codes.columns_of(weight, scales.shape[0], between.shape[-1])
+    rounded = (between if columns is None else between * columns).bfloat16().float()
+    codes = int8_codes.unpack(weight, scales.shape[0], between.shape[-1])
+    return with_behind(int8_codes.product_by_torch(rounded, codes, scales, bias, "none"), behind)
 
 
 def _in_parts(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:

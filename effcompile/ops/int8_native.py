@@ -8,6 +8,7 @@ be compiled or is wrong is not used: the next best set is tried, and `ByteKernel
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import torch
@@ -122,8 +123,9 @@ class ByteKernels:
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
         (self.narrow if narrow else self.call)(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
-            None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(),
-            codes, row_scales, sums, self.chunk(room), torch.get_num_threads(),
+            None if bias is None else bias.data_ptr(), n,
+            int8_codes.following(after, (weight, scales, bias)), result.data_ptr(), codes, row_scales, sums,
+            self.chunk(room), torch.get_num_threads(),
         )  # fmt: skip
         return result
 
@@ -133,11 +135,12 @@ class ByteKernels:
         """
         codes = (torch.arange(53 * 71) * 37 % 255 - 127).to(torch.int8).view(53, 71)
         codes[0], scales = 127, (torch.arange(53) + 1) / 997
-        bias, weight = scales.cos(), int8_codes.pack(codes)
+        columns = (torch.arange(71) * 0.6).sin().exp()
+        bias, weights = scales.cos(), [int8_codes.pack(codes), int8_codes.pack(codes, columns)]
         for rows in (1, 2, 33):
             x = (torch.arange(rows * 71) * 0.7).sin().view(rows, 71)
             x[0], x[-1, 3] = 1, torch.nan if rows == 2 else 1
-            for after in int8_codes.AFTER:
+            for after, weight in itertools.product(int8_codes.AFTER, weights):
                 right = int8_codes.linear_by_torch(x, weight, scales, bias, after)
                 if not torch.allclose(
                     self.linear(x, weight, scales, bias, after), right, rtol=1e-5, atol=1e-5, equal_nan=True

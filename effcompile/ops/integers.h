@@ -158,11 +158,23 @@ inline auto sum_of_lanes(T v) {
     return sums[0];
 }
 
+// A scale for each column of x, where a linear has them: behind the codes of its weight. Flags of `after` tell of which weights.
+constexpr int64_t FUNCTIONS = 255, COLUMNS_OF_LAST = 256, COLUMNS_OF_FIRST = 512;
+inline const float* columns_behind(const uint8_t* weight, int64_t n, int64_t k) {
+    return reinterpret_cast<const float*>(weight + up(n, 16) * up(k, 4));
+}
+
+// The next numbers of a row, `left` of which there are, each times its column's scale if there are any.
+inline V entering(const float* x, int64_t left, const float* columns) {
+    const V numbers = left < W ? (V)words_of(x, std::max<int64_t>(left, 0)) : load(x);
+    return columns ? numbers * some_of(columns, left) : numbers;
+}
+
 // The largest magnitude of `count` numbers as its bits: magnitudes are ordered as their bits are, infinity and NaN above all.
-inline int32_t largest_bits(const float* x, int64_t count) {
+inline int32_t largest_bits(const float* x, int64_t count, const float* columns = nullptr) {
     VI bits = {};
     for (int64_t i = 0; i < count; i += W) {
-        const VI here = (count - i < W ? words_of(x + i, count - i) : load_ints(x + i)) & 0x7fffffff;
+        const VI here = (VI)entering(x + i, count - i, columns ? columns + i : nullptr) & 0x7fffffff;
         bits = here > bits ? here : bits;
     }
     return largest_lane(bits);
@@ -194,12 +206,13 @@ inline void quantize_words(const float* x, int64_t count, int64_t padded, int16_
 // Codes of `count` numbers that share a scale, then zeros up to `padded`; returns 128 times the sum of the codes. Where one is infinite or
 // NaN the scale is NaN and the codes are 0, so that results are NaN. Codes are side by side, or RUN of them, and the next `apart` bytes on.
 template <int64_t RUN = 0>
-inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int64_t apart = 0) {
-    const float inverse = scale_of(largest_bits(x, count), scale);
+inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int64_t apart = 0,
+                        const float* columns = nullptr) {
+    const float inverse = scale_of(largest_bits(x, count, columns), scale);
     const bool finite = inverse != 0.0f;
     VI sums = {};
     for (int64_t i = 0; i < padded; i += W) {
-        VI whole = rounded((V)(count - i < W ? words_of(x + i, std::max<int64_t>(count - i, 0)) : load_ints(x + i)) * inverse);
+        VI whole = rounded(entering(x + i, count - i, columns ? columns + i : nullptr) * inverse);
         whole = finite ? whole : VI{};
         sums += whole;
         const VB bytes = as_bytes(whole);

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,36 @@ def test_as_far_off_as_the_artifact(program: Program, backend: str, option: str)
     lowered = built.lower(program.tagged(forms(options), "test"), None, [inputs])  # type: ignore[arg-type]
     measured, rehearsed = distance(lowered(*inputs), program), distance(next(emulate([inputs])), program)
     assert measured > 1e-5 and rehearsed == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_columns_that_stand_out_are_scaled_as_in_the_artifact(merged: bool) -> None:
+    """As codes of plain rows would be further off, and the error that a plan is chosen by is that of scaled
+    ones, too.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 64)
+    x[..., 5] *= 40
+    model = Block().eval()
+    with torch.no_grad():
+        model.v.weight[:, 5] *= 0.01
+    program = capture(model, (x,))
+    options = {site.site: "int8_token" for site in linears(program)}
+    (group,) = merges(program)
+    given = {group.site: Form(word=MERGED, weights=LINEAR_FORMATS["int8_token"])} if merged else {}
+    inputs, built = program.flat_inputs(), load_backend("torch-eager")
+    emulate = rehearsal_of(program, built).of(plan_of(options))
+    plain = Rehearsal(program, measured_options(load_passes(("quantize",))), {}, []).of(plan_of(options))
+    assert emulate is not None and plain is not None
+    tagged = program.tagged({**forms(options), **given}, "test")
+    if merged:
+        plan = SimpleNamespace(forms=lambda: {**forms(options), **given})
+        tagged = load_passes(("merge",))[0].apply(program, plan)  # type: ignore[arg-type]
+        tagged = replace(tagged, tags={**tagged.tags, **forms(options)})
+    lowered = built.lower(tagged, None, [inputs])  # type: ignore[arg-type]
+    measured, rehearsed = distance(lowered(*inputs), program), distance(next(emulate([inputs])), program)
+    assert rehearsed == pytest.approx(measured, rel=0.2)
+    assert measured < 0.6 * distance(next(plain([inputs])), program)
 
 
 def test_products_of_bf16_are_rounded_where_the_backend_rounds_them(

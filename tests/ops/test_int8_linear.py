@@ -119,6 +119,23 @@ def test_every_instruction_set(isa: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 1, 1), (3, 7, 15), (29, 256, 96), (33, 300, 17), (270, 71, 32)]
+)
+def test_columns_are_scaled_before_they_are_coded(m: int, k: int, n: int, isa: str) -> None:
+    x, codes, scales, _ = numbers(m, k, n)
+    columns = torch.rand(k, generator=torch.Generator().manual_seed(1)) + 0.01
+    packed = int8_codes.pack(codes, columns)
+    assert torch.equal(int8_linear(x, packed, scales), by_numpy(x * columns, codes, scales))
+    held = int8_codes.columns_of(packed, n, k)
+    assert held is not None
+    assert torch.equal(held, columns)
+    assert torch.equal(int8_codes.unpack(packed, n, k), codes)
+    assert int8_codes.columns_of(int8_codes.pack(codes), n, k) is None
+    x[-1, -1] = torch.inf
+    assert bool(int8_linear(x, packed, scales)[-1].isnan().all())
+
+
 @pytest.mark.parametrize("after", int8_codes.AFTER)
 def test_what_follows(after: str, isa: str) -> None:
     x, codes, scales, bias = numbers(9, 40, 37)

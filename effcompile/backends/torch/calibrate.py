@@ -1,8 +1,11 @@
-"""Finds the ranges of activations on calibration inputs, with torch's own observers."""
+"""Finds the ranges of activations on calibration inputs, with torch's own observers, and the scales of
+columns that linears in bytes have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,10 @@ from torch import fx
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.types import Outputs
+from effcompile.estimate.columns import on_inputs
+from effcompile.ir.formats import INT8_TOKEN
 from effcompile.ir.program import Program
+from effcompile.sites.parts import linears
 
 Range = tuple[float, int]  # scale, zero point
 
@@ -48,6 +54,23 @@ def activation_ranges(
     how = f"{Path(__file__).read_text(encoding='utf-8')}{package_versions()}"
     found = kept.ranges(program, calibration, [node.name for node in ordered], how, observed)
     return dict(zip(ordered, found, strict=True))
+
+
+class ColumnScales:
+    """Scales of columns of the linears in bytes of a program that is not edited, found for all of them when
+    the first is asked for: where none is packed anew they are not.
+    """
+
+    def __init__(self, program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._program, self._calibration = program, calibration
+
+    def __call__(self, site: str) -> torch.Tensor | None:
+        return self._found.get(site)
+
+    @cached_property
+    def _found(self) -> Mapping[str, torch.Tensor | None]:
+        coded = [s for s in linears(self._program) if self._program.format_at(s.site) == INT8_TOKEN]
+        return on_inputs(self._program, coded, self._calibration)
 
 
 def _qparams(observer: Any) -> Range:

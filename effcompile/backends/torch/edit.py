@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.calibrate import Range, activation_ranges
+from effcompile.backends.torch.calibrate import ColumnScales, Range, activation_ranges
 from effcompile.backends.torch.chains import fuse_chains, narrow_projections
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.backends.torch.followers import FOLLOWS, fuse_followers
@@ -63,7 +63,8 @@ def edit(
     tidy(edited.module)
     sites = linears(edited)
     static = {s.x for s in sites if program.format_at(s.site) == INT8_STATIC}
-    editor = _Editor(edited, activation_ranges(edited, static, calibration), compiled=compiled)
+    columns = ColumnScales(program, calibration)
+    editor = _Editor(edited, activation_ranges(edited, static, calibration), columns, compiled=compiled)
     for site in sites:
         editor.linear(site, program.format_at(site.site))
     without_flattening(edited.graph, FOLLOWS)
@@ -94,9 +95,11 @@ def _edit_norms(program: Program) -> None:
 class _Editor:
     """Replaces linears one by one; an input that several of them read is quantised once."""
 
-    def __init__(self, program: Program, ranges: Mapping[fx.Node, Range], *, compiled: bool) -> None:
+    def __init__(
+        self, program: Program, ranges: Mapping[fx.Node, Range], columns: ColumnScales, *, compiled: bool
+    ) -> None:
         self.program, self.graph, self.ranges = program, program.graph, dict(ranges)
-        self.compiled = compiled
+        self.columns, self.compiled = columns, compiled
         # what a linear was → what it is now, which further linears read
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._quantized: dict[tuple[fx.Node, str], tuple[object, ...]] = {}
@@ -280,13 +283,14 @@ def _int8(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
 
 def _int8_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     """Ours, which quantises x itself; nothing but fp32 goes in."""
-    made = packed_as(site.site, held, weight, lambda: _in_bytes(weight))
+    made = packed_as(site.site, held, weight, lambda: _in_bytes(weight, editor.columns(site.site)))
     return _ours(editor, site, int8_linear.default, *map(editor.constant, made))
 
 
-def _in_bytes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales = numerics.quantize_rows(weight.float())
-    return pack(codes), scales.flatten()
+def _in_bytes(weight: torch.Tensor, columns: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = weight.float()
+    codes, scales = numerics.quantize_rows(wide if columns is None else wide / columns)
+    return pack(codes, columns), scales.flatten()
 
 
 def _int13_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
