@@ -5,7 +5,7 @@ mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -76,14 +76,14 @@ def verify_capture(program: Program, model: nn.Module) -> list[Check]:
     return checks
 
 
-def variants(program: Program) -> list[Variant]:
+def variants(program: Program, right: Collection[str] = ()) -> list[Variant]:
     """Inputs to verify with, as (name, args, kwargs): the example, other sizes, a padded mask; values are the
-    example's.
+    example's. `right`: masks that are padded on the right, by name, and not on the left.
 
     Needs no model: a second shape is one that the captured graph admits and runs at.
     """
     with torch.no_grad():
-        return _variants(program, runs_at(program))
+        return _variants(program, runs_at(program), right)
 
 
 def runs_at(program: Program) -> Callable[[Sizes], bool]:
@@ -120,7 +120,7 @@ def second_sizes(
     return None
 
 
-def _variants(program: Program, runs: Callable[[Sizes], bool]) -> list[Variant]:
+def _variants(program: Program, runs: Callable[[Sizes], bool], right: Collection[str] = ()) -> list[Variant]:
     here = sizes_of(program)
     found: list[Variant] = [("example", program.args, dict(program.kwargs))]
     base, base_sizes = found[0], here
@@ -129,7 +129,7 @@ def _variants(program: Program, runs: Callable[[Sizes], bool]) -> list[Variant]:
         base_sizes = here | sizes
         base = (f"second shape {'×'.join(map(str, base_sizes.values()))}", *resized(program, base_sizes))
         found.append(base)
-    padded = _padded(program, base)
+    padded = _padded(program, base, right)
     return found if padded is None else [*found, ("padded mask " + _shape_text(base_sizes, program), *padded)]
 
 
@@ -144,13 +144,13 @@ def _mask_shape(program: Program) -> tuple[int, ...]:
     )
 
 
-def _padded(program: Program, base: Variant) -> Inputs | None:
+def _padded(program: Program, base: Variant, right: Collection[str]) -> Inputs | None:
     """The inputs with the first quarter of the tokens of the first of three rows masked out, of the second
     all but one, and so on; None where no input is a padding mask.
 
-    Left padding: the right end of a causal model's output would not see a pad on its right. A row keeps at
-    least one token. What attends to one token alone has its value, where others have the mean of many: ranges
-    that hold there hold for short texts beside long ones.
+    On the left, unless the mask is one of `right`: the right end of a causal model's output would not see a
+    pad on its right. A row keeps at least one token. What attends to one token alone has its value, where
+    others have the mean of many: ranges that hold there hold for short texts beside long ones.
     """
     specs = iter(program.inputs)
     changed = False
@@ -167,8 +167,8 @@ def _padded(program: Program, base: Variant) -> Inputs | None:
         for at, row in enumerate(mask):
             tokens = (row == token).nonzero().flatten()
             most = len(tokens) - 1
-            hidden = (max(1, len(tokens) // 4), most, 0)[at % 3]
-            row[tokens[: min(hidden, most)]] = not token
+            hidden = min((max(1, len(tokens) // 4), most, 0)[at % 3], most)
+            row[tokens[-hidden:] if hidden and spec.name in right else tokens[:hidden]] = not token
         return mask
 
     args, kwargs = pytree.tree_map(pad, base[1:])

@@ -32,13 +32,15 @@ __all__ = ["column_scales"]
 
 #: Rows of a result are no less to be right than those of this share of the mean square, or of this square.
 _LEAST, _TINY = 1e-6, 1e-30
+#: Scales take 16 bytes a column, and are worth it where they gain this share of the error.
+_LEAST_GAIN = 0.1
 #: Columns are this many times apart, at the most.
 _WIDEST = 1e6
 
 
 @torch.no_grad()
 def column_scales(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
-    """c (K) in fp32, of which 1 is the largest; None where no scales are better, or x or a weight is not
+    """c (K) in fp32, of which 1 is the largest; None where no scales are much better, or x or a weight is not
     finite.
 
     Args:
@@ -49,7 +51,7 @@ def column_scales(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     if not len(x) or not all(each.isfinite().all() for each in (x, *wide)):
         return None
     shares = [_row_shares(x @ weight.T) for weight in wide]
-    least, best = _error(x, wide, shares, torch.ones_like(x[0])), None
+    least, best = (1 - _LEAST_GAIN) * _error(x, wide, shares, torch.ones_like(x[0])), None
     for size in (_largest, _usual):
         of_w = [size(weight) for weight in wide]
         for each in of_w if len(wide) == 1 else (*of_w, torch.stack(of_w).amax(0)):

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import short_variants, variants
 from effcompile.capture.mends import as_reference
+from effcompile.capture.padding import padded_behind
 from effcompile.capture.short import BATCH
 from effcompile.capture.verify import relative_error
 from effcompile.core.errors import EffcompileError
@@ -96,11 +97,12 @@ def references(
     program: Program, model: nn.Module, goal: Goal, calibration: Sequence[Inputs] = ()
 ) -> list[Reference]:
     """The original's outputs on the example, a second shape, a padded mask, and one calibration input; where
-    an error is allowed on short texts, too; with a robust goal on stress inputs.
+    an error is allowed on short texts, too, and padded as texts are (capture/padding.py); with a robust goal
+    on stress inputs.
 
     Computed once: a plan that is corrected and lowered again is compared with the same outputs.
     """
-    cases = variants(program)
+    cases = variants(program, () if goal.exact else padded_behind(program))
     short = [] if goal.exact else short_variants(program, _SHORT_TEXTS)
     cases += short
     cases += [("calibration input", args, dict(kwargs)) for args, kwargs in list(calibration)[:1]]

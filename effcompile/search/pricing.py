@@ -12,6 +12,7 @@ import torch
 from effcompile.backends import load_backend, refusal, told, usable_backends
 from effcompile.backends.base import Backend
 from effcompile.capture import short_texts, variants
+from effcompile.capture.padding import padded_behind
 from effcompile.capture.short import LENGTHS
 from effcompile.core import effort
 from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
@@ -252,7 +253,8 @@ def generated(program: Program) -> list[Inputs]:
     2.8e-2 on inputs like its calibration's and 5.3e-2 with a padded mask.
     """
     like_example = sensitivity.generate_inputs(program, 4, seed=1)
-    other = [variants(replace(program, args=args, kwargs=kwargs)) for args, kwargs in like_example[:2]]
+    right = padded_behind(program)
+    other = [variants(replace(program, args=args, kwargs=kwargs), right) for args, kwargs in like_example[:2]]
     return [*like_example, *((args, kwargs) for found in other for _, args, kwargs in found[1:])]
 
 
