@@ -26,6 +26,7 @@ from effcompile.ops import (
     few_rows,
     group_codes,
     group_native,
+    int8_codes,
     int8_native,
     rows_native,
 )
@@ -243,7 +244,16 @@ def _packed(step: RowStep) -> _Step:
     )
     return _Step(
         kind=step.kind, a=step.a, b=step.b, out=step.out, more=step.more, k=step.k, n=step.n, bits=bits,
-        after=rows_native.FOLLOWERS.get(step.after, 0),
+        after=_following(step),
         call=call, weight=addresses[0],
         scales=addresses[1], bias=addresses[2], eps=step.eps,
     )  # fmt: skip
+
+
+def _following(step: RowStep) -> int:
+    """What follows, as the step's kernel is told."""
+    if step.kind == BYTES:
+        weight, scales, bias = step.constants
+        assert weight is not None and scales is not None
+        return int8_codes.following(step.after, (weight, scales, bias))
+    return rows_native.FOLLOWERS.get(step.after, 0)
