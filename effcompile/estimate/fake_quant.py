@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from effcompile.ir.formats import WeightFormat
-from effcompile.ops import group_codes, int13_codes
+from effcompile.ops import group_codes, int8_codes, int13_codes
 
 #: Weights that are rounded at a time.
 _AT_ONCE = 1 << 18
@@ -79,6 +79,12 @@ def bf16(x: torch.Tensor) -> torch.Tensor:
 def rows(x: torch.Tensor) -> torch.Tensor:
     """8 bits with a scale for each row of the last axis."""
     return per_channel(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+def lowered_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same of codes that are lowered by the middle of their row."""
+    codes, scales, lower = int8_codes.lowered_codes(x.reshape(-1, x.shape[-1]))
+    return codes.add_(lower).mul_(scales).view(x.shape)
 
 
 def range_of(x: torch.Tensor) -> Range:

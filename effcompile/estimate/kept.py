@@ -33,7 +33,7 @@ from effcompile.ir.program import Program
 #: Files that are kept, and bytes of one: more is none of ours.
 _MOST_FILES, _MOST_BYTES = 64, 32 << 20
 #: Code of the arithmetic of reduced sites.
-_EMULATION = ("perturb", "fake_quant", "columns", "../ops/column_scales")
+_EMULATION = ("perturb", "fake_quant", "codings", "../ops/byte_codings", "../ops/int8_codes")
 #: A squared relative error, and seconds: more of either nothing measured ever is.
 _Error = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]

@@ -13,9 +13,10 @@ from torch import fx
 from torch.nn import functional as F  # noqa: N812 - its customary name
 
 from effcompile.estimate import fake_quant
-from effcompile.estimate.columns import by_value, parts_of, some_rows
+from effcompile.estimate.codings import by_value, parts_of, some_rows
 from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, INT8_TOKEN, Form, WeightFormat
 from effcompile.ir.program import Program
+from effcompile.ops.byte_codings import Coding
 from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges, weight_of
 
 #: Kinds of sites whose result follows from what enters them alone: under an option theirs takes its place
@@ -58,7 +59,8 @@ class Site:
     options: tuple[Form, ...] = ()
     rounds: bool = True  # products of bf16 are rounded, as torch's are; else they come out in fp32
     shared_peak: float | None = None  # the largest |w| over a merge that this linear belongs to
-    columns: torch.Tensor | None = None  # scales (K) of columns, where it is in bytes (ops/column_scales.py)
+    coding: Coding | None = None  # how it has x, where it is in bytes, and what its bias (N) has more then
+    correction: torch.Tensor | float = 0.0
     # options that are another weight (N, K) in the place of this
     replaced: Mapping[Form, Weight] = field(default_factory=dict)
     cache: dict[Form, torch.Tensor] = field(default_factory=dict)
@@ -196,9 +198,11 @@ def result_of(
     if site.kind == "gelu":
         return F.gelu(x, approximate="tanh")
     held = INT8_TOKEN if isinstance(site.replaced.get(option), Coded) else option.weights
-    columns = site.columns if option.weights == INT8_TOKEN else None
-    entering = x if held is None else _entering(x, held, limits, {} if known is None else known, columns)
+    coding = site.coding if option.weights == INT8_TOKEN else None
+    entering = x if held is None else _entering(x, held, limits, {} if known is None else known, coding)
     moved = F.linear(entering, _stored(site, option))
+    if coding is not None:
+        moved.add_(site.correction)
     if site.rounds and held is not None and held.activation == "bf16":
         # the product is rounded before the bias is added, in fp32
         moved = fake_quant.bf16(moved)
@@ -210,7 +214,7 @@ def _entering(
     held: WeightFormat,
     limits: fake_quant.Range | None,
     known: dict[Any, Any],
-    columns: torch.Tensor | None = None,
+    coding: Coding | None = None,
 ) -> torch.Tensor:
     """What the format multiplies of x, scales of columns taken off again. `known` holds what was rounded of
     the last x: formats of which only the weights differ, and linears that read one value, share it.
@@ -219,19 +223,23 @@ def _entering(
     if known.get("of") != of:
         known.clear()
         known["of"], known["held"] = of, x  # held, so that no other tensor takes its place in memory
-    key = (held.activation.replace("blocks", "groups"), held.group, limits, id(columns))
+    key = (held.activation.replace("blocks", "groups"), held.group, limits, id(coding))
     if key not in known:
-        made = fake_quant.activation(x if columns is None else x * columns, held, limits)
-        known[key] = made if columns is None else made.div_(columns)
+        if coding is None:
+            known[key] = fake_quant.activation(x, held, limits)
+        else:
+            rounded = fake_quant.lowered_rows if coding.lowered else fake_quant.rows
+            made = rounded(coding.entering(x))
+            known[key] = made if coding.columns is None else made.div_(coding.columns)
     return known[key]
 
 
 def _stored(site: Site, option: Form) -> torch.Tensor:
     """The weight as the option stores it; the formats of 8 bits with a scale per channel share theirs."""
     held = option.weights
-    columns = site.columns if held == INT8_TOKEN else None
+    coding = site.coding if held == INT8_TOKEN else None
     shared = held is not None and held.bits == 8 and held.scale == "channel" and not held.block
-    shared = shared and columns is None
+    shared = shared and coding is None
     key = Form(weights=INT8_CHANNEL) if shared else option
     assert site.weight is not None
     if key not in site.cache:
@@ -240,14 +248,17 @@ def _stored(site: Site, option: Form) -> torch.Tensor:
             site.cache[key] = site.replaced[key]()
         else:
             assert key.weights is not None
-            weight = site.weight if columns is None else site.weight / columns
+            weight = site.weight if coding is None else coding.weight(site.weight)
             made = fake_quant.weight(weight, key.weights, site.shared_peak if key == MERGED else None)
-            site.cache[key] = made if columns is None else made.mul_(columns)
+            if coding is not None:
+                site.correction = coding.correction(site.weight, made)
+                made = made if coding.columns is None else made.mul_(coding.columns)
+            site.cache[key] = made
     return site.cache[key]
 
 
-def scale_columns(sites: list[Site], records: list[ErrorRecord]) -> None:
-    """Give linears that may be in bytes the scales of their columns, by what enters them on these inputs."""
+def choose_codings(sites: list[Site], records: list[ErrorRecord]) -> None:
+    """Choose how linears that may be in bytes have x, by what it is on these inputs."""
     coded = {s.name: s for s in sites if any(form.weights == INT8_TOKEN for form in s.options)}
     values = {name: s.x for name, s in coded.items() if s.x is not None}
     rows = {
@@ -255,8 +266,8 @@ def scale_columns(sites: list[Site], records: list[ErrorRecord]) -> None:
         for name, value in values.items()
     }
     weights = {name: parts_of(s.node, s.weight) for name, s in coded.items() if s.weight is not None}
-    for name, columns in by_value(values, weights, rows).items():
-        coded[name].columns = columns
+    for name, coding in by_value(values, weights, rows).items():
+        coded[name].coding = coding
 
 
 def static_range(site: Site, records: list[ErrorRecord]) -> fake_quant.Range:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Outputs, Value
 from effcompile.estimate import fake_quant, kept
-from effcompile.estimate.columns import Lenient, on_inputs
+from effcompile.estimate.codings import Lenient, on_inputs
 from effcompile.estimate.perturb import (
     MERGED,
     REPLACED,
@@ -33,6 +33,7 @@ from effcompile.estimate.perturb import (
 from effcompile.ir.formats import INT8_DYNAMIC, INT8_TOKEN, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.ops.byte_codings import Coding
 from effcompile.sites.parts import linears, merges
 
 #: Flat inputs of several calls → what the model returns for each, its tensors alone.
@@ -49,8 +50,7 @@ class Rehearsal:
         program: the captured model, in fp32.
         options: kind of site → options that make an error, as sensitivity has them.
         weights: options of single linears that are another weight in the place of theirs.
-        calibration: flat inputs whose ranges static quantisers take, and linears in bytes their columns'
-            scales.
+        calibration: flat inputs whose ranges static quantisers take, and how linears in bytes have x.
         sums: names of backends whose products of bf16 come out in fp32; those of others are rounded.
     """
 
@@ -65,7 +65,7 @@ class Rehearsal:
         self._program, self._calibration, self._sums = program, calibration, sums
         self._options, self._weights = options, weights
         self._ranges: dict[fx.Node, fake_quant.Range] = {}
-        self._columns: dict[str, torch.Tensor | None] = {}
+        self._codings: dict[str, Coding | None] = {}
 
     @cached_property
     def known_by(self) -> str | None:
@@ -85,7 +85,7 @@ class Rehearsal:
         ):
             return None
         self._watch([site for site, form in chosen if is_static(form)])
-        self._scale([site for site, form in chosen if form.weights == INT8_TOKEN])
+        self._choose([site for site, form in chosen if form.weights == INT8_TOKEN])
         activations = (plan.predicted.peak_bytes or 0) - (plan.predicted.weight_bytes or 0)
         at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(activations, 1)))
 
@@ -118,12 +118,12 @@ class Rehearsal:
                 chosen.append((site, form))
         return chosen
 
-    def _scale(self, coded: Sequence[Site]) -> None:
-        """Give each of these sites the scales of its columns, found once for all linears."""
-        if coded and not self._columns:
-            self._columns = on_inputs(self._program, linears(self._program), self._calibration)
+    def _choose(self, coded: Sequence[Site]) -> None:
+        """Say of each of these sites how it has x, found once for all linears."""
+        if coded and not self._codings:
+            self._codings = on_inputs(self._program, linears(self._program), self._calibration)
         for site in coded:
-            site.columns = self._columns.get(site.name)
+            site.coding = self._codings.get(site.name)
 
     def _watch(self, static: Sequence[Site]) -> None:
         """Know the range of what enters each of these sites over the calibration inputs.

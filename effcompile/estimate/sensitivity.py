@@ -33,10 +33,10 @@ from effcompile.estimate.perturb import (
     ErrorRecord,
     Site,
     Weights,
+    choose_codings,
     delta_of,
     find_sites,
     is_static,
-    scale_columns,
     static_range,
 )
 from effcompile.estimate.pooled import Drawn, Found, errors_of
@@ -115,7 +115,7 @@ def measure(
         )
     clock.tell("forward passes", 0.0)
     records = [_forward(program, sites, given) for given in _capped(program, inputs)]
-    scale_columns(sites, records)
+    choose_codings(sites, records)
     task = _Task(program=program, sites=sites, records=records, scales=_output_scales(records))
     count, emulated = f"{len(records)} calibration inputs", "δ from the emulated quantisers"
     try:

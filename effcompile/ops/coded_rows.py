@@ -14,12 +14,13 @@ __all__ = ["CodedRows", "flat_rows"]
 @dataclass(frozen=True, slots=True)
 class CodedRows:
     """Codes of x (rows, groups · width), and the scale and sum of each group of a row, in one allocation:
-    codes, scales, sums.
+    codes, scales, sums, and where groups have three numbers what codes are lowered by.
     """
 
     rows: int
     groups: int
     width: int
+    numbers: int = 2
 
     @classmethod
     def of(cls, x: Tensor, groups: int, width: int) -> CodedRows:
@@ -34,7 +35,7 @@ class CodedRows:
 
     @property
     def nbytes(self) -> int:
-        return self.rows * (self.row_bytes + 8 * self.groups)
+        return self.rows * (self.row_bytes + 4 * self.numbers * self.groups)
 
     def addresses(self, start: int) -> tuple[int, int, int]:
         """Of the codes, the scales and the sums."""

@@ -175,7 +175,7 @@ void lay_values(const Head& head, const Sizes& s, const Room& room) {
     }
     for (int64_t i = 0; i < s.columns() / W; i++) {
         V inverse;
-        for (int lane = 0; lane < W; lane++) inverse[lane] = scale_of(most[i][lane], room.of_values + i * W + lane);
+        for (int lane = 0; lane < W; lane++) inverse[lane] = Codes::around(most[i][lane], room.of_values + i * W + lane).inverse;
         inverses[i] = (VI)inverse;
     }
     for (int64_t key = 0; key < s.extent(); key += 4)

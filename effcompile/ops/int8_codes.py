@@ -5,7 +5,7 @@ the bit.
     y = (codes · codesᵀ) · (scale of x · scale of W) + bias
 
 A weight may hold a scale for each column of x, with which x is multiplied before it is coded, as W was
-divided by them (column_scales.py).
+divided by them (byte_codings.py).
 
 Legend: x (M, K), W (N, K), packed (⌈N/16⌉, ⌈K/4⌉, 16, 4) of u8: code + 128, so that missing rows and columns
 are 128; with scales of columns one panel more, whose first 4 K bytes they are, in fp32.
@@ -27,8 +27,12 @@ __all__ = [
     "columns_of",
     "followed",
     "following",
+    "is_lowered",
     "linear_by_torch",
+    "lowered_codes",
     "pack",
+    "packed_product",
+    "panels_of",
     "product_by_torch",
     "refuse_misfit",
     "refuse_unknown",
@@ -41,15 +45,15 @@ Linear = tuple[Tensor, Tensor, Tensor | None]
 #: What may follow the bias, as `int8_linear.cpp` numbers it.
 AFTER = ("none", "gelu", "gelu_tanh", "silu", "relu")
 #: Added to the number of what follows where the only or last weight, and the first one of two, has scales of
-#: columns.
-_COLUMNS_OF_LAST, _COLUMNS_OF_FIRST = 256, 512
+#: columns, or lowers codes of x by the middle of their row.
+_COLUMNS_OF_LAST, _COLUMNS_OF_FIRST, _LOWERED_OF_LAST, _LOWERED_OF_FIRST = 256, 512, 1024, 2048
 #: Rows without a larger value are rounded to 0.
 _LEAST = 1e-30
 
 
-def pack(codes: Tensor, columns: Tensor | None = None) -> Tensor:
-    """s8 codes (N, K), −127 to 127, in the order in which the kernels read them, and behind them scales of
-    columns (K) in fp32, if there are any.
+def pack(codes: Tensor, columns: Tensor | None = None, lowered: bool = False) -> Tensor:
+    """s8 codes (N, K), −127 to 127, in the order in which the kernels read them. Behind them are scales of
+    columns (K) in fp32, if there are any, and, if codes of x are `lowered`, the sum of each row's codes.
     """
     n, k = codes.shape
     padded = F.pad(codes, (0, -k % 4, 0, -n % 16))
@@ -58,36 +62,55 @@ def pack(codes: Tensor, columns: Tensor | None = None) -> Tensor:
     tiles = quads.view(padded.shape[0] // 16, 16, quads.shape[1]).transpose(1, 2)
     tiles = tiles.clone(memory_format=torch.contiguous_format)
     packed = tiles.view(torch.uint8).view(*tiles.shape, 4) ^ 128  # + 128
-    if columns is None:
+    if columns is None and not lowered:
         return packed
-    panel = packed.new_zeros(packed[:1].numel())
-    panel[: 4 * k] = columns.contiguous().view(torch.uint8)
-    return torch.cat([packed, panel.view_as(packed[:1])])
+    columns = torch.ones(k, device=codes.device) if columns is None else columns
+    behind = [columns.float().contiguous().view(torch.uint8)]
+    if lowered:
+        behind.append(codes.sum(1, dtype=torch.int32).view(torch.uint8))
+    panels = packed.new_zeros((panels_of(n, k, True, lowered) - len(packed), *packed.shape[1:]))
+    panels.view(-1)[: 4 * (k + n * lowered)] = torch.cat(behind)
+    return torch.cat([packed, panels])
+
+
+def panels_of(n: int, k: int, scaled: bool, lowered: bool) -> int:
+    """Of 16 rows, as which a weight (N, K) is packed with what lies behind it: what is lowered is scaled, and
+    has two more at the least.
+    """
+    panel = 64 * -(-k // 4)
+    return -(-n // 16) + (1 + -(-4 * n // panel) if lowered else int(scaled))
 
 
 def columns_of(packed: Tensor, n: int, k: int) -> Tensor | None:
     """The scales of columns (K) of a packed weight (N, K), if it has any."""
-    panels = -(-n // 16)
-    return packed[panels].reshape(-1)[: 4 * k].view(torch.float32) if len(packed) > panels else None
+    behind = packed[-(-n // 16) :]
+    return behind.reshape(-1)[: 4 * k].view(torch.float32) if len(behind) else None
+
+
+def is_lowered(packed: Tensor, n: int) -> bool:
+    """Whether a packed weight of N rows lowers codes of x by the middle of their row."""
+    return int(packed.shape[0]) > -(-n // 16) + 1
 
 
 def following(after: str, last: Linear, first: Linear | None = None) -> int:
-    """How kernels are told what follows, one of AFTER, and which of the only or last linear and the first of
-    two have scales of columns.
+    """How kernels are told what follows, one of AFTER, and how the only or last linear and the first of two
+    have x.
     """
-    of_last = _COLUMNS_OF_LAST if _has_columns(last) else 0
-    of_first = _COLUMNS_OF_FIRST if first is not None and _has_columns(first) else 0
-    return AFTER.index(after) | of_last | of_first
+    how = _flags(last, _COLUMNS_OF_LAST, _LOWERED_OF_LAST)
+    if first is not None:
+        how |= _flags(first, _COLUMNS_OF_FIRST, _LOWERED_OF_FIRST)
+    return AFTER.index(after) | how
 
 
-def _has_columns(linear: Linear) -> bool:
-    return int(linear[0].shape[0]) > -(-int(linear[1].shape[0]) // 16)
+def _flags(linear: Linear, scaled: int, lowered: int) -> int:
+    behind = int(linear[0].shape[0]) - -(-int(linear[1].shape[0]) // 16)
+    return (scaled if behind else 0) | (lowered if behind > 1 else 0)
 
 
 def unpack(packed: Tensor, n: int, k: int) -> Tensor:
     """The inverse."""
-    tiles = (packed.to(torch.int16) - 128).to(torch.int8).transpose(1, 2)
-    return tiles.reshape(16 * packed.shape[0], -1)[:n, :k]
+    tiles = (packed[: -(-n // 16)].to(torch.int16) - 128).to(torch.int8).transpose(1, 2)
+    return tiles.reshape(16 * tiles.shape[0], -1)[:n, :k]
 
 
 def row_codes(x: Tensor, largest: int = 127) -> tuple[Tensor, Tensor]:
@@ -101,21 +124,44 @@ def row_codes(x: Tensor, largest: int = 127) -> tuple[Tensor, Tensor]:
     return torch.where(finite, x * inverse, 0.0).round(), scale
 
 
+def lowered_codes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes as floats, scales (M, 1), by how much codes are lowered (M, 1)): x ≈ scale · (code + lowered),
+    where a row's numbers and 0 take all of −127 to 127; what is not finite as `row_codes` has it.
+    """
+    above, below = (0.5 * side.clamp(min=0).amax(1, keepdim=True) for side in (x, -x))
+    half = above + below  # half of 253 steps: rounding twice may take one of 254
+    finite, some = half.isfinite(), half > _LEAST
+    inverse = torch.where(finite & some, torch.full_like(half, 126.5) / half, 0.0)
+    scale = torch.where(finite, torch.where(some, half / torch.full_like(half, 126.5), 0.0), torch.nan)
+    lower = torch.where(finite, (above - below) * inverse, 0.0).round()
+    return torch.where(finite, (x * inverse).round() - lower, 0.0), scale, lower
+
+
 def linear_by_torch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
     """What the kernels compute, slowly."""
+    columns = columns_of(weight, scales.shape[0], x.shape[-1])
+    return packed_product(x if columns is None else x * columns, weight, scales, bias, after)
+
+
+def packed_product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
+    """The same of x that is scaled."""
     n, k = scales.shape[0], x.shape[-1]
-    columns = columns_of(weight, n, k)
-    return product_by_torch(x if columns is None else x * columns, unpack(weight, n, k), scales, bias, after)
+    return product_by_torch(x, unpack(weight, n, k), scales, bias, after, lowered=is_lowered(weight, n))
 
 
 def product_by_torch(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str, largest: int = 127
-) -> Tensor:
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str, largest: int = 127,
+    lowered: bool = False,
+) -> Tensor:  # fmt: skip
     """The same of codes (N, K) of magnitudes up to the largest: the sums of products are exact in float64."""
     flat = x.reshape(-1, x.shape[-1])
     if not flat.numel():
         return x.new_zeros((*x.shape[:-1], scales.shape[0]))
-    codes, row_scales = row_codes(flat, largest)
+    if lowered:
+        codes, row_scales, lower = lowered_codes(flat)
+        codes = codes + lower
+    else:
+        codes, row_scales = row_codes(flat, largest)
     sums = codes.double() @ weight.double().T
     y = sums.float() * (scales * row_scales)
     return followed(y if bias is None else y + bias, after).view(*x.shape[:-1], -1)

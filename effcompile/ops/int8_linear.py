@@ -16,7 +16,7 @@ from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
 from effcompile.ops import int8_native as native
 from effcompile.ops.instruction_sets import warn_of_torch, whose, why_torch
-from effcompile.ops.int8_codes import linear_by_torch, refuse_misfit
+from effcompile.ops.int8_codes import linear_by_torch, panels_of, refuse_misfit
 
 __all__ = ["check", "fallback_reason", "int8_linear", "refusal", "told", "workspace_bytes"]
 
@@ -86,7 +86,7 @@ def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after:
 def fits(k: int, weight: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
     """Whether these are a linear of k columns in 8 bits."""
     n = int(scales.shape[0]) if scales.dim() == 1 else -1
-    panels = (-(-n // 16), -(-n // 16) + 1)  # the last one of scales of columns
+    panels = {panels_of(n, k, *how) for how in ((False, False), (True, False), (True, True))} if k > 0 else ()
     packed = weight.shape in {(count, -(-k // 4), 16, 4) for count in panels} and weight.dtype == torch.uint8
     biased = bias is None or (bias.shape == (n,) and bias.dtype == torch.float32)
     whole = scales.dtype == torch.float32 and scales.is_contiguous() and weight.is_contiguous()

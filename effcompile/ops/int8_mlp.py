@@ -136,21 +136,19 @@ class MlpKernels:
         are rounded the other way.
         """
         wave = lambda step, *shape: (torch.arange(shape[0] * shape[1]) * step).sin().view(shape)  # noqa: E731
-        first, last = (
-            (
-                int8_codes.pack((wave(step, n, k) * 127).to(torch.int8), wave(0.6, 1, k)[0].exp()),
-                wave(step, 1, n)[0] / 997,
-                wave(0.3, 1, n)[0],
-            )
-            for step, n, k in ((0.7, 150, 70), (0.9, 37, 150))
+        linear = lambda step, n, k, lowered: (  # noqa: E731
+            int8_codes.pack((wave(step, n, k) * 127).to(torch.int8), wave(0.6, 1, k)[0].exp(), lowered),
+            wave(step, 1, n)[0] / 997,
+            wave(0.3, 1, n)[0],
         )
         for rows, after in ((150, "gelu"), (33, "silu"), (16, "none"), (1, "gelu_tanh"), (2, "relu")):
+            first, last = linear(0.7, 150, 70, rows % 2 == 0), linear(0.9, 37, 150, rows > 16)
             x, residual = wave(0.11, rows, 70), wave(0.5, rows, 37)
             norm = (wave(0.2, 1, 37)[0], None, 1e-5)
             for behind in ((None, None, None, None), (residual, None, None, None), (residual, *norm)):
                 found = self.mlp(x, first, after, last, behind)
                 right = mlp_by_torch(x, first, after, last, behind)
-                if not torch.allclose(found, right, rtol=0, atol=5e-3 * float(right.abs().max())):
+                if not torch.allclose(found, right, rtol=0, atol=1e-2 * float(right.abs().max())):
                     return f"the compiled {self.isa} kernel gave a wrong product of bytes"
         return None
 
@@ -168,8 +166,7 @@ def mlp_by_torch(x: Tensor, first: Linear | None, after: str, last: Linear, behi
     weight, scales, bias = last
     columns = int8_codes.columns_of(weight, scales.shape[0], between.shape[-1])
     rounded = (between if columns is None else between * columns).bfloat16().float()
-    codes = int8_codes.unpack(weight, scales.shape[0], between.shape[-1])
-    return with_behind(int8_codes.product_by_torch(rounded, codes, scales, bias, "none"), behind)
+    return with_behind(int8_codes.packed_product(rounded, weight, scales, bias, "none"), behind)
 
 
 def _in_parts(x: Tensor, first: Linear | None, after: str, last: Linear, behind: Behind) -> Tensor:

@@ -104,7 +104,7 @@ class ByteKernels:
     def room_of(self, rows: int, k: int) -> CodedRows:
         """The same of so many rows and columns."""
         depth = _DEPTHS.get(self.isa, 4)
-        return CodedRows(rows, 1, -(-k // depth) * depth)
+        return CodedRows(rows, 1, -(-k // depth) * depth, numbers=3)
 
     def chunk(self, room: CodedRows) -> int:
         """Rows that a core multiplies with all of W before it takes the next."""
@@ -136,7 +136,8 @@ class ByteKernels:
         codes = (torch.arange(53 * 71) * 37 % 255 - 127).to(torch.int8).view(53, 71)
         codes[0], scales = 127, (torch.arange(53) + 1) / 997
         columns = (torch.arange(71) * 0.6).sin().exp()
-        bias, weights = scales.cos(), [int8_codes.pack(codes), int8_codes.pack(codes, columns)]
+        bias = scales.cos()
+        weights = [int8_codes.pack(codes, *how) for how in ((), (columns,), (columns, True))]
         for rows in (1, 2, 33):
             x = (torch.arange(rows * 71) * 0.7).sin().view(rows, 71)
             x[0], x[-1, 3] = 1, torch.nan if rows == 2 else 1

@@ -118,6 +118,7 @@ inline VI words_of(const float* x, int64_t count) {  // `count` of them, then ze
 
 // The first `count` of them, or as many as a vector has.
 inline V some_of(const float* p, int64_t count) { return count >= W ? load(p) : count > 0 ? (V)words_of(p, count) : V{}; }
+inline VI some_ints(const int32_t* p, int64_t count) { return (VI)some_of(reinterpret_cast<const float*>(p), count); }
 inline void put(float* p, V v, int64_t count) {
     if (count >= W) store(p, v);
     else std::memcpy(p, &v, count * sizeof(float));
@@ -158,11 +159,20 @@ inline auto sum_of_lanes(T v) {
     return sums[0];
 }
 
-// A scale for each column of x, where a linear has them: behind the codes of its weight. Flags of `after` tell of which weights.
-constexpr int64_t FUNCTIONS = 255, COLUMNS_OF_LAST = 256, COLUMNS_OF_FIRST = 512;
-inline const float* columns_behind(const uint8_t* weight, int64_t n, int64_t k) {
-    return reinterpret_cast<const float*>(weight + up(n, 16) * up(k, 4));
-}
+// How x becomes codes, where a linear says it: behind the codes of its weight. A scale for each column, then, where codes of x are lowered
+// by as much as is the middle of their row, the sum of codes of each row of the weight. Flags of `after` tell of which weights.
+constexpr int64_t FUNCTIONS = 255, COLUMNS_OF_LAST = 256, COLUMNS_OF_FIRST = 512, LOWERED_OF_LAST = 1024, LOWERED_OF_FIRST = 2048;
+struct Coding {
+    const float* columns = nullptr;  // (K)
+    const int32_t* sums = nullptr;   // (N)
+
+    Coding() {}
+    Coding(const uint8_t* weight, int64_t n, int64_t k, bool scaled, bool lowered) {
+        const uint8_t* behind = weight + up(n, 16) * up(k, 4);
+        if (scaled) columns = reinterpret_cast<const float*>(behind);
+        if (lowered) sums = reinterpret_cast<const int32_t*>(behind + 4 * k);
+    }
+};
 
 // The next numbers of a row, `left` of which there are, each times its column's scale if there are any.
 inline V entering(const float* x, int64_t left, const float* columns) {
@@ -170,31 +180,81 @@ inline V entering(const float* x, int64_t left, const float* columns) {
     return columns ? numbers * some_of(columns, left) : numbers;
 }
 
-// The largest magnitude of `count` numbers as its bits: magnitudes are ordered as their bits are, infinity and NaN above all.
-inline int32_t largest_bits(const float* x, int64_t count, const float* columns = nullptr) {
-    VI bits = {};
-    for (int64_t i = 0; i < count; i += W) {
-        const VI here = (VI)entering(x + i, count - i, columns ? columns + i : nullptr) & 0x7fffffff;
-        bits = here > bits ? here : bits;
+// Of each lane the largest magnitude as its bits, and where numbers are LOWERED that of those that are positive and, in the second, of the others.
+// Magnitudes are ordered as their bits are, infinity and NaN above all.
+template <bool LOWERED>
+inline void widen(VI* largest, V numbers) {
+    const VI bits = LOWERED ? (VI)numbers : (VI)numbers & 0x7fffffff;
+    largest[0] = bits > largest[0] ? bits : largest[0];
+    if constexpr (LOWERED) {
+        const VI turned = bits ^ (VI{} + INT32_MIN);
+        largest[1] = turned > largest[1] ? turned : largest[1];
     }
-    return largest_lane(bits);
 }
 
-// What numbers are multiplied with to be codes of at most MOST, where the largest has these bits: 0 where it is infinite, NaN, or as good as 0.
-// Their scale is NaN in the first two cases, so that results are.
-template <int MOST = 127>
-inline float scale_of(int32_t largest_bits, float* scale) {
-    float largest;
-    std::memcpy(&largest, &largest_bits, 4);
-    const bool finite = largest_bits < 0x7f800000, some = finite && largest > LEAST;
-    *scale = !finite ? NAN : some ? largest / (float)MOST : 0.0f;
-    return some ? (float)MOST / largest : 0.0f;
+template <bool LOWERED>
+inline void widen(VI* largest, V z0, V z1) {
+    VI here[2] = {largest[0], LOWERED ? largest[1] : VI{}};
+    widen<LOWERED>(here, z0), widen<LOWERED>(here, z1);
+    largest[0] = here[0];
+    if constexpr (LOWERED) largest[1] = here[1];
 }
+
+inline float of_bits(int32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, 4);
+    return number;
+}
+
+// What numbers are multiplied with to be codes of at most MOST, and by how much those are lowered.
+struct Codes {
+    float inverse;
+    int32_t lower;
+
+    // Where the largest has these bits: 0 where it is infinite, NaN, or as good as 0. Their scale is NaN in the first two cases, so that results are.
+    template <int MOST = 127>
+    static Codes around(int32_t largest, float* scale) {
+        const bool finite = largest < INFINITE, some = finite && of_bits(largest) > LEAST;
+        *scale = !finite ? NAN : some ? of_bits(largest) / (float)MOST : 0.0f;
+        return {some ? (float)MOST / of_bits(largest) : 0.0f, 0};
+    }
+
+    // The same of numbers from `least`, below 0, to `most`, of which 0 remains a code: half of them is as many as bytes have, less what rounding twice
+    // may take.
+    static Codes between(int32_t most, int32_t least, float* scale) {
+        constexpr float HALF = 126.5f;
+        const float above = 0.5f * of_bits(most), below = 0.5f * of_bits(least), half = above + below;
+        const bool finite = most < INFINITE && least < INFINITE, some = finite && half > LEAST;
+        *scale = !finite ? NAN : some ? half / HALF : 0.0f;
+        const float inverse = some ? HALF / half : 0.0f;
+        return {inverse, some ? (int32_t)std::nearbyint((above - below) * inverse) : 0};
+    }
+
+    static constexpr int32_t INFINITE = 0x7f800000;
+
+    // Of the next numbers, `left` of which there are: others have codes of 0.
+    template <bool LOWERED>
+    inline VI of(V numbers, int64_t left) const {
+        VI whole = rounded(numbers * inverse);
+        if constexpr (LOWERED) whole = lowered(whole, left);
+        return inverse != 0.0f ? whole : VI{};
+    }
+
+  private:
+    inline VI lowered(VI whole, int64_t left) const {
+        if (left >= W) return whole - lower;
+        alignas(64) int32_t there[W];
+        for (int i = 0; i < W; i++) there[i] = i < left ? lower : 0;
+        return whole - load_ints(there);
+    }
+};
 
 // Codes in words of `count` numbers that share a scale, then zeros up to `padded`.
 template <int MOST>
 inline void quantize_words(const float* x, int64_t count, int64_t padded, int16_t* codes, float* scale) {
-    const float inverse = scale_of<MOST>(largest_bits(x, count), scale);
+    VI largest = {};
+    for (int64_t i = 0; i < count; i += W) widen<false>(&largest, entering(x + i, count - i, nullptr));
+    const float inverse = Codes::around<MOST>(largest_lane(largest), scale).inverse;
     for (int64_t i = 0; i < padded; i += W) {
         VI whole = rounded((V)(count - i < W ? words_of(x + i, std::max<int64_t>(count - i, 0)) : load_ints(x + i)) * inverse);
         whole = inverse != 0.0f ? whole : VI{};
@@ -204,16 +264,22 @@ inline void quantize_words(const float* x, int64_t count, int64_t padded, int16_
 }
 
 // Codes of `count` numbers that share a scale, then zeros up to `padded`; returns 128 times the sum of the codes. Where one is infinite or
-// NaN the scale is NaN and the codes are 0, so that results are NaN. Codes are side by side, or RUN of them, and the next `apart` bytes on.
-template <int64_t RUN = 0>
+// NaN the scale is NaN and the codes are 0, so that results are NaN. Codes are side by side, or RUN of them, and the next `apart` bytes on. Where there is
+// a place for it, they are lowered by what is written there.
+template <int64_t RUN = 0, bool LOWERED = false>
 inline int32_t quantize(const float* x, int64_t count, int64_t padded, int8_t* codes, float* scale, int64_t apart = 0,
-                        const float* columns = nullptr) {
-    const float inverse = scale_of(largest_bits(x, count, columns), scale);
-    const bool finite = inverse != 0.0f;
+                        const float* columns = nullptr, int32_t* lower = nullptr) {
+    if constexpr (!LOWERED)
+        if (lower) return quantize<RUN, true>(x, count, padded, codes, scale, apart, columns, lower);
+    const auto next = [=](int64_t i) { return entering(x + i, count - i, columns ? columns + i : nullptr); };
+    VI largest[2] = {};
+    for (int64_t i = 0; i < count; i += W) widen<LOWERED>(largest, next(i));
+    const int32_t most = largest_lane(largest[0]);
+    const Codes how = LOWERED ? Codes::between(most, largest_lane(largest[1]), scale) : Codes::around(most, scale);
+    if constexpr (LOWERED) *lower = how.lower;
     VI sums = {};
     for (int64_t i = 0; i < padded; i += W) {
-        VI whole = rounded(entering(x + i, count - i, columns ? columns + i : nullptr) * inverse);
-        whole = finite ? whole : VI{};
+        const VI whole = how.template of<LOWERED>(next(i), count - i);
         sums += whole;
         const VB bytes = as_bytes(whole);
         if constexpr (RUN) std::memcpy(codes + i / RUN * apart + i % RUN, &bytes, W);

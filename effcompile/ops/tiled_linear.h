@@ -26,12 +26,14 @@ struct TileThread {
     alignas(64) int32_t sums[CHUNK / PAIR][4 * 256];
 };
 
-// Sums as numbers: y = f(sum * scale of the row * scale of the output + bias), with FLOATS f(sum + bias).
+// Sums as numbers: y = f(sum * scale of the row * scale of the output + bias), where a row was lowered with that times the sums of W added; with
+// FLOATS f(sum + bias).
 struct Scaled {
     int64_t n;
     const float *scales, *bias;  // (N); the bias may be null
     const float* row_scales;
     const int32_t* offsets;
+    const int32_t *lower = nullptr, *sums = nullptr;  // of rows of x, and of W (N), if they are lowered
 
     // The numbers of rows [first, end) of a block, two vectors each, to `put(row, z0, z1)`.
     template <int AFTER, bool WHOLE, typename Put>
@@ -50,7 +52,12 @@ struct Scaled {
             V z0 = (V)load_ints(sum) + b0, z1 = (V)load_ints(sum + second) + b1;
 #else
             const V both = V{} + own[r];
-            V z0 = as_floats(load_ints(sum) - offset[r]) * (s0 * both) + b0, z1 = as_floats(load_ints(sum + second) - offset[r]) * (s1 * both) + b1;
+            VI i0 = load_ints(sum) - offset[r], i1 = load_ints(sum + second) - offset[r];
+            if (sums) {  // read anew for each row: registers are few
+                const int32_t by = lower[block.row + r];
+                i0 += some_ints(sums + block.from, left) * by, i1 += some_ints(sums + block.from + W, left - W) * by;
+            }
+            V z0 = as_floats(i0) * (s0 * both) + b0, z1 = as_floats(i1) * (s1 * both) + b1;
 #endif
             if constexpr (AFTER) z0 = followed(z0, AFTER), z1 = followed(z1, AFTER);
             put(block.row + r, z0, z1);

@@ -36,29 +36,34 @@ constexpr int64_t BLOCK = 0;
 // Bytes of a row of codes.
 inline int64_t row_bytes(int64_t quads) { return PAIRED ? (quads + 1) / 2 * 8 : 4 * quads; }
 
-// A tile's sums as numbers: f(sum * scale of the row * scale of the output + bias).
+// A tile's sums as numbers: f(sum * scale of the row * scale of the output + bias), where a row was lowered with that times the sums of W added.
 struct Numbers {
     int64_t n;
     const float *scales, *bias;  // (N); the bias may be null
     const float* row_scales;
     const int32_t* offsets;
+    const int32_t *lower = nullptr, *sums = nullptr;  // of rows of x, and of W (N), if they are lowered
 
     // Those of rows from `row` and vectors of outputs from `from` on, to `put(row, from, left, z0, z1)`, two vectors of a row at a time, of which
     // `left` numbers and more are there; WHOLE if all are. Column by column, so that what is of outputs stays in registers.
     template <int AFTER, bool WHOLE, typename Put>
-    inline void each(int64_t row, int rows, int64_t from, int vecs, const Sum* sums, const Put& put) const {
+    inline void each(int64_t row, int rows, int64_t from, int vecs, const Sum* of_tile, const Put& put) const {
         const float* own = row_scales + row;
         const int32_t* offset = offsets + row;
         for (int v = 0; v < vecs; v += 2, from += 2 * W) {
             const int64_t left = WHOLE ? 2 * W : n - from, second = WHOLE || v + 1 < vecs ? 1 : 0;  // the first again, where there is none
             const V s0 = some_of(scales + from, left), s1 = some_of(scales + from + W, left - W);
             const V b0 = bias ? some_of(bias + from, left) : V{}, b1 = bias ? some_of(bias + from + W, left - W) : V{};
-            const Sum* sum = sums + v;
+            const Sum* sum = of_tile + v;
             for (int r = 0; r < rows; r++, sum += vecs) {
                 const V both = V{} + own[r];
                 Sum first = sum[0], other = sum[second];
 #ifndef SIGNED
                 first -= offset[r], other -= offset[r];
+#endif
+#ifndef WORDS
+                if (sums)  // read anew for each row: registers are few
+                    first += some_ints(sums + from, left) * lower[row + r], other += some_ints(sums + from + W, left - W) * lower[row + r];
 #endif
                 V z0 = as_floats(first) * (s0 * both) + b0, z1 = as_floats(other) * (s1 * both) + b1;
                 if constexpr (AFTER) z0 = followed(z0, AFTER), z1 = followed(z1, AFTER);

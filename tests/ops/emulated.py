@@ -17,6 +17,7 @@ from typing import Any
 
 from effcompile.machine import native
 from effcompile.ops.cached_attention import scratch_floats
+from effcompile.ops.int8_codes import panels_of
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 #: Instruction set → a processor that has it and no better one.
@@ -48,14 +49,14 @@ def _rows(rows: int, apart: int, columns: int) -> tuple[int, int]:
 
 
 def _coded(a: Sequence[int], rows: int, groups: int, at: int) -> Pointers:
-    """Codes, scales and sums, which lie behind each other."""
+    """Codes, scales and sums, which lie behind each other, and what codes are lowered by."""
     each = (_ROOM, 4 * rows * groups)
-    return {at: (_ROOM, a[at + 1] - a[at]), at + 1: each, at + 2: each}
+    return {at: (_ROOM, a[at + 1] - a[at]), at + 1: each, at + 2: (_ROOM, 2 * each[1])}
 
 
 def _int8_linear(a: Sequence[int], size: int = 4) -> Pointers:
     m, k, n = a[2], a[3], a[7]
-    weight = (_IN, 64 * _up(n, 16) * _up(k, 4))
+    weight = (_IN, 64 * panels_of(n, k, bool(a[8] & 256), bool(a[8] & 1024)) * _up(k, 4))
     given = {0: _rows(m, a[1], k), 4: weight, 5: (_IN, 4 * n), 6: (_IN, 4 * n), 9: (_OUT, size * m * n)}
     return {**given, **_coded(a, m, 1, 10)}
 

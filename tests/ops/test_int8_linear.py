@@ -136,6 +136,71 @@ def test_columns_are_scaled_before_they_are_coded(m: int, k: int, n: int, isa: s
     assert bool(int8_linear(x, packed, scales)[-1].isnan().all())
 
 
+def lowered_by_numpy(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """The definition where codes are lowered: one row at a time, sums in int64."""
+    f = np.float32
+    rows = []
+    for row in x.numpy():
+        above, below = f(0.5) * max(f(0), row.max()), f(0.5) * max(f(0), -row.min())
+        half = above + below
+        inverse, scale = (f(126.5) / half, half / f(126.5)) if half > 1e-30 else (f(0), f(0))
+        lower = np.rint((above - below) * inverse).astype(np.int64)
+        quantised = np.rint(row * inverse).astype(np.int64) - lower
+        assert np.abs(quantised).max() <= 127
+        sums = codes.numpy().astype(np.int64) @ (quantised + lower)
+        rows.append(sums.astype(f) * (scales.numpy() * scale))
+    return torch.from_numpy(np.stack(rows))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 1, 1), (3, 7, 15), (29, 256, 96), (33, 300, 17), (270, 71, 32), (14, 5, 700)]
+)
+@pytest.mark.parametrize("middle", [0.0, 1.5, -9.0])
+def test_codes_are_lowered_by_the_middle_of_their_row(
+    m: int, k: int, n: int, middle: float, isa: str
+) -> None:
+    """Also where the sums of W take more than the panel of the scales of columns."""
+    x, codes, scales, _ = numbers(m, k, n)
+    x += middle
+    columns = torch.rand(k, generator=torch.Generator().manual_seed(1)) + 0.01
+    packed = int8_codes.pack(codes, columns, lowered=True)
+    assert torch.equal(int8_linear(x, packed, scales), lowered_by_numpy(x * columns, codes, scales))
+    alone = int8_linear(x, int8_codes.pack(codes, lowered=True), scales)
+    assert torch.equal(alone, lowered_by_numpy(x, codes, scales))
+    held = int8_codes.columns_of(packed, n, k)
+    assert held is not None
+    assert torch.equal(held, columns)
+    assert torch.equal(int8_codes.unpack(packed, n, k), codes)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x[-1, -1] = bad
+        found = int8_linear(x, packed, scales)
+        assert bool(found[-1].isnan().all())
+        assert bool(found[:-1].isfinite().all())
+    x[-1] = 0
+    assert bool((int8_linear(x, packed, scales)[-1] == 0).all())
+    x[0] = 3e38
+    assert not bool(int8_linear(x, packed, scales)[0].isnan().any())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    m=st.integers(1, LARGEST), k=st.integers(1, LARGEST), n=st.integers(1, LARGEST),
+    middle=st.floats(-300, 300), threads=st.integers(1, 3), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_lowered_ones_equal_numpy_to_the_bit(
+    m: int, k: int, n: int, middle: float, threads: int, seed: int
+) -> None:
+    x, codes, scales, _ = numbers(m, k, n, seed)
+    x += middle
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        packed = int8_codes.pack(codes, lowered=True)
+        assert torch.equal(int8_linear(x, packed, scales), lowered_by_numpy(x, codes, scales))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("after", int8_codes.AFTER)
 def test_what_follows(after: str, isa: str) -> None:
     x, codes, scales, bias = numbers(9, 40, 37)

@@ -30,11 +30,16 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def linear(n: int, k: int, seed: int, *, biased: bool = True) -> Linear:
+def linear(n: int, k: int, seed: int, *, biased: bool = True, coding: str = "plain") -> Linear:
     drawn = torch.Generator().manual_seed(seed)
     codes = torch.randint(-127, 128, (n, k), generator=drawn).to(torch.int8)
     bias = torch.randn(n, generator=drawn) if biased else None
-    return int8_codes.pack(codes), (torch.rand(n, generator=drawn) + 0.1) / (127 * k**0.5), bias
+    columns = None if coding == "plain" else torch.rand(k, generator=drawn) + 0.5
+    return (
+        int8_codes.pack(codes, columns, coding == "lowered"),
+        (torch.rand(n, generator=drawn) + 0.1) / (127 * k**0.5),
+        bias,
+    )
 
 
 def rows(m: int, k: int, seed: int) -> Tensor:
@@ -70,21 +75,37 @@ def test_every_set_is_right(isa: str) -> None:
     behind=st.sampled_from(["", "residual", "norm", "bare norm"]),
     biased=st.booleans(),
     threads=st.integers(1, 3),
+    codings=st.tuples(*[st.sampled_from(["plain", "columns", "lowered"])] * 2),
 )
 def test_it_is_the_definition_at_every_shape(
-    m: int, k: int, between: int, n: int, after: str, behind: str, biased: bool, threads: int
+    m: int,
+    k: int,
+    between: int,
+    n: int,
+    after: str,
+    behind: str,
+    biased: bool,
+    threads: int,
+    codings: tuple[str, str],
 ) -> None:
     found = module.kernels()
     if isinstance(found, str):
         pytest.skip(found)
     x, residual = rows(m, k, 1), rows(m, n, 2) if behind else None
-    first, last = linear(between, k, 3, biased=biased), linear(n, between, 4, biased=biased)
+    first, last, alone = (
+        linear(n_of, k_of, seed, biased=biased, coding=coding)
+        for n_of, k_of, seed, coding in (
+            (between, k, 3, codings[0]),
+            (n, between, 4, codings[1]),
+            (n, k, 4, codings[0]),
+        )
+    )
     weights = (rows(1, n, 5)[0], rows(1, n, 6)[0]) if behind == "norm" else (None, None)
     told: module.Behind = (residual, *weights, 1e-3 if "norm" in behind else None)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        both, one = found.mlp(x, first, after, last, told), found.mlp(x, None, "none", linear(n, k, 4), told)
+        both, one = found.mlp(x, first, after, last, told), found.mlp(x, None, "none", alone, told)
     finally:
         torch.set_num_threads(before)
     right = module.mlp_by_torch(x, first, after, last, told)
@@ -92,7 +113,7 @@ def test_it_is_the_definition_at_every_shape(
     assert close(both, right) or lone
     # nearly all codes are the same ones
     assert lone or (both - right).norm() <= 1e-2 * right.norm() + 1e-6
-    right = module.mlp_by_torch(x, None, "none", linear(n, k, 4), told)
+    right = module.mlp_by_torch(x, None, "none", alone, told)
     assert torch.allclose(one, right, rtol=1e-4, atol=1e-5) or lone
 
 

@@ -1,5 +1,5 @@
-"""Finds the ranges of activations on calibration inputs, with torch's own observers, and the scales of
-columns that linears in bytes have.
+"""Finds the ranges of activations on calibration inputs, with torch's own observers, and how linears in
+bytes have x.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import fx
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.types import Outputs
-from effcompile.estimate.columns import on_inputs
+from effcompile.estimate.codings import on_inputs
 from effcompile.ir.formats import INT8_TOKEN
 from effcompile.ir.program import Program
+from effcompile.ops.byte_codings import Coding
 from effcompile.sites.parts import linears
 
 Range = tuple[float, int]  # scale, zero point
@@ -56,19 +57,19 @@ def activation_ranges(
     return dict(zip(ordered, found, strict=True))
 
 
-class ColumnScales:
-    """Scales of columns of the linears in bytes of a program that is not edited, found for all of them when
-    the first is asked for: where none is packed anew they are not.
+class Codings:
+    """How the linears in bytes of a program that is not edited have x, found for all of them when the first
+    is asked for: where none is packed anew they are not.
     """
 
     def __init__(self, program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> None:
         self._program, self._calibration = program, calibration
 
-    def __call__(self, site: str) -> torch.Tensor | None:
+    def __call__(self, site: str) -> Coding | None:
         return self._found.get(site)
 
     @cached_property
-    def _found(self) -> Mapping[str, torch.Tensor | None]:
+    def _found(self) -> Mapping[str, Coding | None]:
         coded = [s for s in linears(self._program) if self._program.format_at(s.site) == INT8_TOKEN]
         return on_inputs(self._program, coded, self._calibration)
 

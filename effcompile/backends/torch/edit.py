@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.calibrate import ColumnScales, Range, activation_ranges
+from effcompile.backends.torch.calibrate import Codings, Range, activation_ranges
 from effcompile.backends.torch.chains import fuse_chains, narrow_projections
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.backends.torch.followers import FOLLOWS, fuse_followers
@@ -28,6 +28,7 @@ from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import bf16_linear, group_codes, int13_codes, two_of_four
 from effcompile.ops.add_norm import add_layer_norm
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
+from effcompile.ops.byte_codings import Coding
 from effcompile.ops.fp32_linear import fp32_linear, fp32_pack
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
@@ -63,8 +64,8 @@ def edit(
     tidy(edited.module)
     sites = linears(edited)
     static = {s.x for s in sites if program.format_at(s.site) == INT8_STATIC}
-    columns = ColumnScales(program, calibration)
-    editor = _Editor(edited, activation_ranges(edited, static, calibration), columns, compiled=compiled)
+    codings = Codings(program, calibration)
+    editor = _Editor(edited, activation_ranges(edited, static, calibration), codings, compiled=compiled)
     for site in sites:
         editor.linear(site, program.format_at(site.site))
     without_flattening(edited.graph, FOLLOWS)
@@ -96,10 +97,10 @@ class _Editor:
     """Replaces linears one by one; an input that several of them read is quantised once."""
 
     def __init__(
-        self, program: Program, ranges: Mapping[fx.Node, Range], columns: ColumnScales, *, compiled: bool
+        self, program: Program, ranges: Mapping[fx.Node, Range], codings: Codings, *, compiled: bool
     ) -> None:
         self.program, self.graph, self.ranges = program, program.graph, dict(ranges)
-        self.columns, self.compiled = columns, compiled
+        self.codings, self.compiled = codings, compiled
         # what a linear was → what it is now, which further linears read
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._quantized: dict[tuple[fx.Node, str], tuple[object, ...]] = {}
@@ -283,14 +284,19 @@ def _int8(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
 
 def _int8_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     """Ours, which quantises x itself; nothing but fp32 goes in."""
-    made = packed_as(site.site, held, weight, lambda: _in_bytes(weight, editor.columns(site.site)))
-    return _ours(editor, site, int8_linear.default, *map(editor.constant, made))
+    made = packed_as(site.site, held, weight, lambda: _in_bytes(weight, editor.codings(site.site)))
+    packed, scales, *correction = made
+    constants = editor.constant(packed), editor.constant(scales)
+    return _ours(editor, site, int8_linear.default, *constants, correction=correction)
 
 
-def _in_bytes(weight: torch.Tensor, columns: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_bytes(weight: torch.Tensor, how: Coding | None) -> tuple[torch.Tensor, ...]:
+    """Packed codes, scales (N) and, if it is known how x is, what the bias has more (N)."""
     wide = weight.float()
-    codes, scales = numerics.quantize_rows(wide if columns is None else wide / columns)
-    return pack(codes, columns), scales.flatten()
+    codes, scales = numerics.quantize_rows(wide if how is None else how.weight(wide))
+    if how is None:
+        return pack(codes), scales.flatten()
+    return pack(codes, how.columns, how.lowered), scales.flatten(), how.correction(wide, codes * scales)
 
 
 def _int13_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
@@ -309,14 +315,23 @@ def _groups(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: Weigh
     return _ours(editor, site, group_linear.default, *map(editor.constant, made), site.n)
 
 
-def _ours(editor: _Editor, site: LinearSite, product: Callable[..., object], *weight: object) -> fx.Node:
+def _ours(
+    editor: _Editor, site: LinearSite, product: Callable[..., object], *weight: object,
+    correction: Sequence[torch.Tensor] = (),
+) -> fx.Node:  # fmt: skip
+    """`correction`: what its bias has more, if anything."""
     x = (
         site.x
         if dtype_of(site.x) == torch.float32
         else editor.call(None, aten.to.dtype, site.x, torch.float32)
     )
     whole = site.bias is None or (shape_of(site.bias), dtype_of(site.bias)) == ((site.n,), torch.float32)
-    y = editor.call(site, product, x, *weight, site.bias if whole else None)
+    bias = site.bias if whole else None
+    for more in correction:
+        known = None if bias is None else editor.program.tensor(bias)
+        whole = whole and (bias is None or known is not None)
+        bias = editor.constant(more if known is None else more + known.detach())
+    y = editor.call(site, product, x, *weight, bias)
     return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
 
 

@@ -1,4 +1,4 @@
-"""Which scales of columns linears in bytes have (ops/column_scales.py): by what enters them on calibration
+"""How linears in bytes have x (ops/byte_codings.py): by what enters them on calibration
 inputs, and all the weights that read it.
 """
 
@@ -12,7 +12,7 @@ from torch import fx
 from effcompile.core.types import Args, Arguments, Outputs, Value
 from effcompile.ir.export import LENIENT
 from effcompile.ir.program import Program, shape_of
-from effcompile.ops.column_scales import column_scales
+from effcompile.ops.byte_codings import Coding, coding
 from effcompile.sites.parts import LinearSite, argument, weight_of
 
 aten = torch.ops.aten
@@ -27,8 +27,8 @@ MOST_ROWS, _MOST_INPUTS = 256, 4
 
 def on_inputs(
     program: Program, sites: Collection[LinearSite], calibration: Sequence[Sequence[torch.Tensor]]
-) -> dict[str, torch.Tensor | None]:
-    """Site → scales (K) of its columns, or None; of the program's linears `sites`, on flat inputs.
+) -> dict[str, Coding | None]:
+    """Site → how it has x, None: by plain rows; of the program's linears `sites`, on flat inputs.
 
     Without inputs there are none.
     """
@@ -50,17 +50,17 @@ def by_value(
     values: Mapping[str, fx.Node],
     weights: Mapping[str, Sequence[torch.Tensor]],
     rows: Mapping[fx.Node, torch.Tensor],
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, Coding | None]:
     """The same by the value that enters each site, the parts of its weight (`parts_of`), and rows (M, K) of
-    that value. Sites that read one value have the same scales: they may be merged.
+    that value. Sites that read one value have it alike: they may be merged.
     """
     readers: dict[fx.Node, list[str]] = {}
     for site, value in values.items():
         readers.setdefault(value, []).append(site)
-    found: dict[str, torch.Tensor | None] = {}
+    found: dict[str, Coding | None] = {}
     for value, sites in readers.items():
         given = [part for site in sites for part in weights[site]]
-        found.update(dict.fromkeys(sites, column_scales(rows[value], given)))
+        found.update(dict.fromkeys(sites, coding(rows[value], given)))
     return found
 
 
