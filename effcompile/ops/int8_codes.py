@@ -5,10 +5,16 @@ the bit.
     y = (codes · codesᵀ) · (scale of x · scale of W) + bias
 
 A weight may hold a scale for each column of x, with which x is multiplied before it is coded, as W was
-divided by them (byte_codings.py).
+divided by them, and codes of x may be lowered by the middle of their row (byte_codings.py):
+
+    scale = half / 126.5        half = (max(0, max x) − min(0, min x)) / 2
+    lower = round((max(0, max x) + min(0, min x)) / 2 · (126.5 / half))
+    code = round(x · (126.5 / half)) − lower
+    y = (codes · codesᵀ + lower · Σ codes of W) · (scale of x · scale of W) + bias
 
 Legend: x (M, K), W (N, K), packed (⌈N/16⌉, ⌈K/4⌉, 16, 4) of u8: code + 128, so that missing rows and columns
-are 128; with scales of columns one panel more, whose first 4 K bytes they are, in fp32.
+are 128; with scales of columns one panel more, whose first 4 K bytes they are, in fp32, and where codes are
+lowered as many more as hold the sums (N) of codes of W, in s32 right behind the scales.
 """
 
 from __future__ import annotations
