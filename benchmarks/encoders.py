@@ -104,8 +104,9 @@ def _of_model(name: str, options: argparse.Namespace) -> None:
             for peer in PEERS
             if peer in ways and errors[peer] <= limit
         }
-        best = min(ratios, key=lambda peer: ratios[peer])
-        print(f"- ≤ {error}: {best} ÷ ours = {ratios[best]:.2f}", flush=True)
+        best = min(ratios, key=lambda peer: ratios[peer], default=None)
+        told = "no peer is within it" if best is None else f"{best} ÷ ours = {ratios[best]:.2f}"
+        print(f"- ≤ {error}: {told}", flush=True)
 
 
 def _ours(model: nn.Module, inputs: Inputs, error: float) -> tuple[str, Call]:
