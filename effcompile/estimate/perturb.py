@@ -225,12 +225,10 @@ def _entering(
         known["of"], known["held"] = of, x  # held, so that no other tensor takes its place in memory
     key = (held.activation.replace("blocks", "groups"), held.group, limits, id(coding))
     if key not in known:
-        if coding is None:
+        if coding is None or coding.columns is None:
             known[key] = fake_quant.activation(x, held, limits)
         else:
-            rounded = fake_quant.lowered_rows if coding.lowered else fake_quant.rows
-            made = rounded(coding.entering(x))
-            known[key] = made if coding.columns is None else made.div_(coding.columns)
+            known[key] = fake_quant.lowered_rows(coding.entering(x)).div_(coding.columns)
     return known[key]
 
 

@@ -87,14 +87,17 @@ class WeightFormat:
         return f"{self.family}g{self.group}" if self.group not in (0, USUAL_GROUP) else self.family
 
     def stored_bytes(self, n: int, k: int) -> int:
-        """Bytes of a dense weight (N, K) with its scales; those of a pattern depend on its indices
-        (sparse/forms.py).
+        """Bytes of a dense weight (N, K) with its scales, and those of columns that calibration may find it to
+        want (ops/int8_codes.py); those of a pattern depend on its indices (sparse/forms.py).
         """
         scales = {"none": 0, "tensor": 1, "channel": n, "group": n * math.ceil(k / (self.group or 1))}[
             self.scale
         ]
-        ranges = 5 if self.activation == "static int8" else 0  # scale and zero point of the input
-        return n * k * self.bits // 8 + scales * self.scale_bytes + ranges
+        more = 5 if self.activation == "static int8" else 0  # scale and zero point of the input
+        if self.activation == "int8 rows" and not self.block:
+            panel = 64 * math.ceil(k / 4)
+            more = panel * math.ceil(4 * (n + k) / panel)
+        return n * k * self.bits // 8 + scales * self.scale_bytes + more
 
     def grouped_by(self, size: int) -> WeightFormat:
         """The same with groups of another size; a format without groups as it is."""

@@ -14,8 +14,8 @@ result that is:
 
     E(c) = mean_m [p_m² · Σ |W / c|² + Σ_n (max_j |W_nj / c_j|)² · |x_m c|²] / |W x_m|²
 
-    p_m = max_j |x_mj c_j|, or, of codes that are lowered by the middle of 0 and all x_mj c_j,
-          (max(0, max_j x_mj c_j) − min(0, min_j x_mj c_j)) / 2: of what a GELU makes it is half as much
+    p_m = (max(0, max_j x_mj c_j) − min(0, min_j x_mj c_j)) / 2, for with scales, of 1 too, codes are lowered
+          by the middle of their row: of what a GELU makes it is half of max_j |x_mj|, that of plain rows
 
 What rounding W then still adds on average, (W − Ŵ) · mean_m x_m of each output, is taken off its bias (Nagel
 et al. 2019, arXiv 1906.04721, section 4.2).
@@ -39,21 +39,20 @@ __all__ = ["Coding", "coding"]
 
 #: Rows of a result are no less to be right than those of this share of the mean square, or of this square.
 _LEAST, _TINY = 1e-6, 1e-30
-#: Scales take 16 bytes a column, and are worth it where they gain this share of the error. So are codes that
-#: are lowered, which take as much for each row of W and 1 to 4 % of a kernel's time.
+#: Scales and codes that are lowered take 16 bytes a column, and 1 to 4 % of a kernel's time, and are worth it
+#: where they gain this share of the error.
 _LEAST_GAIN = 0.1
 #: Columns are this many times apart, at the most.
 _WIDEST = 1e6
 
 
 class Coding(NamedTuple):
-    """The mean of the rows of x (K); scales of its columns (K) in fp32, of which 1 is the largest, None where
-    they are no better; and whether codes of x are lowered by the middle of their row.
+    """The mean of the rows of x (K), and scales of its columns (K) in fp32, of which 1 is the largest, with
+    which codes of x are lowered by the middle of their row; None where plain rows are as good.
     """
 
     mean: Tensor
     columns: Tensor | None = None
-    lowered: bool = False
 
     def entering(self, x: Tensor) -> Tensor:
         """x (..., K) times its scales."""
@@ -80,16 +79,11 @@ def coding(x: Tensor, weights: Sequence[Tensor]) -> Coding | None:
     if not len(x) or not all(each.isfinite().all() for each in (x, *wide)):
         return None
     shares = [_row_shares(x @ weight.T) for weight in wide]
-    candidates = [None, *_candidates(x, wide)]
-    best = Coding(x.mean(0))
-    least = _error(x, wide, shares, best)
-    for lowered in (False, True):
-        found = [best._replace(columns=columns, lowered=lowered) for columns in candidates]
-        errors = [_error(x, wide, shares, how) for how in found]
-        if min(errors) < (1 - _LEAST_GAIN) * least:
-            least = min(errors)
-            best = found[errors.index(least)]
-    return best
+    plain = Coding(x.mean(0))
+    found = [plain._replace(columns=columns) for columns in (torch.ones_like(x[0]), *_candidates(x, wide))]
+    errors = [_error(x, wide, shares, how) for how in found]
+    worth = min(errors) < (1 - _LEAST_GAIN) * _error(x, wide, shares, plain)
+    return found[errors.index(min(errors))] if worth else plain
 
 
 def _candidates(x: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -126,7 +120,7 @@ def _usual(x: Tensor) -> Tensor:
 def _error(x: Tensor, weights: Sequence[Tensor], shares: Sequence[Tensor], how: Coding) -> float:
     """E(c) of all weights; in float64, for squares of squares."""
     rows = how.entering(x)
-    peaks, squares = _peaks(rows, how.lowered), rows.double().square().sum(1)
+    peaks, squares = _peaks(rows, how.columns is not None), rows.double().square().sum(1)
     error = 0.0
     for weight, share in zip(weights, shares, strict=True):
         scaled = how.weight(weight)

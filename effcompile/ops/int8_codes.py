@@ -5,7 +5,7 @@ the bit.
     y = (codes · codesᵀ) · (scale of x · scale of W) + bias
 
 A weight may hold a scale for each column of x, with which x is multiplied before it is coded, as W was
-divided by them, and codes of x may be lowered by the middle of their row (byte_codings.py):
+divided by them, and codes of x are then lowered by the middle of their row (byte_codings.py):
 
     scale = half / 126.5        half = (max(0, max x) − min(0, min x)) / 2
     lower = round((max(0, max x) + min(0, min x)) / 2 · (126.5 / half))
@@ -13,8 +13,8 @@ divided by them, and codes of x may be lowered by the middle of their row (byte_
     y = (codes · codesᵀ + lower · Σ codes of W) · (scale of x · scale of W) + bias
 
 Legend: x (M, K), W (N, K), packed (⌈N/16⌉, ⌈K/4⌉, 16, 4) of u8: code + 128, so that missing rows and columns
-are 128; with scales of columns one panel more, whose first 4 K bytes they are, in fp32, and where codes are
-lowered as many more as hold the sums (N) of codes of W, in s32 right behind the scales.
+are 128; for a weight that is scaled and lowered as many panels more as hold the scales of columns (K) in fp32
+and then the sums (N) of codes of W in s32: one, but of many rows of few columns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ __all__ = [
     "columns_of",
     "followed",
     "following",
-    "is_lowered",
     "linear_by_torch",
     "lowered_codes",
     "pack",
@@ -50,16 +49,16 @@ __all__ = [
 Linear = tuple[Tensor, Tensor, Tensor | None]
 #: What may follow the bias, as `int8_linear.cpp` numbers it.
 AFTER = ("none", "gelu", "gelu_tanh", "silu", "relu")
-#: Added to the number of what follows where the only or last weight, and the first one of two, has scales of
-#: columns, or lowers codes of x by the middle of their row.
-_COLUMNS_OF_LAST, _COLUMNS_OF_FIRST, _LOWERED_OF_LAST, _LOWERED_OF_FIRST = 256, 512, 1024, 2048
+#: Added to the number of what follows where the only or last weight, and the first one of two, scales columns
+#: of x and lowers its codes.
+_LAST_LOWERS, _FIRST_LOWERS = 256, 512
 #: Rows without a larger value are rounded to 0.
 _LEAST = 1e-30
 
 
-def pack(codes: Tensor, columns: Tensor | None = None, lowered: bool = False) -> Tensor:
+def pack(codes: Tensor, columns: Tensor | None = None) -> Tensor:
     """s8 codes (N, K), −127 to 127, in the order in which the kernels read them. Behind them are scales of
-    columns (K) in fp32, if there are any, and, if codes of x are `lowered`, the sum of each row's codes.
+    columns (K), if there are any, and the sum of each row's codes, with which codes of x are lowered.
     """
     n, k = codes.shape
     padded = F.pad(codes, (0, -k % 4, 0, -n % 16))
@@ -68,49 +67,35 @@ def pack(codes: Tensor, columns: Tensor | None = None, lowered: bool = False) ->
     tiles = quads.view(padded.shape[0] // 16, 16, quads.shape[1]).transpose(1, 2)
     tiles = tiles.clone(memory_format=torch.contiguous_format)
     packed = tiles.view(torch.uint8).view(*tiles.shape, 4) ^ 128  # + 128
-    if columns is None and not lowered:
+    if columns is None:
         return packed
-    columns = torch.ones(k, device=codes.device) if columns is None else columns
-    behind = [columns.float().contiguous().view(torch.uint8)]
-    if lowered:
-        behind.append(codes.sum(1, dtype=torch.int32).view(torch.uint8))
-    panels = packed.new_zeros((panels_of(n, k, True, lowered) - len(packed), *packed.shape[1:]))
-    panels.view(-1)[: 4 * (k + n * lowered)] = torch.cat(behind)
+    behind = columns.float().view(torch.uint8), codes.sum(1, dtype=torch.int32).view(torch.uint8)
+    panels = packed.new_zeros((panels_of(n, k, True) - len(packed), *packed.shape[1:]))
+    panels.view(-1)[: 4 * (k + n)] = torch.cat(behind)
     return torch.cat([packed, panels])
 
 
-def panels_of(n: int, k: int, scaled: bool, lowered: bool) -> int:
-    """Of 16 rows, as which a weight (N, K) is packed with what lies behind it: what is lowered is scaled, and
-    has two more at the least.
-    """
-    panel = 64 * -(-k // 4)
-    return -(-n // 16) + (1 + -(-4 * n // panel) if lowered else int(scaled))
+def panels_of(n: int, k: int, lowers: bool) -> int:
+    """Of 16 rows, as which a weight (N, K) is packed with what lies behind it."""
+    return -(-n // 16) + (-(-4 * (k + n) // (64 * -(-k // 4))) if lowers else 0)
 
 
 def columns_of(packed: Tensor, n: int, k: int) -> Tensor | None:
-    """The scales of columns (K) of a packed weight (N, K), if it has any."""
-    behind = packed[-(-n // 16) :]
-    return behind.reshape(-1)[: 4 * k].view(torch.float32) if len(behind) else None
-
-
-def is_lowered(packed: Tensor, n: int) -> bool:
-    """Whether a packed weight of N rows lowers codes of x by the middle of their row."""
-    return int(packed.shape[0]) > -(-n // 16) + 1
+    """The scales of columns (K) of a packed weight (N, K), if it has any, and codes of x are lowered."""
+    return packed[-(-n // 16) :].reshape(-1)[: 4 * k].view(torch.float32) if _lowers(packed, n) else None
 
 
 def following(after: str, last: Linear, first: Linear | None = None) -> int:
-    """How kernels are told what follows, one of AFTER, and how the only or last linear and the first of two
-    have x.
+    """How kernels are told what follows, one of AFTER, and which of the only or last linear and the first of
+    two scale and lower.
     """
-    how = _flags(last, _COLUMNS_OF_LAST, _LOWERED_OF_LAST)
-    if first is not None:
-        how |= _flags(first, _COLUMNS_OF_FIRST, _LOWERED_OF_FIRST)
-    return AFTER.index(after) | how
+    of_last = _LAST_LOWERS if _lowers(last[0], int(last[1].shape[0])) else 0
+    of_first = _FIRST_LOWERS if first is not None and _lowers(first[0], int(first[1].shape[0])) else 0
+    return AFTER.index(after) | of_last | of_first
 
 
-def _flags(linear: Linear, scaled: int, lowered: int) -> int:
-    behind = int(linear[0].shape[0]) - -(-int(linear[1].shape[0]) // 16)
-    return (scaled if behind else 0) | (lowered if behind > 1 else 0)
+def _lowers(packed: Tensor, n: int) -> bool:
+    return int(packed.shape[0]) > -(-n // 16)
 
 
 def unpack(packed: Tensor, n: int, k: int) -> Tensor:
@@ -152,7 +137,7 @@ def linear_by_torch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
 def packed_product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
     """The same of x that is scaled."""
     n, k = scales.shape[0], x.shape[-1]
-    return product_by_torch(x, unpack(weight, n, k), scales, bias, after, lowered=is_lowered(weight, n))
+    return product_by_torch(x, unpack(weight, n, k), scales, bias, after, lowered=_lowers(weight, n))
 
 
 def product_by_torch(

@@ -28,7 +28,7 @@ template <typename T>
 void linear_of(const float* x, int64_t ldx, int64_t m, int64_t k, const uint8_t* weight, const float* scales, const float* bias, int64_t n,
                int64_t following, T* y, int8_t* codes, float* row_scales, int32_t* offsets, int64_t chunk, int64_t threads) {
     const int64_t quads = (k + 3) / 4, after = following & FUNCTIONS;
-    const Coding coding(weight, n, k, following & COLUMNS_OF_LAST, following & LOWERED_OF_LAST);
+    const Coding coding(weight, n, k, following & LAST_LOWERS);
     const float* columns = coding.columns;
     int32_t* lower = coding.sums ? offsets + m : nullptr;
 #if TILED

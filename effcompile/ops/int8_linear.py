@@ -86,7 +86,7 @@ def check(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after:
 def fits(k: int, weight: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
     """Whether these are a linear of k columns in 8 bits."""
     n = int(scales.shape[0]) if scales.dim() == 1 else -1
-    panels = {panels_of(n, k, *how) for how in ((False, False), (True, False), (True, True))} if k > 0 else ()
+    panels = {panels_of(n, k, lowers) for lowers in (False, True)} if k > 0 else ()
     packed = weight.shape in {(count, -(-k // 4), 16, 4) for count in panels} and weight.dtype == torch.uint8
     biased = bias is None or (bias.shape == (n,) and bias.dtype == torch.float32)
     whole = scales.dtype == torch.float32 and scales.is_contiguous() and weight.is_contiguous()

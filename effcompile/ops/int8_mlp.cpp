@@ -218,8 +218,8 @@ extern "C" void int8_mlp(const float* x, int64_t ldx, int64_t m, int64_t k, cons
                          int64_t norm, const float* norm_weight, const float* norm_bias, double eps, float* y, uint8_t* room, int64_t rows,
                          int64_t threads) {
     const int64_t deepest = deepest_of(k, between), each = Room::bytes(rows, deepest, between), after = following & FUNCTIONS;
-    const Coding last(w2, n, w1 ? between : k, following & COLUMNS_OF_LAST, following & LOWERED_OF_LAST);
-    const Coding first = w1 ? Coding(w1, between, k, following & COLUMNS_OF_FIRST, following & LOWERED_OF_FIRST) : last;
+    const Coding last(w2, n, w1 ? between : k, following & LAST_LOWERS);
+    const Coding first = w1 ? Coding(w1, between, k, following & FIRST_LOWERS) : last;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         Thread thread;

@@ -137,7 +137,9 @@ class MlpKernels:
         """
         wave = lambda step, *shape: (torch.arange(shape[0] * shape[1]) * step).sin().view(shape)  # noqa: E731
         linear = lambda step, n, k, lowered: (  # noqa: E731
-            int8_codes.pack((wave(step, n, k) * 127).to(torch.int8), wave(0.6, 1, k)[0].exp(), lowered),
+            int8_codes.pack(
+                (wave(step, n, k) * 127).to(torch.int8), wave(0.6, 1, k)[0].exp() if lowered else None
+            ),
             wave(step, 1, n)[0] / 997,
             wave(0.3, 1, n)[0],
         )

@@ -159,18 +159,18 @@ inline auto sum_of_lanes(T v) {
     return sums[0];
 }
 
-// How x becomes codes, where a linear says it: behind the codes of its weight. A scale for each column, then, where codes of x are lowered
-// by as much as is the middle of their row, the sum of codes of each row of the weight. Flags of `after` tell of which weights.
-constexpr int64_t FUNCTIONS = 255, COLUMNS_OF_LAST = 256, COLUMNS_OF_FIRST = 512, LOWERED_OF_LAST = 1024, LOWERED_OF_FIRST = 2048;
+// How x becomes codes, where a weight says it behind its own: a scale for each column, then the sum of codes of each row of the weight, for codes
+// of x are lowered by as much as is the middle of their row. Flags of `after` tell of which weights.
+constexpr int64_t FUNCTIONS = 255, LAST_LOWERS = 256, FIRST_LOWERS = 512;
 struct Coding {
     const float* columns = nullptr;  // (K)
     const int32_t* sums = nullptr;   // (N)
 
     Coding() {}
-    Coding(const uint8_t* weight, int64_t n, int64_t k, bool scaled, bool lowered) {
-        const uint8_t* behind = weight + up(n, 16) * up(k, 4);
-        if (scaled) columns = reinterpret_cast<const float*>(behind);
-        if (lowered) sums = reinterpret_cast<const int32_t*>(behind + 4 * k);
+    Coding(const uint8_t* weight, int64_t n, int64_t k, bool lowers) {
+        if (!lowers) return;
+        columns = reinterpret_cast<const float*>(weight + up(n, 16) * up(k, 4));
+        sums = reinterpret_cast<const int32_t*>(columns + k);
     }
 };
 

@@ -56,7 +56,7 @@ def _coded(a: Sequence[int], rows: int, groups: int, at: int) -> Pointers:
 
 def _int8_linear(a: Sequence[int], size: int = 4) -> Pointers:
     m, k, n = a[2], a[3], a[7]
-    weight = (_IN, 64 * panels_of(n, k, bool(a[8] & 256), bool(a[8] & 1024)) * _up(k, 4))
+    weight = (_IN, 64 * panels_of(n, k, bool(a[8] & 256)) * _up(k, 4))
     given = {0: _rows(m, a[1], k), 4: weight, 5: (_IN, 4 * n), 6: (_IN, 4 * n), 9: (_OUT, size * m * n)}
     return {**given, **_coded(a, m, 1, 10)}
 

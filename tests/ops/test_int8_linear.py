@@ -119,23 +119,6 @@ def test_every_instruction_set(isa: str) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "n"), [(1, 1, 1), (3, 7, 15), (29, 256, 96), (33, 300, 17), (270, 71, 32)]
-)
-def test_columns_are_scaled_before_they_are_coded(m: int, k: int, n: int, isa: str) -> None:
-    x, codes, scales, _ = numbers(m, k, n)
-    columns = torch.rand(k, generator=torch.Generator().manual_seed(1)) + 0.01
-    packed = int8_codes.pack(codes, columns)
-    assert torch.equal(int8_linear(x, packed, scales), by_numpy(x * columns, codes, scales))
-    held = int8_codes.columns_of(packed, n, k)
-    assert held is not None
-    assert torch.equal(held, columns)
-    assert torch.equal(int8_codes.unpack(packed, n, k), codes)
-    assert int8_codes.columns_of(int8_codes.pack(codes), n, k) is None
-    x[-1, -1] = torch.inf
-    assert bool(int8_linear(x, packed, scales)[-1].isnan().all())
-
-
 def lowered_by_numpy(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """The definition where codes are lowered: one row at a time, sums in int64."""
     f = np.float32
@@ -163,14 +146,13 @@ def test_codes_are_lowered_by_the_middle_of_their_row(
     x, codes, scales, _ = numbers(m, k, n)
     x += middle
     columns = torch.rand(k, generator=torch.Generator().manual_seed(1)) + 0.01
-    packed = int8_codes.pack(codes, columns, lowered=True)
+    packed = int8_codes.pack(codes, columns)
     assert torch.equal(int8_linear(x, packed, scales), lowered_by_numpy(x * columns, codes, scales))
-    alone = int8_linear(x, int8_codes.pack(codes, lowered=True), scales)
-    assert torch.equal(alone, lowered_by_numpy(x, codes, scales))
     held = int8_codes.columns_of(packed, n, k)
     assert held is not None
     assert torch.equal(held, columns)
     assert torch.equal(int8_codes.unpack(packed, n, k), codes)
+    assert int8_codes.columns_of(int8_codes.pack(codes), n, k) is None
     for bad in (torch.inf, -torch.inf, torch.nan):
         x[-1, -1] = bad
         found = int8_linear(x, packed, scales)
@@ -195,7 +177,7 @@ def test_lowered_ones_equal_numpy_to_the_bit(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        packed = int8_codes.pack(codes, lowered=True)
+        packed = int8_codes.pack(codes, torch.ones(k))
         assert torch.equal(int8_linear(x, packed, scales), lowered_by_numpy(x, codes, scales))
     finally:
         torch.set_num_threads(before)

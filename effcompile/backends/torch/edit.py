@@ -296,7 +296,7 @@ def _in_bytes(weight: torch.Tensor, how: Coding | None) -> tuple[torch.Tensor, .
     codes, scales = numerics.quantize_rows(wide if how is None else how.weight(wide))
     if how is None:
         return pack(codes), scales.flatten()
-    return pack(codes, how.columns, how.lowered), scales.flatten(), how.correction(wide, codes * scales)
+    return pack(codes, how.columns), scales.flatten(), how.correction(wide, codes * scales)
 
 
 def _int13_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
