@@ -25,7 +25,8 @@ def freezing() -> AbstractContextManager[None]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     mended(cache_dir())
-    return compiling(freezing=True)
+    # a scatter into a constant would be a comparison, which no index is out of range for
+    return compiling(freezing=True, optimize_scatter_upon_const_tensor=False)
 
 
 @contextlib.contextmanager

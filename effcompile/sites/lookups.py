@@ -8,7 +8,7 @@ by intervals of one bit: at least 0, or unknown.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,12 @@ _LOSSES: dict[Any, int] = {
     aten.cross_entropy_loss.default: 4,
 }
 _IGNORED = -100
+#: Operators that count a negative index from the end and raise for one that is further off: with a list of
+#: indices, one an axis, and with one index of one axis.
+_SUBSCRIBED = (
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default,
+)  # fmt: skip
+_FILLED = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 #: What hands on a tensor's values as they are.
 SAME_VALUES = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
@@ -58,6 +64,8 @@ class Lookup:
 
     `at`: which argument the index is. `size`: how long the indexed axis is, 0 where it has no fixed length.
     `constant`: what is indexed is a weight. `ignored`: an index that a loss leaves out.
+    `from_end`: a negative one counts from the end. `part`: which one of a list of indices it is (`x[i, j]`),
+    -1 of none. `axis`: the axis of `held`, where it is known.
     """
 
     node: fx.Node
@@ -66,6 +74,10 @@ class Lookup:
     size: int
     constant: bool
     ignored: int | None = None
+    from_end: bool = False
+    part: int = -1
+    held: fx.Node | None = None
+    axis: int | None = None
 
     @property
     def source(self) -> fx.Node:
@@ -92,21 +104,61 @@ def lookups(program: Program) -> Iterator[Lookup]:
         index = node.args[at]
         if isinstance(index, fx.Node):
             held = node.args[holder] if holder < len(node.args) else None
-            constant = isinstance(held, fx.Node) and held.op == "get_attr"
+            axis = _axis(node, held) if isinstance(held, fx.Node) else None
             yield Lookup(
                 node=node,
                 index=index,
                 at=at,
-                size=_size(node, held),
-                constant=constant,
+                size=_size(held, axis),
+                constant=isinstance(held, fx.Node) and held.op == "get_attr",
                 ignored=_ignored(node),
+                held=held if isinstance(held, fx.Node) and axis is not None else None,
+                axis=axis,
             )
 
 
-def _size(node: fx.Node, held: object) -> int:
-    if not isinstance(held, fx.Node):
-        return held if isinstance(held, int) and held > 0 else 0  # the classes of one_hot
-    shape = held.meta["val"].shape if isinstance(held.meta.get("val"), torch.Tensor) else shape_of(held)
+def subscripts(program: Program) -> Iterator[Lookup]:
+    """All indices of the graph that may count from the end (`x[i, j]`), in graph order; not masks."""
+    for node in program.calls(*_SUBSCRIBED, *_FILLED):
+        held, *others = node.args
+        assert isinstance(held, fx.Node)
+        if node.target in _FILLED:
+            if isinstance(others[1], fx.Node):
+                yield _subscript(node, held, others[1], at=2, part=-1, axis=_axis(node, held))
+            continue
+        axis = 0
+        parts: Any = others[0]
+        for part, index in enumerate(parts):
+            mask = isinstance(index, fx.Node) and dtype_of(index) in (torch.bool, torch.uint8)
+            if isinstance(index, fx.Node) and not mask:
+                yield _subscript(node, held, index, at=1, part=part, axis=axis)
+            axis += len(shape_of(index)) if mask else 1
+
+
+def _subscript(
+    node: fx.Node, held: fx.Node, index: fx.Node, *, at: int, part: int, axis: int | None
+) -> Lookup:
+    return Lookup(
+        node=node,
+        index=index,
+        at=at,
+        size=_size(held, axis),
+        constant=held.op == "get_attr",
+        from_end=axis is not None,
+        part=part,
+        held=held,
+        axis=axis,
+    )
+
+
+def _shape(held: fx.Node) -> tuple[int | torch.SymInt, ...]:
+    value = held.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else shape_of(held)
+
+
+def _axis(node: fx.Node, held: fx.Node) -> int | None:
+    """Which axis is indexed; None where it is not known, and of a single number."""
+    shape = _shape(held)
     axis = (
         0
         if node.target in _FIRST_AXIS
@@ -114,7 +166,14 @@ def _size(node: fx.Node, held: object) -> int:
         if node.target in _LOSSES
         else node.args[1]
     )
-    size = shape[axis] if isinstance(axis, int) and shape else 0
+    return axis % len(shape) if isinstance(axis, int) and shape else None
+
+
+def _size(held: object, axis: int | None) -> int:
+    if not isinstance(held, fx.Node):
+        return held if isinstance(held, int) and held > 0 else 0  # the classes of one_hot
+    shape = _shape(held)
+    size = shape[axis] if axis is not None and axis < len(shape) else 0
     return size if isinstance(size, int) else 0
 
 
@@ -126,10 +185,11 @@ def _ignored(node: fx.Node) -> int | None:
     return found if isinstance(found, int) else _IGNORED
 
 
-def may_be_negative(program: Program) -> list[Lookup]:
+def may_be_negative(program: Program, found: Iterable[Lookup] | None = None) -> list[Lookup]:
     """The lookups whose index is computed in the graph and is not proven to be at least 0."""
     signs = _Signs(program)
-    return [found for found in lookups(program) if not signs.never_negative(found.index)]
+    found = lookups(program) if found is None else found
+    return [each for each in found if not signs.never_negative(each.index)]
 
 
 def reads_inputs(node: fx.Node) -> bool:

@@ -118,7 +118,7 @@ class OpenVino:
         quantized = models.quantize(program, converted, names, calibration)
         precision = "bf16" if BF16 in _linear_formats(program) else "f32"
         quantized.set_rt_info(precision, ["runtime_options", "INFERENCE_PRECISION_HINT"])
-        if checked is not program:
+        if len(checked.outputs) > len(program.outputs):
             quantized.set_rt_info("the last output", FLAG)
         return _compile(program, quantized, names, precision)
 

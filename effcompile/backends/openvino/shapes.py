@@ -16,9 +16,22 @@ from effcompile.core.errors import InputsError, LoweringError
 FLAG = ["effcompile", "indices_in_range"]
 
 
+#: Of int64 its plugin makes words of 32 bits, and some operators (remainders, divisions, sums, clamps) make
+#: numbers of fp32 of them, which hold integers up to here.
+_LARGEST = 1 << 24
+
+
 def check_numbers(arrays: Mapping[str, Array]) -> None:
-    """Raises InputsError where an input has NaN."""
+    """Raises InputsError where an input has NaN, or an integer that is beyond what it computes with."""
     for name, array in arrays.items():
+        if array.dtype.kind in "iu" and array.itemsize >= 4 and array.size:
+            beyond = next((n for n in (int(array.max()), int(array.min())) if abs(n) > _LARGEST), None)
+            if beyond is not None:
+                raise InputsError(
+                    f"The input {name} has {beyond}. OpenVINO computes with integers up to 2^24, beyond "
+                    "which some of its operators round and others cut off. Give smaller ones, or choose "
+                    "another backend."
+                )
         if array.dtype.kind == "f" and bool(np.isnan(array).any()):
             raise InputsError(
                 f"The input {name} has NaN. OpenVINO's operators take it for a number (relu makes 0 of it, "
@@ -53,7 +66,7 @@ class Shaped:
 
         Raises:
             RuntimeError: OpenVINO cannot compile or run it. InputsError: an input has NaN, which OpenVINO
-                takes for a number.
+                takes for a number, or an integer that it rounds.
             LoweringError: an index that the model computed is in no row.
         """
         names = (port.get_any_name() for port in self._model.inputs)

@@ -113,6 +113,23 @@ def test_frozen_weights_go_with_what_was_compiled() -> None:
     assert tables() == before
 
 
+class Marked(nn.Module):
+    """Marks a place that is computed of the values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros_like(x).scatter(1, x[:, :1].round().long(), 1.0)
+
+
+def test_a_scatter_at_no_place_is_refused() -> None:
+    """Inductor would compare places with the index, and leave out what is none."""
+    model, x = Marked(), torch.full((4, 16), 3.0)
+    lowered = TorchInductor().lower(capture(model, (x,), {}), None, [])
+    assert torch.equal(lowered(x)[0], model(x))
+    for wrong in (-1.0, 16.0, 4000.0):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            lowered(x + wrong - 3)
+
+
 class _Generated:
     """How often code was taken from Inductor's cache of graphs, and how often it was made."""
 
