@@ -4,6 +4,8 @@ Executable would.
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +107,16 @@ def test_a_plan_that_does_not_say_what_its_artifact_takes_is_refused(
     data = msgspec.json.decode((folder / "plan.json").read_bytes())
     (folder / "plan.json").write_bytes(msgspec.json.encode({**data, "signature": None}))
     with pytest.raises(FormatError, match="does not say what its artifact takes"):
+        open_artifact(folder)
+
+
+def test_a_model_of_which_the_plan_has_no_digest_is_not_opened(opened: Artifact, tmp_path: Path) -> None:
+    """It could be any other, and only what the plan names is compared with it."""
+    folder = shutil.copytree(opened.folder, tmp_path / "out")
+    (model,) = opened.plan.artifact
+    shutil.copyfile(folder / model, folder / "other")
+    opened.plan.with_changes(artifact={"other": opened.plan.artifact[model]}).save(folder / "plan.json")
+    with pytest.raises(FormatError, match=rf"does not describe '{re.escape(model)}'.* files are other"):
         open_artifact(folder)
 
 

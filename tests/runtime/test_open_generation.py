@@ -100,6 +100,19 @@ def test_a_config_that_cannot_be_is_refused(
         effcompile.load(changed(folder, tmp_path / "out", file, lambda tree: tree.update(change)))
 
 
+@pytest.mark.parametrize("file", ["generation.json", "step.pt2"])
+def test_a_file_of_which_the_plan_has_no_digest_is_not_opened(
+    folder: Path, tmp_path: Path, file: str
+) -> None:
+    assert (folder / file).is_file()
+    out = changed(folder, tmp_path / "out", "config.json", lambda tree: None)
+    plan = json.loads((out / "plan.json").read_text())
+    del plan["artifact"][file]
+    (out / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(FormatError, match=f"does not describe '{re.escape(file)}'"):
+        effcompile.load(out)
+
+
 def test_what_was_written_is_opened(folder: Path, tmp_path: Path) -> None:
     opened = effcompile.load(changed(folder, tmp_path / "out", "generation.json", lambda header: None))
     given = ids(1, 5)

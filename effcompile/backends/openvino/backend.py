@@ -27,6 +27,7 @@ from effcompile.core.stages import first_line
 from effcompile.ir.formats import BF16, FP32, INT8_STATIC, TABLE_INT8_ROWS, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.ir.saved import described
 from effcompile.machine.target import KernelCall
 from effcompile.sites.parts import add_norms, attentions, embeddings, gelus, linears
 
@@ -123,7 +124,10 @@ class OpenVino:
         return _compile(program, quantized, names, precision)
 
     def open(self, directory: Path, plan: Plan) -> Run:
-        call = load(directory / ARTIFACT)
+        path = described(plan, directory, ARTIFACT)
+        if (weights := path.with_suffix(".bin")).is_file():  # which it reads, too
+            described(plan, directory, weights.name)
+        call = load(path)
         return lambda tensors: call(*tensors.values())
 
 

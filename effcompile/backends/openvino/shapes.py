@@ -40,6 +40,20 @@ def check_numbers(arrays: Mapping[str, Array]) -> None:
             )
 
 
+def check_flag(flag: Array) -> None:
+    """Raises LoweringError where the last output says that an index was in no row, or is no such output."""
+    if flag.shape != () or flag.dtype != bool:
+        raise LoweringError(
+            f"The model's last output is {flag.dtype} {list(flag.shape)}, and its file says that it tells "
+            "whether all indices are in range: the file was changed. Write it again."
+        )
+    if not flag:
+        raise LoweringError(
+            "An index that the model computes from these inputs is negative or too large for what is "
+            "looked up, and the model itself raises for it, too. Give other inputs."
+        )
+
+
 class Shaped:
     """Compiled for the sizes of its first call; when other sizes come, compiled once more for any and both
     kept.
@@ -80,11 +94,8 @@ class Shaped:
                 self._for_any = self._request(self._model)
             request = self._for_sizes if sizes == self._sizes else self._for_any
             outputs = list(request.infer(list(arrays), share_inputs=True).values())
-        if self._flagged and not bool(outputs.pop()):
-            raise LoweringError(
-                "An index that the model computes from these inputs is negative or too large for what is "
-                "looked up, and the model itself raises for it, too. Give other inputs."
-            )
+        if self._flagged:
+            check_flag(outputs.pop())
         return outputs
 
     def _request(self, model: Untyped) -> Untyped:

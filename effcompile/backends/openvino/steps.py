@@ -18,7 +18,7 @@ from effcompile.backends.openvino import model as models
 from effcompile.backends.openvino.backend import OpenVino, unchanged, written
 from effcompile.backends.openvino.edits import attended, joined
 from effcompile.backends.openvino.measure import ROUNDED, config
-from effcompile.backends.openvino.shapes import FLAG, check_numbers
+from effcompile.backends.openvino.shapes import FLAG, check_flag, check_numbers
 from effcompile.backends.openvino.states import ORDER, TO, KeptRows, Requests, plain, states_of, with_states
 from effcompile.core.errors import FormatError, LoweringError, MissingPackageError
 from effcompile.core.goal import Goal
@@ -203,15 +203,10 @@ class OpenVinoGraph:
             batch, new = inputs[self._names.index(_TOKENS)].shape
             order = {ORDER: np.arange(batch, dtype=np.int32)}
         before, found.rows = found.rows, -1
-        answers = [
-            torch.from_numpy(value)
-            for value in found.request.infer({**arrays, **order}, share_inputs=True).values()
-        ]
-        if self._flagged and not bool(answers.pop()):
-            raise LoweringError(
-                "An index that the model computes from these inputs is negative or too large for what is "
-                "looked up, and the model itself raises for it, too. Give other inputs."
-            )
+        outputs = list(found.request.infer({**arrays, **order}, share_inputs=True).values())
+        if self._flagged:
+            check_flag(outputs.pop())
+        answers = [torch.from_numpy(value) for value in outputs]
         found.rows = before + new
         for place, (into, out) in enumerate(self._states):
             sizes = (*inputs[into].shape[:2], found.rows, inputs[into].shape[3])

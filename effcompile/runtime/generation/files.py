@@ -28,7 +28,7 @@ from effcompile.core.stages import first_line
 from effcompile.core.types import HFClass, HFModel
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
-from effcompile.ir.saved import PLAN, check_artifact
+from effcompile.ir.saved import PLAN, check_artifact, described
 from effcompile.runtime.generation.header import Header, SavedGraph, objection
 from effcompile.runtime.generation.steps import LoweredStep, Run, assembled
 
@@ -119,8 +119,9 @@ def read(folder: Path) -> tuple[Plan, Header]:
     """
     plan = Plan.load(folder / PLAN)
     check_artifact(plan, folder)
+    place = described(plan, folder, HEADER)
     try:
-        header = msgspec.json.decode(read_bounded(folder / HEADER, _MOST_BYTES, "the header"), type=Header)
+        header = msgspec.json.decode(read_bounded(place, _MOST_BYTES, "the header"), type=Header)
         wrong = objection(header, plan)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError) as error:
         raise _no_header(folder, error) from error
@@ -152,31 +153,31 @@ def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
 
 def _at_work(folder: Path, plan: Plan, header: Header) -> LoweredStep:
     runs: dict[str, Run] = {
-        name: _open(folder / Path(graph.file).name, graph, plan, is_step=name == "step")
+        name: _open(described(plan, folder, Path(graph.file).name), graph, plan, is_step=name == "step")
         for name, graph in header.graphs.items()
     }
-    made = _image(folder) if header.boundary.images else None
+    made = _image(described(plan, folder, _IMAGE)) if header.boundary.images else None
     of_step = (header.boundary, header.layout, header.room, header.inputs)
     return assembled(*of_step, header.tables, runs, made, header.eye)
 
 
-def _image(folder: Path) -> ImageToken:
+def _image(file: Path) -> ImageToken:
     """What stands for an image in a text.
 
     Raises:
         FormatError: it cannot be read.
     """
     try:
-        ((token, row),) = safetensors.torch.load_file(folder / _IMAGE).items()
+        ((token, row),) = safetensors.torch.load_file(file).items()
         return ImageToken(int(token), row)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise FormatError(
-            f"{str(folder / _IMAGE)!r} cannot be read: {error}. Write the folder again."
-        ) from error
+        raise FormatError(f"{str(file)!r} cannot be read: {error}. Write the folder again.") from error
 
 
 def _open(file: Path, graph: SavedGraph, plan: Plan, *, is_step: bool) -> Run:
     if file.suffix == ".xml":
+        if (weights := file.with_suffix(".bin")).is_file():  # which it reads, too
+            described(plan, file.parent, weights.name)
         return openvino.open_graph(file, graph.inputs)
     if file.suffix != ".onnx":
         if plan.backend == "triton":

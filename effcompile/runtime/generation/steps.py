@@ -23,7 +23,7 @@ from effcompile.capture.caches import HFCache, fill, held, records, seen_by
 from effcompile.capture.generation import Boundary
 from effcompile.capture.images import ImageToken
 from effcompile.core.autocast import within
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import GuardError, LoweringError
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 from effcompile.ir.program import TensorSpec
 from effcompile.machine import huge_pages
@@ -139,6 +139,12 @@ class LoweredStep:
         few = given["tokens"].numel() <= FEW
         logits, *after = carried_out(self.run if self.many is None or few else self.many, flat)
         del flat
+        expected = end - start if wanted is None else max(1, wanted.numel())
+        if logits.shape[1:2] != (expected,):
+            raise LoweringError(
+                f"A planned step returned logits of {list(logits.shape)} where {expected} of a text's tokens "
+                "were asked for: its graph is not the one that was planned. Write its folder again."
+            )
         if wanted is not None and not wanted.numel():
             logits = logits[:, :0].clone()  # a view would hold the row that is not wanted
         beside = end - start if records(cache) else 0

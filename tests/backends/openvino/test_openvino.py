@@ -171,6 +171,17 @@ def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: P
 
 
 @installed
+def test_a_file_that_says_it_has_a_flag_and_has_none_is_told(program: Program, tmp_path: Path) -> None:
+    lower(program, {}).save(tmp_path)
+    file = tmp_path / "model.xml"
+    before, _, after = file.read_text().rpartition("<rt_info>")
+    flag = '<effcompile><indices_in_range value="the last output"/></effcompile>'
+    file.write_text(f"{before}<rt_info>{flag}{after}")
+    with pytest.raises(LoweringError, match="the file was changed"):
+        load(file)(*program.flat_inputs())
+
+
+@installed
 def test_measures_what_it_has() -> None:
     assert (OpenVino().measure(KernelCall("linear/int8_static", (8, 32, 32))) or 0) > 0
     assert (OpenVino().measure(KernelCall("attention/sdpa_int8", (1, 2, 8, 8, 16))) or 0) > 0

@@ -6,6 +6,8 @@ Skipped where the extra is not installed.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from effcompile.backends.openvino import OpenVino
 from effcompile.backends.openvino.states import KeptRows
 from effcompile.backends.openvino.steps import OpenVinoSteps
 from effcompile.capture.caches import new_cache
-from effcompile.core.errors import GuardError, InputsError, UsageError
+from effcompile.core.errors import EffcompileError, FormatError, GuardError, InputsError, UsageError
 from effcompile.estimate import fake_quant
 from effcompile.machine.target import KernelCall
 from effcompile.sites.parts import embeddings, linears
@@ -218,3 +220,25 @@ def test_weights_are_held_in_planned_codes() -> None:
 def setattr_nested(module: torch.nn.Module, name: str, value: torch.nn.Parameter) -> None:
     path, _, last = name.rpartition(".")
     setattr(module.get_submodule(path), last, value)
+
+
+@installed
+def test_a_graph_whose_products_are_sums_is_told(planned: Planned, tmp_path: Path) -> None:
+    """Its sizes fit as far as OpenVINO looks, and there are no logits of the tokens that were asked for."""
+    folder = planned[1].save(tmp_path / "out")
+    graph, plan = folder / "step.xml", json.loads((folder / "plan.json").read_text())
+    graph.write_text(graph.read_text().replace('type="MatMul"', 'type="Add"', 1))
+    plan["artifact"]["step.xml"] = hashlib.sha256(graph.read_bytes()).hexdigest()
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(EffcompileError, match="not the one that was planned"):
+        effcompile.load(folder).generate(ids(1, 6), **GREEDY)
+
+
+@installed
+def test_a_graph_whose_weights_have_no_digest_is_not_opened(planned: Planned, tmp_path: Path) -> None:
+    folder = planned[1].save(tmp_path / "out")
+    plan = json.loads((folder / "plan.json").read_text())
+    del plan["artifact"]["step.bin"]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(FormatError, match=r"does not describe 'step\.bin'"):
+        effcompile.load(folder)
