@@ -17,16 +17,26 @@ def refuse_aliases(
     lost, and it would be the weight of the day of planning.
 
     `held`: what attributes, lists and globals hold that the forward may read, by place. A detached one is no
-    alias: no gradient goes through it.
+    alias: no gradient goes through it. A constant that is one of these is read there; of any other, all is
+    known is the memory that it shares, for export makes a tensor of its own of a parameter.
 
     Raises:
         CaptureError: names the place and the parameter.
     """
-    trained = {_storage(p): name for name, p in model.named_parameters() if p.requires_grad}
-    read = {_storage(constant) for constant in constants} & trained.keys() - {None}
+    trained = {
+        key: name
+        for name, p in model.named_parameters()
+        if p.requires_grad and (key := _storage(p)) is not None
+    }
+    shared = [constant for constant in constants if _storage(constant) in trained]
+    if not shared:
+        return
+    known = list(held)
+    detached = {id(tensor) for _, tensor in known if not tensor.requires_grad}
+    read = {_storage(constant) for constant in shared if id(constant) not in detached}
     places = {
         place: trained[key]
-        for place, tensor in (held if read else ())
+        for place, tensor in known
         if tensor.requires_grad and (key := _storage(tensor)) in read
     }
     if places:

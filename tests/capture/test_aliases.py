@@ -77,6 +77,36 @@ class Detached(Model):
         return self.kept[0]
 
 
+class DetachedBesideOne(Detached):
+    """What is not detached is read by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * len(self.beside)
+
+
+class DetachedAndNot(DetachedBesideOne):
+    """Both are read, the detached one first."""
+
+    def other(self) -> Tensor:
+        return self.kept[0] + self.beside[0]
+
+
+class DetachedAndNotOfAnother(DetachedBesideOne):
+    def other(self) -> Tensor:
+        return self.beside[0] + self.kept[0]
+
+
+class DetachedViewOfOne(InList):
+    """It is detached when it is read, and is no tensor that anybody holds."""
+
+    def other(self) -> Tensor:
+        return self.kept[0].detach() + self.kept[0]
+
+
 class Listed(Model):
     """Its list is read for its length alone."""
 
@@ -105,6 +135,9 @@ class Registered(Model):
         (InAttribute, "model.plain"),
         (InGlobal, "KEPT['weight']"),
         (OfAView, "model.views[0]"),
+        (DetachedAndNot, "model.beside[0]"),
+        (DetachedAndNotOfAnother, "model.beside[0]"),
+        (DetachedViewOfOne, "model.kept[0]"),
     ],
 )
 def test_an_alias_is_named(kind: type[Model], place: str) -> None:
@@ -112,7 +145,7 @@ def test_an_alias_is_named(kind: type[Model], place: str) -> None:
         capture_training(kind().train(), (torch.randn(4, 8),))
 
 
-@pytest.mark.parametrize("kind", [Detached, Listed, Registered])
+@pytest.mark.parametrize("kind", [Detached, DetachedBesideOne, Listed, Registered])
 def test_what_is_no_alias_is_captured(kind: type[Model]) -> None:
     assert capture_training(kind().train(), (torch.randn(4, 8),)).roles
 
