@@ -23,7 +23,7 @@ def refuse_aliases(
     Raises:
         CaptureError: names the place and the parameter.
     """
-    trained = {
+    trained: dict[int | None, str] = {
         key: name
         for name, p in model.named_parameters()
         if p.requires_grad and (key := _storage(p)) is not None

@@ -35,7 +35,7 @@ from effcompile.passes import Pass
 from effcompile.passes.merge import MERGED, SEPARATE
 from effcompile.passes.precompute import ONCE
 from effcompile.proof.rehearsed import emulated
-from effcompile.proof.verify import Reference, verify, worst
+from effcompile.proof.verify import Reference, explained, verify, worst
 from effcompile.runtime.executable import Executable
 from effcompile.search.corrected import MARGIN, corrected
 from effcompile.search.progress import QUIET, Progress
@@ -208,7 +208,7 @@ def settle(
             return outcome, None
         if not passed:
             if last or predicted == 0.0 or not measured < float("inf"):
-                raise not_within(outcome.plan.backend, outcome.checks)
+                raise not_within(outcome.plan.backend, explained(outcome.checks, shop.cases))
             constraints = corrected(constraints, made, measured, shop.goal)
         return outcome, held_to_less(constraints, over, shop.goal, last=last) if over else constraints
 

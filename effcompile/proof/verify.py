@@ -231,6 +231,24 @@ def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -
     return [_check(run, program, case, goal) for case in cases]
 
 
+def explained(checks: Sequence[Check], cases: Sequence[Reference]) -> list[Check]:
+    """The checks; the one that is farthest off says, too, where it is the model that cannot be told from
+    itself: in float64 it is beyond the limit, as where it takes the first of an order of equal values.
+    """
+    bad = max(checks, key=lambda check: check.error)
+    own = [each for case in cases if case.name == bad.name for each in case.rounding()]
+    if bad.passed or not max(own, default=0.0) > bad.limit:
+        return list(checks)
+    said = Because(
+        "the model itself is {error} off from its own result in float64: rounding decides what it chooses, "
+        "as of an order of values that are equal, which random weights often give; trained weights and real "
+        "inputs tell such values apart",
+        (max(own),),
+    )
+    told = replace(bad, note=Together.of([*([bad.note] if bad.note else []), said]))
+    return [told if check is bad else check for check in checks]
+
+
 def distance(tensors: Sequence[torch.Tensor], program: Program, case: Reference, goal: Goal) -> float:
     """The largest relative L2 error of the tensors that a run gives in a case, padded positions left out;
     infinite for another number.

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import effcompile
 from effcompile.backends.torch import TorchEager
 from effcompile.capture import capture
+from effcompile.compiler.settle import not_within
 from effcompile.core.errors import VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
 from effcompile.proof.rounding import wide_copy
-from effcompile.proof.verify import references, verify
+from effcompile.proof.verify import explained, references, verify
 
 
 class Cancels(nn.Module):
@@ -50,6 +51,35 @@ def test_a_model_that_loses_digits_allows_others_to_lose_them_too() -> None:
     torch.manual_seed(0)
     (check, *_) = checks(Cancels(3).eval(), 3e-5, Goal())
     assert check.passed and check.limit > EXACT_TOLERANCE and "the model's own rounding is" in str(check.note)
+
+
+class Takes(nn.Module):
+    """The rows of the largest scores, of which the last digits decide where `steady` is false."""
+
+    def __init__(self, *, steady: bool) -> None:
+        super().__init__()
+        self.offset = 0.0 if steady else 1e7
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x[..., 0] + self.offset) - self.offset
+        return x.gather(0, scores.topk(3, dim=0).indices.unsqueeze(-1).expand(3, x.shape[-1]))
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_model_whose_choice_is_rounding_is_told(*, steady: bool) -> None:
+    """No other arithmetic can be compared with it."""
+    torch.manual_seed(0)
+    model, goal = Takes(steady=steady).eval(), Goal(max_error=0.03)
+    program = capture(model, (torch.randn(16, 8),), {}, dynamic=False)
+    cases = references(program, model, goal)
+
+    def lowered(*inputs: Tensor) -> list[Tensor]:
+        return [inputs[0][:3]]
+
+    found = verify(lowered, program, cases, goal)
+    assert not all(check.passed for check in found)
+    said = str(not_within("torch-eager", explained(found, cases)))
+    assert ("off from its own result in float64: rounding decides" in said) is not steady
 
 
 @pytest.mark.parametrize(("digits", "error"), [(0, 1.5e-5), (3, 1e-3), (5, 2e-3)])
