@@ -140,23 +140,30 @@ def _followed(model: nn.Module, case: Case) -> Iterator[object]:
 
 
 def _of_graph(graph: fx.Graph) -> Iterator[object]:
-    """Every node with its arguments, what its value looks like, and the modules that made it."""
+    """Every node with its arguments, what its value looks like, and the modules that made it.
+
+    torch's number of it in autograd's sequence counts all that the process did before.
+    """
     for node, line in content.lines(graph):
         modules = [[entry[0] for entry in node.meta.get(name, {}).values()] for name in _STACKS]
-        yield line, described(node), node.meta.get("seq_nr"), modules
+        yield line, described(node), modules
         if node.op == "get_attr":
-            yield _attribute(graph, str(node.target))
+            yield from _attribute(graph, str(node.target))
 
 
-def _attribute(graph: fx.Graph, name: str) -> object:
-    """What a graph reads of its module: a tensor by its bytes, and no weight.
+def _attribute(graph: fx.Graph, name: str) -> Iterator[object]:
+    """What a graph reads of its module: a tensor by its bytes, and no weight; another graph (what runs within
+    `no_grad`, say) by what is in it.
 
     Raises:
-        TypeError: another graph, which is not told by what it is called.
+        TypeError: it is neither.
     """
     found: object = graph.owning_module
     for part in name.split("."):
         found = getattr(found, part)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"{name} is no tensor")
-    return None if isinstance(found, nn.Parameter) else found
+    if isinstance(found, fx.GraphModule):
+        yield from _of_graph(found.graph)
+    elif isinstance(found, Tensor):
+        yield None if isinstance(found, nn.Parameter) else found
+    else:
+        raise TypeError(f"{name} is neither a tensor nor a graph")
