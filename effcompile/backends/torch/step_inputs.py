@@ -86,13 +86,17 @@ def refuse_inference(step: Step, read_again: Iterable[tuple[fx.Node, torch.Tenso
     """
     for node, value in read_again:
         if value.is_inference():
-            inputs = zip(step.inputs, step.input_names, strict=True)
-            names = {**step.parameters, **step.buffers, **dict(inputs)}
             raise InputsError(
-                f"{names.get(node, node.name)} was made within torch.inference_mode(), and the backward "
+                f"{called(step, node)} was made within torch.inference_mode(), and the backward "
                 "reads it: inference tensors cannot be saved for backward. Give a clone() of it, or make it "
                 "within torch.no_grad()."
             )
+
+
+def called(step: Step, node: fx.Node) -> str:
+    """What a placeholder stands for, by the name that the user gave it."""
+    inputs = zip(step.inputs, step.input_names, strict=True)
+    return {**step.parameters, **step.buffers, **dict(inputs)}.get(node, node.name)
 
 
 def refuse_others(consumed: Mapping[str, torch.Tensor], updated: Mapping[str, torch.Tensor]) -> None:

@@ -25,6 +25,7 @@ from effcompile.backends.torch.ranks import Alone, Ranks, refuse_distributed, re
 from effcompile.backends.torch.refusing import cut_off_words, refuse_recording, refusing
 from effcompile.backends.torch.step_inputs import (
     autocast_of,
+    called,
     fitting,
     given_tensors,
     held,
@@ -321,10 +322,9 @@ class StepRunner:
         given = (values[node] for node in self._wanted if node in values)
         return [tensor for tensor in (*parameters, *given) if tensor.requires_grad]
 
-    def versions(self, values: Mapping[fx.Node, Value]) -> list[tuple[str, int]]:
+    def versions(self, values: Mapping[fx.Node, Value]) -> list[tuple[fx.Node, int]]:
         """(placeholder, autograd's count of changes in place) of what the backward reads again."""
-        read = ((node.name, values[node]) for node in self._read_again)
-        return [(name, value._version) for name, value in read]
+        return [(node, values[node]._version) for node in self._read_again]
 
     def _without_autocast(self, graph: Any, values: list[Value]) -> Args:
         """Run a graph, in which every cast is an operator of its own: with autocast off, also where the step
@@ -381,12 +381,12 @@ class _Function(torch.autograd.Function):
                 "The backward of this loss has run already, and what it needs was freed as it ran "
                 "(retain_graph has no effect). Call the model again for a new loss."
             )
-        for (name, before), (_, now) in zip(ctx.versions, ctx.runner.versions(ctx.values), strict=True):
+        for (node, before), (_, now) in zip(ctx.versions, ctx.runner.versions(ctx.values), strict=True):
             if before != now:
                 raise InputsError(
-                    f"{name} was changed in place between the forward and the backward, which reads it "
-                    "again. Run the backward before the optimizer's step, and leave the inputs as they are "
-                    "until then."
+                    f"{called(ctx.runner.step, node)} was changed in place between the forward and the "
+                    "backward, which reads it again. Run the backward before the optimizer's step, and leave "
+                    "the inputs as they are until then."
                 )
         saved, ctx.saved = ctx.saved, None
         values, ctx.values = ctx.values, None
