@@ -91,32 +91,35 @@ def _differing(holder: Any, held: Any) -> Iterator[tuple[object, object, object]
 
 
 @contextlib.contextmanager
-def written_into(model: nn.Module) -> Iterator[None]:
+def written_into(model: nn.Module, noted: list[str]) -> Iterator[None]:
     """A buffer that is replaced within has its new value written into it instead.
+
+    noted: has the places added at which another thing is in the end, before torch.export puts there what was
+    there: an attribute that a hook sets before each forward (torch.nn.utils.spectral_norm's weight).
 
     Raises:
         CaptureError: the new value has another shape or dtype.
     """
-    before = (
-        []
-        if torch.compiler.is_dynamo_compiling()
-        else [(name, m, dict(m._buffers)) for name, m in model.named_modules()]
-    )
+    traced = torch.compiler.is_dynamo_compiling()
+    before = [] if traced else [(name, m, dict(m._buffers)) for name, m in model.named_modules()]
+    held = [] if traced else [(place, holder, holder.copy()) for place, holder in _holders(model)]
     yield
+    for place, holder, was in held:
+        noted.extend(f"{place}.{key}" for key, _, _ in _differing(holder, was))
     for place, module, buffers in before:
-        for name, was in buffers.items():
+        for name, first in buffers.items():
             now = module._buffers.get(name)
-            if now is was or was is None or now is None:
+            if now is first or first is None or now is None:
                 continue
-            if (now.shape, now.dtype) != (was.shape, was.dtype):
+            if (now.shape, now.dtype) != (first.shape, first.dtype):
                 raise CaptureError(
-                    f"The forward replaces the buffer {f'{place}.{name}'.lstrip('.')}, {was.dtype} "
-                    f"{tuple(was.shape)}, by a tensor of {now.dtype} {tuple(now.shape)}. A step has one "
+                    f"The forward replaces the buffer {f'{place}.{name}'.lstrip('.')}, {first.dtype} "
+                    f"{tuple(first.shape)}, by a tensor of {now.dtype} {tuple(now.shape)}. A step has one "
                     "shape of it: make it as large as it may become, and write into it."
                 )
             with torch.no_grad():
-                was.copy_(now)
-            module._buffers[name] = was
+                first.copy_(now)
+            module._buffers[name] = first
 
 
 def _looked_at(model: nn.Module) -> Callable[[], list[str]]:

@@ -48,7 +48,7 @@ _DYNAMO = "traced by Dynamo, for torch.export cannot take {name}"
 
 @dataclass(slots=True, kw_only=True)
 class _Subject:
-    """What is captured, and, once the forward has run, what it returned."""
+    """What is captured, and, once the forward has run, what it returned, and places that it wrote to."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -60,6 +60,7 @@ class _Subject:
     tensors: list[Tensor]
     refill: Refill
     exported: Exported
+    noted: list[str] = field(default_factory=list)
     mends: list[Reason] = field(default_factory=list)
     layout: OutputLayout | None = None
 
@@ -136,7 +137,7 @@ def capture_training(
 
     constants = (each.value for each in joint.roles.enters(Entering.CONSTANT).values())
     refuse_aliases(model, constants, state.held_tensors())
-    if first and (written or state.may_keep):
+    if first and (written or subject.noted or state.may_keep):
         subject.exported.call(model, ask)
     subject.exported.follow(state.leave)
     return replace(step, state=state)
@@ -163,10 +164,9 @@ class _StepModule(nn.Module):
         taken, named = (
             subject.inputs.forward_part(args, kwargs) if subject.loss is not None else (args, kwargs)
         )
-        # its forward, for hooks on the outermost module run around a planned step, at the call of the module
-        # that has it
+        # its forward, for hooks on the outermost module run around a planned step, when that is called
         model: nn.Module = getattr(self, training_graph.WRAPPED)
-        with written_into(model):
+        with written_into(model, subject.noted):
             outputs = model.forward(*taken, **named)
         if subject.layout is None:
             subject.layout = OutputLayout.of(

@@ -89,3 +89,27 @@ def test_a_hook_beside_a_loss_function_is_refused() -> None:
         effcompile.optimize(
             model, inputs=(x,), mode="training", loss=lambda outputs, inputs: outputs.square().mean()
         )
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_a_weight_that_a_hook_of_torch_sets_is_trained_on(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """Until its first call the weight of spectral_norm is the trained one's own memory, which an optimizer
+    writes to.
+    """
+
+    def made() -> Small:
+        model = Small()
+        norm(model.up)
+        return model
+
+    x = torch.randn(4, 16)
+    model, plain = made(), made()
+    planned = effcompile.optimize(model, inputs=(x,), mode="training")
+    assert any("model.up.weight" in str(note) for note in planned.plan.notes)
+    for each in (planned, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            each(x).backward()
+            optimizer.step()
+    for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
