@@ -149,9 +149,10 @@ def join(lifted: Lifted, model: nn.Module) -> JointGraph:
 
     Raises:
         CaptureError: the forward writes into an input, a parameter, or a tensor that is no buffer; a tensor
-            is not dense.
+            is not dense; an operator has an effect.
     """
     module, inputs, results = torch_compat_aot.joint_graph(lifted.module, lifted.tensors)
+    _refuse_effects(module.graph, model)
     updated = _updated(results, lifted, model)
     placeholders = module.graph.find_nodes(op="placeholder")
     nodes = {index: node for node, (kind, index) in zip(placeholders, inputs, strict=True) if kind == "input"}
@@ -202,6 +203,25 @@ def join(lifted: Lifted, model: nn.Module) -> JointGraph:
             tuple(result for result, _ in returned),
         ),
     )
+
+
+def _refuse_effects(graph: fx.Graph, model: nn.Module) -> None:
+    """Raises CaptureError where an operator does something beside its result: torch has tokens of such enter
+    and leave a graph, to keep their order.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        called = node.args[1]
+        linalg = called is torch.ops.aten._linalg_check_errors.default
+        raise CaptureError(
+            f"The forward of {type(model).__name__} calls {called}, which does something beside its result, "
+            "and the graph of a step has results alone. "
+            + (
+                "It is how torch.linalg's inv, solve and cholesky raise for a matrix that has none: use "
+                "inv_ex, solve_ex and cholesky_ex there, which return that as a number."
+                if linalg
+                else "Call it outside of the forward."
+            )
+        )
 
 
 def _refuse_sparse_gradients(graph: fx.Graph, model: nn.Module) -> None:

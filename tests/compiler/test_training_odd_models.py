@@ -74,6 +74,16 @@ def test_sparse_gradients_are_refused_in_words() -> None:
         effcompile.optimize(Lookup(), inputs=torch.randint(0, 50, (4, 8)), mode="training")
 
 
+class Inverted(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ torch.linalg.inv(self.up.weight[:16]))
+
+
+def test_an_operator_that_also_checks_is_refused_in_words() -> None:
+    with pytest.raises(CaptureError, match=r"_linalg_check_errors.*use inv_ex, solve_ex and cholesky_ex"):
+        effcompile.optimize(Inverted(), inputs=torch.randn(4, 16), mode="training")
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.ASGD])
 def test_optimizers_that_want_matrices_or_read_their_tensors(kind: Any) -> None:
     """Two planned updates are the optimizer's own."""
