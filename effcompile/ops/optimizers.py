@@ -230,14 +230,20 @@ def _rebuilt(
     optimizer: Optimizer, chosen: Mapping[str, object], tensors: Sequence[torch.Tensor]
 ) -> Optimizer:
     """The optimizer's class and attributes with other tensors and no states; works for classes whose
-    arguments we do not know.
+    arguments we do not know. Tensors among its options, too, are others: a step may write into them.
     """
     made: Optimizer = type(optimizer).__new__(type(optimizer))
     own = {
-        k: copy.copy(v)
+        k: _own(v)
         for k, v in vars(optimizer).items()
         if k not in ("state", "param_groups") and not k.startswith("_optimizer_")
     }
     own |= {k: OrderedDict() for k in vars(optimizer) if k.startswith("_optimizer_")}
-    made.__dict__.update(own, state=defaultdict(dict), param_groups=[{**chosen, "params": list(tensors)}])
+    group = {k: _own(v) for k, v in chosen.items()}
+    made.__dict__.update(own, state=defaultdict(dict), param_groups=[{**group, "params": list(tensors)}])
     return made
+
+
+def _own(value: Any) -> Any:
+    """A copy that a step may write into."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)

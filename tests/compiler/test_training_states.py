@@ -470,6 +470,51 @@ def test_planning_leaves_model_and_optimizer_as_they_were() -> None:
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, in a tensor there and in itself, as optimizers of other packages do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2, momentum=0.9)
+        self.steps, self.rates = 0, list[float]()
+        for group in self.param_groups:
+            group["factor"] = torch.ones(())
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["factor"].mul_(0.5)
+            self.rates.append(group["lr"])
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_beside_its_states_is_as_it_was() -> None:
+    """Adan, Prodigy, SOAP and schedule-free optimizers correct their first steps by such counters."""
+    model, batch = MODELS["skips"]()
+    given, called = Counting(model.parameters()), list[str]()
+    given.register_step_post_hook(lambda *_: called.append("stepped"))
+    factor = given.param_groups[0]["factor"]
+    planned = optimize(model, batch, optimizer=given)
+    assert planned.optimizer is given and not given.state
+    (group,) = given.param_groups
+    assert group["factor"] is factor and float(factor) == 1.0 and "step" not in group
+    assert (given.steps, given.rates, called) == (0, [], [])
+    train(planned, given, batch, 1)
+    assert (given.steps, group["step"]) == (1, 1) and called  # by SGD's own step, too, where torch patched it
+
+
+@pytest.mark.parametrize("name", ["Adan", "Prodigy", "ScheduleFreeAdamW"])
+def test_optimizers_of_another_package_take_the_same_steps(name: str) -> None:
+    kind = getattr(pytest.importorskip("pytorch_optimizer"), name)
+    model, batch = MODELS["skips"]()
+    plain = twin(model)
+    planned = optimize(model, batch, optimizer=kind(model.parameters(), lr=1e-2))
+    train(planned, planned.optimizer, batch, 3)
+    train(plain, kind(plain.parameters(), lr=1e-2), batch, 3)
+    for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_states_count_without_data() -> None:
     with torch.device("meta"):
         model, batch = gpt2()

@@ -323,15 +323,13 @@ def _updated(
             return None
         runner.sink = lambda name, gradient: None
         return updates.repeated(step, work.model, work.leaves, steps - 1)
-    optimizer = given if states is None or runner is None else _made(work, runner, states)
-    try:
-        scaled = runner is not None and runner.loss_scale is not None
+    scaled = runner is not None and runner.loss_scale is not None
+    with updates.as_fresh(given):
+        optimizer = given if states is None or runner is None else _made(work, runner, states)
         return updates.run(
             step, work.model, optimizer, runner, work.leaves,
             None if ran is None or scaled else ran.gradients, steps=steps,
         )  # fmt: skip
-    finally:
-        given.state.clear()
 
 
 def _made(work: Work, runner: StepRunner, states: StatesOption) -> Optimizer:

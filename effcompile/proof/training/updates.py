@@ -4,8 +4,10 @@ the given one's.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -207,6 +209,57 @@ class _parameters_restored:  # noqa: N801  a context manager, named like one
                 self.model.get_parameter(name).copy_(value)
 
 
+@contextlib.contextmanager
+def as_fresh(optimizer: Optimizer) -> Iterator[None]:
+    """An optimizer without states is put back as it was, also one that it wraps; within, its hooks are not
+    called: a step here is none of the user's.
+
+    Steps write into its groups, too (a counter, Prodigy's estimate of the rate), and into its attributes. A
+    tensor there gets its value back in place: a scheduler may hold it.
+    """
+    held = [vars(optimizer), *optimizer.param_groups]
+    before = [
+        {key: (value, _copied(value)) for key, value in each.items() if key not in _APART} for each in held
+    ]
+    with contextlib.ExitStack() as stack:
+        for value in vars(optimizer).values():
+            if isinstance(value, Optimizer):
+                stack.enter_context(as_fresh(value))
+        for name, value in vars(optimizer).items():
+            if name.startswith("_optimizer_step_"):
+                value.clear()
+        try:
+            yield
+        finally:
+            optimizer.state.clear()
+            for each, were in zip(held, before, strict=True):
+                for key in each.keys() - were.keys() - _APART:
+                    del each[key]
+                each.update({key: _put_back(value, was) for key, (value, was) in were.items()})
+
+
+#: What is no option of an optimizer or of a group.
+_APART = {"state", "param_groups", "params"}
+
+
+def _copied(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, list | dict | set) else None
+
+
+@torch.no_grad()
+def _put_back(value: object, was: object) -> object:
+    if isinstance(value, torch.Tensor) and isinstance(was, torch.Tensor):
+        value.copy_(was)
+    elif isinstance(value, list) and isinstance(was, list):
+        value[:] = was
+    elif isinstance(value, dict | set) and isinstance(was, dict | set):
+        value.clear()
+        value.update(was)
+    return value
+
+
 def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: Gradients) -> Check | Reason:
     """Parameters after two planned updates with the same gradients against the given optimizer's: a check, or
     a note.
@@ -263,9 +316,9 @@ def _updated(
     on_host: bool,
     gradient: torch.Tensor,
 ) -> torch.Tensor:
-    copy = nn.Parameter(tensor.clone())
-    worker = Worker(copy, group, given, form, on_host)
+    made = nn.Parameter(tensor.clone())
+    worker = Worker(made, group, given, form, on_host)
     with torch.no_grad():
         for _ in range(2):
             worker.step(gradient, group)
-    return copy.detach()
+    return made.detach()
