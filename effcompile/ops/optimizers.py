@@ -244,6 +244,6 @@ def _rebuilt(
     return made
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> object:
     """A copy that a step may write into."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
