@@ -226,6 +226,10 @@ def pieces(form: StatesForm, tensor: torch.Tensor) -> list[torch.Tensor]:
     return [flat[start : start + form.piece] for start in range(0, count, form.piece)]
 
 
+#: What belongs to one optimizer: also its `step`, where a scheduler has wrapped it.
+_BOUND = ("state", "param_groups", "step")
+
+
 def _rebuilt(
     optimizer: Optimizer, chosen: Mapping[str, object], tensors: Sequence[torch.Tensor]
 ) -> Optimizer:
@@ -234,9 +238,7 @@ def _rebuilt(
     """
     made: Optimizer = type(optimizer).__new__(type(optimizer))
     own = {
-        k: _own(v)
-        for k, v in vars(optimizer).items()
-        if k not in ("state", "param_groups") and not k.startswith("_optimizer_")
+        k: _own(v) for k, v in vars(optimizer).items() if k not in _BOUND and not k.startswith("_optimizer_")
     }
     own |= {k: OrderedDict() for k in vars(optimizer) if k.startswith("_optimizer_")}
     group = {k: _own(v) for k, v in chosen.items()}

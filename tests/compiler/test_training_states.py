@@ -430,6 +430,27 @@ def test_schedules_of_the_learning_rate_reach_every_form() -> None:
     assert runs[0] == runs[1]
 
 
+def test_a_schedule_made_before_planning_reaches_the_planned_optimizer() -> None:
+    """It wraps the given one's `step`; after a load_state_dict, too."""
+    model, batch = MODELS["skips"]()
+    eager, runs = twin(model), []
+    given, theirs = adamw(model.parameters()), adamw(eager.parameters(), fused=True)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda n: 1 / (1 + n)) for each in (given, theirs)]
+    planned = optimize(model, batch, BACKWARD, least(model, batch, BACKWARD), optimizer=given)
+    assert isinstance(planned.optimizer, PlannedOptimizer) and not given.state
+    for trained, optimizer, schedule in zip(
+        (planned, eager), (planned.optimizer, theirs), schedules, strict=True
+    ):
+        losses = []
+        for step in range(4):
+            losses += train(trained, optimizer, batch, 1)
+            schedule.step()
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+        runs.append((losses, optimizer.param_groups[0]["lr"]))
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize(
     "passes", [[*EXACT], [*EXACT, "states.eight_bit=true", "states.offload=false"]], ids=["host", "8-bit"]
 )

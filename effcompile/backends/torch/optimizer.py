@@ -44,7 +44,8 @@ class PlannedOptimizer(OneByOne):
     def __init__(self, given: Optimizer, form: StatesForm, *, on_host: bool, names: Mapping[int, str]):
         """Args: `names`: id of a parameter → its qualified name."""
         self._given, self.form, self.on_host = given, form, on_host
-        super().__init__([dict(group) for group in given.param_groups], dict(given.defaults))
+        super().__init__(given.param_groups, dict(given.defaults))
+        self.param_groups = given.param_groups  # a scheduler may have been made of the given one before
         self._workers: dict[int, Worker] = {}
         self.by_name = {
             names[id(p)]: p for group in self.param_groups for p in group["params"] if id(p) in names
@@ -130,6 +131,7 @@ class PlannedOptimizer(OneByOne):
         if len(numbers) != len(parameters):
             raise FormatError(f"The state has {len(numbers)} parameters, this optimizer {len(parameters)}.")
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._given.param_groups = self.param_groups
         self._workers.clear()
         for number, (parameter, group) in zip(numbers, parameters, strict=True):
             if number in state_dict["state"]:
