@@ -87,8 +87,8 @@ class WeightFormat:
         return f"{self.family}g{self.group}" if self.group not in (0, USUAL_GROUP) else self.family
 
     def stored_bytes(self, n: int, k: int) -> int:
-        """Bytes of a dense weight (N, K) with its scales, and those of columns that calibration may find it to
-        want (ops/int8_codes.py); those of a pattern depend on its indices (sparse/forms.py).
+        """Bytes of a dense weight (N, K) with its scales, and those of columns that it may have
+        (ops/int8_codes.py); those of a pattern depend on its indices (sparse/forms.py).
         """
         scales = {"none": 0, "tensor": 1, "channel": n, "group": n * math.ceil(k / (self.group or 1))}[
             self.scale
