@@ -94,31 +94,33 @@ def _differing(holder: Any, held: Any) -> Iterator[tuple[object, object, object]
 def written_into(model: nn.Module, noted: list[str]) -> Iterator[None]:
     """A buffer that is replaced within has its new value written into it instead.
 
-    noted: has the places added at which another thing is in the end, before torch.export puts there what was
-    there: an attribute that a hook sets before each forward (torch.nn.utils.spectral_norm's weight).
+    noted: has the attributes of modules added that are other things in the end, before torch.export puts
+    there what was there: those that a hook sets before each forward (torch.nn.utils.spectral_norm's weight).
+    Of what else the model holds nothing is read here: reads of its configuration are recorded, and guarded.
 
     Raises:
         CaptureError: the new value has another shape or dtype.
     """
     traced = torch.compiler.is_dynamo_compiling()
-    before = [] if traced else [(name, m, dict(m._buffers)) for name, m in model.named_modules()]
-    held = [] if traced else [(place, holder, holder.copy()) for place, holder in _holders(model)]
+    modules = [] if traced else list(model.named_modules())
+    before = [(name, m, dict(m._buffers)) for name, m in modules]
+    held = [(name, vars(m), vars(m).copy()) for name, m in modules]
     yield
-    for place, holder, was in held:
-        noted.extend(f"{place}.{key}" for key, _, _ in _differing(holder, was))
+    for place, now, was in held:
+        noted.extend(f"{place}.{key}".lstrip(".") for key in now if now[key] is not was.get(key))
     for place, module, buffers in before:
         for name, first in buffers.items():
-            now = module._buffers.get(name)
-            if now is first or first is None or now is None:
+            last = module._buffers.get(name)
+            if last is first or first is None or last is None:
                 continue
-            if (now.shape, now.dtype) != (first.shape, first.dtype):
+            if (last.shape, last.dtype) != (first.shape, first.dtype):
                 raise CaptureError(
                     f"The forward replaces the buffer {f'{place}.{name}'.lstrip('.')}, {first.dtype} "
-                    f"{tuple(first.shape)}, by a tensor of {now.dtype} {tuple(now.shape)}. A step has one "
+                    f"{tuple(first.shape)}, by a tensor of {last.dtype} {tuple(last.shape)}. A step has one "
                     "shape of it: make it as large as it may become, and write into it."
                 )
             with torch.no_grad():
-                first.copy_(now)
+                first.copy_(last)
             module._buffers[name] = first
 
 

@@ -262,6 +262,20 @@ class Plan:
                 return decision
         raise UnknownNameError("site", site, [d.site for d in self.decisions])
 
+    def file(self, folder: Path, name: str) -> Path:
+        """A file of the folder that is opened as a part of the artifact.
+
+        Raises:
+            FormatError: the plan names other files, so that those were compared with what was saved.
+        """
+        if self.artifact and name not in self.artifact:
+            raise FormatError(
+                f"The plan in {clipped(repr(str(folder)))} does not describe {clipped(repr(name))}, which a "
+                f"plan for {self.backend} opens: its files are {clipped(', '.join(sorted(self.artifact)))}. "
+                "Write both again with `effcompile optimize -o`."
+            )
+        return folder / name
+
     def with_changes(self, **changes: Any) -> Plan:
         return replace(self, **changes)
 

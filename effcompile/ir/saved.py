@@ -129,21 +129,6 @@ def check_artifact(plan: Plan, folder: Path) -> None:
             )
 
 
-def described(plan: Plan, folder: Path, name: str) -> Path:
-    """A file of the folder that is opened as a part of the artifact.
-
-    Raises:
-        FormatError: the plan names other files only, so that `check_artifact` looked at those.
-    """
-    if name not in plan.artifact:
-        raise FormatError(
-            f"{str(folder / PLAN)!r} does not describe {clipped(repr(name))}, which a plan for "
-            f"{plan.backend} opens: its files are {clipped(', '.join(sorted(plan.artifact)) or 'none')}. "
-            "Write both again with `effcompile optimize -o`."
-        )
-    return folder / name
-
-
 def _digest(file: Path) -> str:
     """SHA-256 in hexadecimal.
 

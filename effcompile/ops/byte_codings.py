@@ -63,8 +63,8 @@ class Coding(NamedTuple):
         return weight if self.columns is None else weight / self.columns
 
     def correction(self, weight: Tensor, rounded: Tensor) -> Tensor:
-        """What a bias (N) is to have more, where a weight (N, K) is rounded, and divided still."""
-        return weight @ self.mean - rounded @ self.entering(self.mean)
+        """What a bias (N) is to have more in fp32, where a weight (N, K) is rounded, and divided still."""
+        return weight.float() @ self.mean - rounded.float() @ self.entering(self.mean)
 
 
 @torch.no_grad()

@@ -27,7 +27,6 @@ from effcompile.core.temporary import own_folder, remove
 from effcompile.core.torch_compat_narrow import made_elsewhere
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
-from effcompile.ir.saved import described
 from effcompile.machine.memory import give_back
 from effcompile.machine.target import KernelCall
 from effcompile.ops.grouped import multiplies_runs
@@ -102,7 +101,7 @@ class OnnxRuntime:
         return OnnxModel(built, [spec.name for spec in program.inputs], told)
 
     def open(self, directory: Path, plan: Plan) -> Run:
-        model = described(plan, directory, "model.onnx")
+        model = plan.file(directory, "model.onnx")
         check_beside(model, plan.artifact)
         call = load(model, plan.settings)
 

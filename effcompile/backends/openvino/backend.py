@@ -27,7 +27,6 @@ from effcompile.core.stages import first_line
 from effcompile.ir.formats import BF16, FP32, INT8_STATIC, TABLE_INT8_ROWS, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
-from effcompile.ir.saved import described
 from effcompile.machine.target import KernelCall
 from effcompile.sites.parts import add_norms, attentions, embeddings, gelus, linears
 
@@ -124,9 +123,9 @@ class OpenVino:
         return _compile(program, quantized, names, precision)
 
     def open(self, directory: Path, plan: Plan) -> Run:
-        path = described(plan, directory, ARTIFACT)
+        path = plan.file(directory, ARTIFACT)
         if (weights := path.with_suffix(".bin")).is_file():  # which it reads, too
-            described(plan, directory, weights.name)
+            plan.file(directory, weights.name)
         call = load(path)
         return lambda tensors: call(*tensors.values())
 

@@ -33,7 +33,6 @@ from effcompile.ir.formats import (
 )
 from effcompile.ir.plan import Decision, Plan
 from effcompile.ir.program import Program
-from effcompile.ir.saved import described
 from effcompile.machine.cold import FEW_ROWS
 from effcompile.machine.target import KernelCall
 from effcompile.ops import bf16_linear, row_program
@@ -180,7 +179,7 @@ class TorchInductor:
 
 def opened(directory: Path, plan: Plan) -> Run:
     """The saved artifact at work; on a GPU its calls are recorded as they were where it was made."""
-    run, graph = load_flat(described(plan, directory, ARTIFACT))
+    run, graph = load_flat(plan.file(directory, ARTIFACT))
     calls = Recorded(run, graph, plan)
     return lambda tensors: calls(*tensors.values())
 

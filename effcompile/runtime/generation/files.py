@@ -28,7 +28,7 @@ from effcompile.core.stages import first_line
 from effcompile.core.types import HFClass, HFModel
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
-from effcompile.ir.saved import PLAN, check_artifact, described
+from effcompile.ir.saved import PLAN, check_artifact
 from effcompile.runtime.generation.header import Header, SavedGraph, objection
 from effcompile.runtime.generation.steps import LoweredStep, Run, assembled
 
@@ -119,7 +119,7 @@ def read(folder: Path) -> tuple[Plan, Header]:
     """
     plan = Plan.load(folder / PLAN)
     check_artifact(plan, folder)
-    place = described(plan, folder, HEADER)
+    place = plan.file(folder, HEADER)
     try:
         header = msgspec.json.decode(read_bounded(place, _MOST_BYTES, "the header"), type=Header)
         wrong = objection(header, plan)
@@ -153,10 +153,10 @@ def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
 
 def _at_work(folder: Path, plan: Plan, header: Header) -> LoweredStep:
     runs: dict[str, Run] = {
-        name: _open(described(plan, folder, Path(graph.file).name), graph, plan, is_step=name == "step")
+        name: _open(plan.file(folder, Path(graph.file).name), graph, plan, is_step=name == "step")
         for name, graph in header.graphs.items()
     }
-    made = _image(described(plan, folder, _IMAGE)) if header.boundary.images else None
+    made = _image(plan.file(folder, _IMAGE)) if header.boundary.images else None
     of_step = (header.boundary, header.layout, header.room, header.inputs)
     return assembled(*of_step, header.tables, runs, made, header.eye)
 
@@ -177,7 +177,7 @@ def _image(file: Path) -> ImageToken:
 def _open(file: Path, graph: SavedGraph, plan: Plan, *, is_step: bool) -> Run:
     if file.suffix == ".xml":
         if (weights := file.with_suffix(".bin")).is_file():  # which it reads, too
-            described(plan, file.parent, weights.name)
+            plan.file(file.parent, weights.name)
         return openvino.open_graph(file, graph.inputs)
     if file.suffix != ".onnx":
         if plan.backend == "triton":
