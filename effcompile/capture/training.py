@@ -220,7 +220,8 @@ def _joint(subject: _Subject) -> training_graph.JointGraph:
         raise CaptureError(
             f"{type(subject.model).__name__} cannot be captured for training: it defines a gradient in "
             f"Python by {first}, which neither torch.export nor Dynamo records. Mend it: write it with torch "
-            "operators, or as a torch.library.custom_op with its own register_autograd."
+            "operators, or as a torch.library.custom_op with its own register_autograd. A hook on the whole "
+            "model, or on a parameter, runs around a planned step; take others off (handle.remove())."
         ) from first
     raise capture_error(first, subject.model) from first
 

@@ -220,7 +220,9 @@ def python_gradients() -> Iterator[list[str]]:
             and torch.is_grad_enabled()
             and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         ):
-            note(f"the torch.autograd.Function {cls.__name__}")
+            of_module = cls.__name__ == "BackwardHookFunction" and cls.__module__.startswith("torch.")
+            whose = "a backward hook on a module, torch's" if of_module else "the torch.autograd.Function"
+            note(f"{whose} {cls.__name__}")
         return apply.__get__(None, cls)(*args, **kwargs)  # a classmethod, in torch 2.15 a built-in one
 
     def hooked(tensor: torch.Tensor, function: object) -> Value:
