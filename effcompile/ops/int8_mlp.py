@@ -144,13 +144,13 @@ class MlpKernels:
             wave(0.3, 1, n)[0],
         )
         for rows, after in ((150, "gelu"), (33, "silu"), (16, "none"), (1, "gelu_tanh"), (2, "relu")):
-            first, last = linear(0.7, 150, 70, rows % 2 == 0), linear(0.9, 37, 150, rows > 16)
+            first, last = linear(0.7, 150, 70, rows % 2 == 1), linear(0.9, 37, 150, rows > 16)
             x, residual = wave(0.11, rows, 70), wave(0.5, rows, 37)
             norm = (wave(0.2, 1, 37)[0], None, 1e-5)
             for behind in ((None, None, None, None), (residual, None, None, None), (residual, *norm)):
                 found = self.mlp(x, first, after, last, behind)
                 right = mlp_by_torch(x, first, after, last, behind)
-                if not torch.allclose(found, right, rtol=0, atol=1e-2 * float(right.abs().max())):
+                if not torch.allclose(found, right, rtol=0, atol=5e-3 * float(right.abs().max())):
                     return f"the compiled {self.isa} kernel gave a wrong product of bytes"
         return None
 
