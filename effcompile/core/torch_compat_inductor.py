@@ -8,8 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache, partial
-from threading import RLock, get_ident, local
+from functools import cache
+from threading import RLock, local
 from types import CodeType
 from typing import Any
 
@@ -242,33 +242,6 @@ def _takes_packed() -> bool:
 
     validator.check_tensor, pickler._reduce_tensor = staticmethod(checked), reduced
     return True
-
-
-@contextlib.contextmanager
-def built_later() -> Iterator[list[Callable[[], None]]]:
-    """Within, what this thread has Inductor generate is built by its pool of compilers while the next is
-    generated.
-
-    Yields:
-        A list that what waits for each is added to: its kernels cannot be called before, and it raises what
-        building them raised.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    waits: list[Callable[[], None]] = []
-    wait, ours = AsyncCompile.wait, get_ident()
-
-    def later(self: AsyncCompile, scope: dict[str, object]) -> None:
-        if get_ident() == ours:
-            waits.append(partial(wait, self, scope))
-        else:
-            wait(self, scope)
-
-    AsyncCompile.wait = later  # type: ignore[method-assign]
-    try:
-        yield waits
-    finally:
-        AsyncCompile.wait = wait  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import fx
 
 from effcompile.core import torch_compat
 from effcompile.core.torch_compat_aot import elementwise_kernel
-from effcompile.core.torch_compat_inductor import built_later
+from effcompile.core.torch_compat_kernels import built_later
 from effcompile.core.types import Outputs
 from effcompile.ops.tanh_by_sigmoid import by_sigmoid
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
+from effcompile.core import torch_compat, torch_compat_kernels, torch_compat_memory
 from effcompile.ops import fused as module
 from effcompile.ops.fused import Fused, TileLayout, compile_together
 
@@ -114,7 +114,7 @@ def test_one_that_does_not_build_runs_operator_by_operator(monkeypatch: pytest.M
     def second_fails(self: CppBuilder) -> None:
         path = self.get_target_file_path()
         built.extend([path] * path.endswith("main.so"))  # no header
-        if len(built) == 2:
+        if len(built) in (1, 3):  # all of them as one file, and the second by itself
             raise RuntimeError("the compiler ended\nmore")
         builds(self)
 
@@ -123,7 +123,7 @@ def test_one_that_does_not_build_runs_operator_by_operator(monkeypatch: pytest.M
     kernels = [gelu(width=width, factor=factor) for width in (184, 200, 216)]
     with config.patch(compile_threads=2):
         compile_together(kernels)
-    assert len(built) == 3
+    assert len(built) == 4
     reasons = sorted(str(kernel.fallback_reason) for kernel in kernels)
     assert reasons == ["None", "None", "RuntimeError: the compiler ended"]
     for kernel in kernels:
@@ -133,7 +133,7 @@ def test_one_that_does_not_build_runs_operator_by_operator(monkeypatch: pytest.M
 
 def test_what_another_thread_compiles_meanwhile_is_waited_for_there() -> None:
     kernel, x = gelu(width=232), torch.randn(128, 232)
-    with ThreadPoolExecutor(1) as other, torch_compat_inductor.built_later() as waits:
+    with ThreadPoolExecutor(1) as other, torch_compat_kernels.built_later() as waits:
         got = other.submit(kernel, x).result()
         assert not waits and kernel.fallback_reason is None
     torch.testing.assert_close(got[0], expected(x)[0], rtol=1e-6, atol=1e-6)

@@ -27,7 +27,8 @@ from effcompile.backends.torch.measure_linears import (
 from effcompile.core import gpu
 from effcompile.core.floats import in_fp32
 from effcompile.core.timing import SETTLED, median_seconds
-from effcompile.core.torch_compat_inductor import built_later, compiling
+from effcompile.core.torch_compat_inductor import compiling
+from effcompile.core.torch_compat_kernels import built_later
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC
 from effcompile.machine.cold import FEW_ROWS, MANY_ROWS, cold_copies, evict, reads_weights
 from effcompile.machine.target import Dims, KernelCall
