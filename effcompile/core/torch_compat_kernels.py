@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import RLock, get_ident
-from typing import Any, ClassVar
+from typing import Any
 
 #: Kernels of a file: where there are more, the first are built while the next are generated.
 _OF_A_FILE = 12
@@ -201,7 +201,7 @@ def _building(texts: Sequence[str], submit: Any) -> Callable[[], Path]:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     class Library(CppPythonBindingsCodeCache):
-        cache: ClassVar[dict[str, Any]] = {}
+        cache: dict[str, Any] = {}  # noqa: RUF012  (torch declares it so)
 
         @classmethod
         def _load_library(cls, path: str, key: str) -> Any:
