@@ -45,6 +45,10 @@ class Pace:
         self._seen = perf_counter() if even else -math.inf
         return even
 
+    def surely_even(self) -> bool:
+        """Whether it was just seen to run as it can: not where nothing is left to wait with."""
+        return self.even() and perf_counter() - self._seen < APART
+
     def wait(self, lost: float = 0.0) -> float:
         """Until it runs as it can, or patience is at its end; returns the seconds lost, with these before."""
         start = perf_counter()

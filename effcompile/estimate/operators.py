@@ -35,6 +35,9 @@ _LARGE = 256 << 20
 #: Share of an operator's time that reading its operands must be, that it matters whether a cache holds them;
 #: and of the seconds of each, those for one where it does.
 _SMALL, _COLD = 0.125, 0.25
+#: Times the seconds of each from which on one call is enough, where the machine ran as it can before and
+#: after: the next were 0 to 5 % from it.
+_LONG = 4
 #: Rows between two neighbours that are looked up, where rows are made up: a prime.
 _STRIDE = 7919
 #: Multiplications of a slow product that are timed, and its rows at the least.
@@ -132,6 +135,12 @@ def _waiting(pace: Pace | None, seconds: float) -> contextlib.AbstractContextMan
     return contextlib.nullcontext() if pace is None else pace.losing(seconds)
 
 
+def _even() -> bool:
+    """Whether the machine is known to run as it can."""
+    pace = current_pace()
+    return pace is not None and pace.surely_even()
+
+
 def _fits(node: fx.Node) -> bool:
     """Whether operands and results, made up beside the model, fit what is free; large ones are looked at
     only.
@@ -160,6 +169,7 @@ def _measure(node: fx.Node, seconds_each: float, others: OtherValues | None = No
         if on_gpu:
             # kernels are compiled, their tiles chosen, and what libraries keep is taken, at the first call
             call()
+        even = not on_gpu and _even()
         with torch_compat_memory.watched_memory("cuda" if on_gpu else "cpu") as peak:
             start = perf_counter()
             result = call()
@@ -169,6 +179,8 @@ def _measure(node: fx.Node, seconds_each: float, others: OtherValues | None = No
         del result
         if on_gpu:
             seconds = gpu.seconds(call, budget=seconds_each)
+        elif even and first >= _LONG * seconds_each and _even():
+            seconds = first
         else:
             touched = sum(t.numel() * t.element_size() for t in _tensors((args, kwargs))) + sum(results)
             seconds = _seconds(call, seconds_each, first, touched, others)

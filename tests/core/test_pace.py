@@ -98,3 +98,13 @@ def test_what_is_worth_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert pace.best == pytest.approx(5e-5), "its patience is not at its end"
     assert timed(machine, pace) == pytest.approx(1e-3)
     assert machine.now > 3.0
+
+
+def test_at_the_end_of_patience_nothing_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = on(monkeypatch, [(0.1, 1.0), (math.inf, 1.5)])
+    pace = Pace(lambda: machine.work(5e-5), patience=2.0)
+    assert pace.surely_even()
+    machine.now = 0.2
+    assert not pace.surely_even()
+    timed(machine, pace)
+    assert pace.left <= 0 and pace.even() and not pace.surely_even()

@@ -242,6 +242,18 @@ def test_seconds_of_a_long_call_are_the_faster_of_two(monkeypatch: pytest.Monkey
     assert operators._seconds(lambda: None, 0.05, 3.5, 0, None) == 3.5
 
 
+@pytest.mark.parametrize(("even", "calls"), [((True, True), 1), ((True, False), 2), ((False, True), 2)])
+def test_a_long_call_between_two_looks_at_a_machine_that_runs_as_it_can_is_enough(
+    even: tuple[bool, bool], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, looks, made = iter([0.0, 5.0, 5.0, 8.0]), iter(even), list[None]()
+    monkeypatch.setattr(operators, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(operators, "_even", lambda: next(looks))
+    monkeypatch.setattr(operators, "_operands", lambda node: ((torch.ones(4),), {}))
+    node = fx.Graph().call_function(lambda x: made.append(None) or x + 1, ())
+    assert operators._measure(node, 0.05).seconds == (5.0 if calls == 1 else 3.0) and len(made) == calls
+
+
 # ------------------------------------------------------------------ the roofline
 
 
