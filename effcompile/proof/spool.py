@@ -128,7 +128,7 @@ class Spool(Mapping[str, Tensor | None]):
         ):
             self._places[name] = value
             return
-        plain = value.detach()
+        plain = value.detach().resolve_conj().resolve_neg()  # what is written is what it says
         plain = plain.contiguous() if _extent(plain.shape, plain.stride()) > plain.numel() else plain
         place = _Place(
             self._place_of(name, plain), tuple(plain.shape), plain.stride(), plain.dtype, plain.device

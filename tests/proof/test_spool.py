@@ -193,6 +193,52 @@ def test_a_lean_step_that_writes_behind_is_the_models_own(before: set[str]) -> N
     assert_nothing_is_left(before)
 
 
+class Conjugates(nn.Module):
+    """Saves a value, and the same conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pair = torch.view_as_complex(self.layer(x).unflatten(-1, (32, 2)))
+        return (pair * pair.conj() + pair * pair).abs().sum()
+
+
+def test_a_conjugate_is_put_aside_as_what_it_is(before: set[str]) -> None:
+    model, x = Conjugates(), torch.linspace(-1, 1, 640).view(10, 64)
+    gradients = spool.Spool()
+    with lean(model, {}, gradients, PLENTY):
+        found = verify.run(lambda: model(x), model, spool=gradients)
+    check = verify.compare(found, verify.run(lambda: model(x), model), None)
+    assert check.passed and check.error == 0
+
+
+def test_a_value_that_is_saved_twice_is_one() -> None:
+    model, x = nn.Linear(1, 1), torch.ones(4, 4, dtype=torch.complex64)
+    saved = lean_module._Saved(model, PLENTY)
+    one = saved.put_aside(x)
+    assert saved.put_aside(x) is one
+    others = [saved.put_aside(other) for other in (x.conj(), x.T, x[1:], x.view(torch.float32))]
+    assert len({id(held) for held in (one, *others)}) == 5
+    x.mul_(2)
+    assert saved.put_aside(x) is not one
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.read_back(one)
+
+
+def test_what_lies_in_the_file_is_no_more_known() -> None:
+    """Its memory may be another value's by now."""
+    model, x = nn.Linear(1, 1), torch.ones(4)
+    saved = lean_module._Saved(model, PLENTY)
+    one = saved.put_aside(x)
+    saved.spool.put(one.name, one.value)
+    one.value = None
+    again = saved.put_aside(x)
+    assert again is not one
+    torch.testing.assert_close(saved.read_back(one), saved.read_back(again))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug of the model")])
 def test_of_a_lean_step_that_ends_early_nothing_is_left(error: BaseException, before: set[str]) -> None:
     model = Interrupted(error)

@@ -102,7 +102,7 @@ def _leaving(name: str, gradients: Spool) -> Callable[[Tensor], None]:
 
 
 class _Held:
-    """A value that autograd saved: at hand, or in the file under its name."""
+    """A value that autograd saved, once or several times: at hand, or in the file under its name."""
 
     __slots__ = ("__weakref__", "name", "value", "version")
 
@@ -124,6 +124,8 @@ class _Saved:
         self.start, self.moved = room.left(), _LOOK_AFTER
         self.spool = Spool(behind=behind(self.start))
         self.at_hand = deque[weakref.ref[_Held]]()
+        # what a loss saves, its log-softmax saved as well
+        self.known = weakref.WeakValueDictionary[tuple[object, ...], _Held]()
         self.resident = {
             t.untyped_storage()._cdata
             for t in (*model.parameters(), *model.buffers())
@@ -135,8 +137,14 @@ class _Saved:
             return value
         if value.untyped_storage()._cdata in self.resident:
             return value.detach()
+        seen = value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
+        key = value.untyped_storage()._cdata, value.storage_offset(), *seen
+        before = self.known.get(key)
+        # as long as it is at hand, no other storage lies where its own does
+        if before is not None and before.value is not None and before.version == value._version:
+            return before
         self.count += 1
-        held = _Held(str(self.count), value)
+        held = self.known[key] = _Held(str(self.count), value)
         self.at_hand.append(weakref.ref(held))
         self._looked(value)
         return held
