@@ -19,6 +19,8 @@ from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any
 
+from effcompile.core.torch_compat_inductor import compiling
+
 #: Kernels of a file: where there are more, the first are built while the next are generated.
 _OF_A_FILE = 12
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
@@ -209,5 +211,6 @@ def _building(texts: Sequence[str], submit: Any) -> Callable[[], Path]:
 
     included = dict.fromkeys(line.strip() for text in texts for line in _INCLUDE.findall(text))
     parts = ["#define PY_SSIZE_T_CLEAN", *included, *(_INCLUDE.sub("", text) for text in texts)]
-    building: Callable[[], Path] = Library.load_async("\n".join(parts), "cpu", submit_fn=submit)
+    with compiling():  # for the instruction set that they were generated for
+        building: Callable[[], Path] = Library.load_async("\n".join(parts), "cpu", submit_fn=submit)
     return building
