@@ -18,6 +18,10 @@ IN_PLACE = ("torch-eager", "triton")
 NARROW = {"cpu": IN_PLACE, "cuda": ("triton",)}
 #: Those whose runtimes plan buffers before they run.
 _PLANNING = ("onnxruntime",)
+#: The regime of a model that is called once.
+CALL = "call"
+#: Those that keep what follows from the sizes of a call, without a limit of memory on a CPU (of_sizes.py).
+KEEPING = ("torch-eager",)
 #: What the first solve holds to beyond the goal: nothing.
 FREE = Constraints()
 
@@ -63,7 +67,7 @@ class Regimes:
         memory = timeline(program)
         kept = memory.activation_bytes + memory.input_bytes
         return cls(
-            each=(Regime(name="call", program=program),),
+            each=(Regime(name=CALL, program=program),),
             weight_bytes=memory.weight_bytes,
             kept_bytes=kept,
             planned_bytes=cache(partial(planned_bytes, program)),

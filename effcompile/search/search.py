@@ -23,6 +23,7 @@ from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.figures import Certificate, Totals
 from effcompile.ir.formats import FP32, WeightFormat
+from effcompile.ir.of_sizes import SHARE, OfSizes, may_be_kept, of_sizes
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
@@ -30,7 +31,7 @@ from effcompile.passes import Choice, Context, Declined, Pass, propose_all
 from effcompile.search.machine import BASELINE, Machine
 from effcompile.search.proposal import Proposal
 from effcompile.search.refine import Constraints
-from effcompile.search.regimes import FREE, NARROW, Regimes, merged
+from effcompile.search.regimes import CALL, FREE, KEEPING, NARROW, Regime, Regimes, merged
 from effcompile.search.told import decision, not_taken
 from effcompile.sites.parts import stored_format
 
@@ -184,7 +185,8 @@ class Search:
         seconds = roof = self.regimes.own_seconds  # what is not planned is at no roof but its own
         for regime, of_regime in zip(self.regimes.each, made, strict=True):
             covered = frozenset[fx.Node]().union(
-                *(choice.covers for choice in of_regime if choice.site in decided)
+                *(choice.covers for choice in of_regime if choice.site in decided),
+                self._kept(backend, regime),
             )
             predicted = estimate(regime.program, target, backend, overrides=dict.fromkeys(covered, 0.0))
             seconds += regime.calls * (predicted.seconds + regime.beside)
@@ -196,6 +198,12 @@ class Search:
         weights = max(self.regimes.weight_bytes - own.weight_bytes, 0)
         kept = max(self.regimes.kept(backend) - own.bytes_kept, 0)
         return Cost(seconds=seconds, roof_seconds=roof, weight_bytes=weights, bytes_kept=kept)
+
+    def _kept(self, backend: str, regime: Regime) -> set[fx.Node]:
+        """What a call finds as the last one of its sizes left it."""
+        keeps = backend in KEEPING and self.machine.target.device == "cpu" and may_be_kept(self.goal)
+        found = of_sizes(regime.program.graph) if keeps and regime.name == CALL else OfSizes()
+        return found.operators() if found.nbytes() <= SHARE * self.regimes.weight_bytes else set()
 
     def _plan(
         self,

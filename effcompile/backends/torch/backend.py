@@ -31,6 +31,7 @@ from effcompile.ir.formats import (
     W4,
     W8_CHANNEL,
 )
+from effcompile.ir.of_sizes import may_be_kept
 from effcompile.ir.plan import Decision, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.cold import FEW_ROWS
@@ -113,7 +114,7 @@ class TorchEager:
         self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]
     ) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
-        return on_gpu(lower_eager(edit(program, calibration)), plan)
+        return on_gpu(lower_eager(edit(program, calibration), keeps=may_be_kept(plan.goal)), plan)
 
     def open(self, directory: Path, plan: Plan) -> Run:
         return opened(directory, plan)

@@ -20,7 +20,7 @@ from torch import fx
 
 from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.at_shapes import AtShapes
-from effcompile.backends.torch.called import called
+from effcompile.backends.torch.called import Called, called
 from effcompile.backends.torch.pack import (
     by_few_rows,
     flatten,
@@ -39,6 +39,7 @@ from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturat
 from effcompile.core.types import Forward
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
+from effcompile.ir.of_sizes import SHARE
 from effcompile.ir.program import Program, stored_bytes
 from effcompile.machine import huge_pages
 from effcompile.ops.bf16_attention import bf16_attention
@@ -67,18 +68,21 @@ _HEADER = "effcompile.json"
 
 
 class _Header(NamedTuple):
-    """Of a file: the engine that it was made for, the autocast that it was planned in, and the shapes of its
-    example; None where an older one does not tell.
+    """Of a file: the engine that it was made for, the autocast that it was planned in, the shapes of its
+    example, None where an older one does not tell, and `TorchLowered.keeps`.
     """
 
     engine: str
     autocast: Autocasts
     shapes: Sequence[list[int]] | None
+    keeps: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLowered:
-    """See `backends.base.Lowered`. `program`: the edited one, which `save` exports. `autocast`: around it."""
+    """See `backends.base.Lowered`. `program`: the edited one, which `save` exports. `autocast`: around it.
+    `keeps`: whether what follows from the sizes of a call alone is kept beside the weights.
+    """
 
     program: Program
     engine: str
@@ -87,6 +91,7 @@ class TorchLowered:
     settings: Mapping[str, Any]
     weight_bytes: int
     autocast: Autocasts = field(default_factory=autocasts)
+    keeps: bool = False
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         with torch.inference_mode(False), torch.no_grad():
@@ -95,7 +100,8 @@ class TorchLowered:
 
     @functools.cached_property
     def _called(self) -> Forward:
-        return called(self.run) if isinstance(self.run, fx.GraphModule) else self.run
+        most = int(SHARE * self.weight_bytes) if self.keeps else 0
+        return called(self.run, most) if isinstance(self.run, fx.GraphModule) else self.run
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
         return False  # threads are the process's own, kernels were tuned while planning
@@ -110,7 +116,8 @@ class TorchLowered:
         self(*inputs)
         with torch_compat_memory.memory_profile() as profile:
             self(*inputs)
-        return self.weight_bytes + torch_compat_memory.peak_of_memory_events(profile)
+        kept = self._called.kept_bytes if isinstance(self._called, Called) else 0
+        return self.weight_bytes + kept + torch_compat_memory.peak_of_memory_events(profile)
 
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Export the edited program to `directory/model.pt2`.
@@ -121,6 +128,7 @@ class TorchLowered:
         header = {"format": "effcompile-torch", "version": 1, "engine": self.engine}
         header |= {"autocast": named(self.autocast)}
         header |= {"shapes": [list(tensor.shape) for tensor in self.program.flat_inputs()]}
+        header |= {"keeps": self.keeps}
         content = io.BytesIO()
         try:
             # into memory first: on a full disk torch's own file writer does not raise but aborts the process
@@ -198,7 +206,9 @@ def open_flat(path: Path) -> fx.GraphModule:
 def _run(module: fx.GraphModule, path: Path, header: _Header) -> Forward:
     if header.engine == "inductor":
         return _compiled_when_called(module, path, header.shapes)
-    return called(by_few_rows(pack(module)))
+    packed = by_few_rows(pack(module))
+    held = sum(tensor.nbytes for tensor in (*packed.parameters(), *packed.buffers()))
+    return called(packed, int(SHARE * held) if header.keeps else 0)
 
 
 def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
@@ -219,7 +229,8 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
     try:
         exported = torch.export.load(path, extra_files=files)
         said = json.loads(files[_HEADER])
-        header = _Header(said["engine"], of_names(said.get("autocast", {})), said.get("shapes"))
+        autocast, keeps = of_names(said.get("autocast", {})), bool(said.get("keeps", False))
+        header = _Header(said["engine"], autocast, said.get("shapes"), keeps)
     except Exception as error:
         raise _no_artifact(path, error) from error
     huge_pages.move([*exported.state_dict.values(), *exported.constants.values()])
@@ -234,7 +245,7 @@ def _no_artifact(path: Path, error: Exception) -> FormatError:
     return FormatError(f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again.")
 
 
-def lower_eager(program: Program) -> TorchLowered:
+def lower_eager(program: Program, *, keeps: bool = False) -> TorchLowered:
     """Run the edited graph operator by operator, weights packed."""
     module = flatten(program)
     packed = packed_weights(module)
@@ -250,6 +261,7 @@ def lower_eager(program: Program) -> TorchLowered:
         applied=applied,
         settings={"threads": torch.get_num_threads(), **_kernels(program)},
         weight_bytes=artifact_bytes(program),
+        keeps=keeps,
     )
 
 
