@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import RLock, get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from effcompile.core.torch_compat_inductor import compiling
+
+if TYPE_CHECKING:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 #: Kernels of a file: where there are more, the first are built while the next are generated.
 _OF_A_FILE = 12
@@ -27,6 +30,8 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 
 #: What gives a kernel, once it is built.
 Build = Callable[[], Callable[..., None]]
+#: Has a pool run something.
+Submit = Callable[[Callable[..., object]], object]
 
 
 @contextlib.contextmanager
@@ -51,7 +56,7 @@ def built_later() -> Iterator[list[Callable[[], None]]]:
         else:
             wait(self, scope)
 
-    def bound(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+    def bound(self: AsyncCompile, argtypes: list[str], source_code: str) -> object:
         alone = partial(bind, self, argtypes, source_code)
         if get_ident() != ours or get_compile_threads() <= 1:
             return alone()
@@ -71,7 +76,7 @@ class _Together:
     def __init__(self) -> None:
         self._file = _File()
 
-    def later(self, argtypes: Sequence[str], source: str, alone: Build, submit: Any) -> Build:
+    def later(self, argtypes: Sequence[str], source: str, alone: Build, submit: Submit | None) -> Build:
         """A kernel of the library that has it already, or of a file with those that are asked for before and
         after it.
 
@@ -105,7 +110,8 @@ class _File:
     """
 
     def __init__(self) -> None:
-        self.texts, self.submit = dict[str, str](), None
+        self.texts = dict[str, str]()
+        self.submit: Submit | None = None
         self._building: Callable[[], Path] | None = None
         self._lock = RLock()
 
@@ -181,7 +187,7 @@ def _text(name: str, argtypes: Sequence[str], source: str) -> str:
     return f"#define kernel {name}\nnamespace of_{name} {{\n{text}\n}}\n#undef kernel\n"
 
 
-def _bindings(name: str, texts: list[str] | None = None) -> Any:
+def _bindings(name: str, texts: list[str] | None = None) -> type[CppPythonBindingsCodeCache]:
     """Torch's builder of Python modules around one function, of that name; nothing is built, but its text is
     added to `texts`.
     """
@@ -191,14 +197,14 @@ def _bindings(name: str, texts: list[str] | None = None) -> Any:
         entry_function = name
 
         @classmethod
-        def load_async(cls, main_code: str, *rest: Any, **named: Any) -> Any:
+        def load_async(cls, main_code: str, *rest: object, **named: object) -> None:
             assert texts is not None
             texts.append(main_code)
 
     return Named
 
 
-def _building(texts: Sequence[str], submit: Any) -> Callable[[], Path]:
+def _building(texts: Sequence[str], submit: Submit | None) -> Callable[[], Path]:
     """Has one library of these built by torch's builder, in its cache; waits for it, and gives its path."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -206,7 +212,7 @@ def _building(texts: Sequence[str], submit: Any) -> Callable[[], Path]:
         cache: dict[str, Any] = {}  # noqa: RUF012  (torch declares it so)
 
         @classmethod
-        def _load_library(cls, path: str, key: str) -> Any:
+        def _load_library(cls, path: str, key: str) -> Path:  # type: ignore[override]
             return Path(path)
 
     included = dict.fromkeys(line.strip() for text in texts for line in _INCLUDE.findall(text))

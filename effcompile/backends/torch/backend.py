@@ -114,7 +114,9 @@ class TorchEager:
         self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]
     ) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
-        return on_gpu(lower_eager(edit(program, calibration), keeps=may_be_kept(plan.goal)), plan)
+        return on_gpu(
+            lower_eager(edit(program, calibration), keeps=plan is not None and may_be_kept(plan.goal)), plan
+        )
 
     def open(self, directory: Path, plan: Plan) -> Run:
         return opened(directory, plan)
