@@ -24,10 +24,13 @@ from torch.optim import Optimizer
 from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.reasons import Unsupported
 from effcompile.ops.lion8 import Lion8bit
+from effcompile.ops.replaced_optimizer import has_hooks
 
 Group = Mapping[str, Any]
 
 GIVEN, EIGHT_BIT, LION8 = "given", "8-bit", "lion8"
+#: Where a group of the user's has what a form of another class counts in its own: not among its own options.
+COUNTED = "counted"
 #: Optimizers that the user may allow instead, ours or pytorch-optimizer's → (class, factor of the learning
 #: rate, of the weight decay). Lion: learning rate 3–10 times smaller, decay as much larger than AdamW's (Chen
 #: et al. 2023, arXiv 2302.06675, §5).
@@ -129,7 +132,7 @@ def one_by_one(optimizer: Optimizer) -> Unsupported | None:
         return Unsupported.of("{} is not known to update each parameter by itself", kind.__name__)
     if optimizer.state:
         return Unsupported.of("this {} has states already; plan before its first step", kind.__name__)
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    hooked = has_hooks(optimizer)
     return Unsupported.of("this {} has hooks around its step", kind.__name__) if hooked else None
 
 
@@ -194,7 +197,7 @@ def build(form: StatesForm, optimizer: Optimizer, group: Group, tensors: Sequenc
 def options(form: StatesForm, group: Group) -> dict[str, Any]:
     """What the user's group says, in the form's own options."""
     if form.name == GIVEN:
-        kept = {key: value for key, value in group.items() if key != "params"}
+        kept = {key: value for key, value in group.items() if key not in ("params", COUNTED)}
         return {**kept, "fused": True} if form.fused else kept
     if form.name == EIGHT_BIT:
         return {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
@@ -208,13 +211,26 @@ def options(form: StatesForm, group: Group) -> dict[str, Any]:
 
 
 def update_options(inner: Optimizer, form: StatesForm, group: Group) -> None:
-    """The group's present options, in place (torchao keeps its learning rate in a tensor)."""
+    """The group's present options and counters, in place (torchao keeps its learning rate in a tensor)."""
     mine = inner.param_groups[0]
-    for key, value in options(form, group).items():
+    for key, value in (options(form, group) | group.get(COUNTED, {})).items():
         if isinstance(mine.get(key), torch.Tensor) and not isinstance(value, torch.Tensor):
             mine[key].fill_(value)
         else:
             mine[key] = value
+
+
+def numbers_of(inner: Optimizer) -> dict[str, float]:
+    """What may be a counter in its group."""
+    return {key: value for key, value in inner.param_groups[0].items() if type(value) in (int, float)}
+
+
+def keep_counted(form: StatesForm, group: dict[str, Any], counted: Mapping[str, float]) -> None:
+    """Write what a step has counted into the user's group, which the next one reads and a state_dict has."""
+    if counted and form.name == GIVEN:
+        group.update(counted)
+    elif counted:
+        group[COUNTED] = {**group.get(COUNTED, {}), **counted}
 
 
 def pieces(form: StatesForm, tensor: torch.Tensor) -> list[torch.Tensor]:

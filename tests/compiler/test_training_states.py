@@ -2,6 +2,8 @@
 is declined.
 """
 
+import copy
+import gc
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.plan import Plan
 from effcompile.machine.machines import load_target
+from effcompile.ops.optimizers import COUNTED, StatesForm
 from effcompile.report.reasons import words
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -469,6 +472,71 @@ def test_a_state_dict_takes_training_up_again(passes: list[str]) -> None:
     assert train(second, second.optimizer, batch, 3) == train(first, first.optimizer, batch, 3)
     with pytest.raises(FormatError):
         second.optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+
+
+@pytest.mark.parametrize("passes", [BACKWARD, [*EXACT, "states.eight_bit=true"]], ids=["backward", "8-bit"])
+def test_the_given_optimizers_step_is_refused_where_another_is_planned(passes: list[str]) -> None:
+    """It would keep states of its own beside the planned ones, beyond the budget and unsaid."""
+    model, batch = wide() if passes is not BACKWARD else MODELS["skips"]()
+    given = adamw(model.parameters())
+    whole = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)
+    memory = int(0.92 * (whole.predicted.peak_bytes or 0))
+    planned = optimize(model, batch, passes, memory, optimizer=given)
+    assert isinstance(planned.optimizer, PlannedOptimizer)
+    planned(**batch).backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UsageError, match=r"step\(\) of the AdamW that was given .*`optimizer`"):
+        given.step()
+    assert not given.state and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    planned.optimizer.step()
+    planned.optimizer.zero_grad()
+    given.load_state_dict({"state": {0: {"step": torch.ones(())}}, "param_groups": given.param_groups})
+    with pytest.raises(UsageError, match=r"given has states .*Load them into the planned model's"):
+        planned.optimizer.step()
+
+
+def test_the_given_optimizer_is_the_users_again_without_the_planned_one() -> None:
+    """It can be planned with once more, and steps when the planned one is gone."""
+    model, batch = MODELS["skips"]()
+    given = adamw(model.parameters())
+    memory = least(model, batch, BACKWARD)
+    for _ in range(2):
+        planned = optimize(model, batch, BACKWARD, memory, optimizer=given)
+        assert isinstance(planned.optimizer, PlannedOptimizer)
+    del planned
+    gc.collect()
+    model(**batch).backward()
+    given.step()
+    assert given.state
+
+
+@pytest.mark.parametrize(("kind", "form"), [("Lamb", "lamb"), ("Lion", "given")])
+def test_what_an_optimizer_counts_in_its_groups_is_taken_up_again(kind: str, form: str) -> None:
+    """pytorch-optimizer's count their steps there; Lamb corrects its averages by that."""
+    package = pytest.importorskip("pytorch_optimizer")
+
+    def planned(model: nn.Module) -> PlannedOptimizer:
+        given = adamw(model.parameters()) if form != "given" else package.Lion(model.parameters(), lr=1e-3)
+        return PlannedOptimizer(given, StatesForm(name=form), on_host=False, names={})
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+        for x in inputs:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(8, 8), torch.randn(6, 4, 8)
+    other = twin(model)
+    whole, first = planned(model), planned(other)
+    steps(model, whole, inputs)
+    steps(other, first, inputs[:3])
+    second = planned(other)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    steps(other, second, inputs[3:])
+    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
+    groups = [each.param_groups[0] for each in (whole, second)]
+    assert [group.get("step", group.get(COUNTED, {}).get("step")) for group in groups] == [6, 6]
 
 
 def test_a_saved_plan_holds_the_states_again(tmp_path: Path) -> None:

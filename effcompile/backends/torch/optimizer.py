@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.consumed_gradient import ConsumedGradient
 from effcompile.backends.torch.host import host_copies, rest
-from effcompile.core.errors import FormatError, InputsError
+from effcompile.core.errors import FormatError, InputsError, UsageError
 from effcompile.ops.one_by_one import OneByOne
 from effcompile.ops.optimizers import (
     EIGHT_BIT,
@@ -27,6 +27,8 @@ from effcompile.ops.optimizers import (
     StatesForm,
     build,
     check_groups,
+    keep_counted,
+    numbers_of,
     pieces,
     update_options,
 )
@@ -53,6 +55,7 @@ class PlannedOptimizer(OneByOne):
         # as they stand when the backward begins: they may be moved, and loading replaces them
         self._group_of: dict[int, Group] = {}
         self._consumed: set[str] = set()
+        self._counted: dict[int, dict[str, float]] = {}  # id of a group → since the last step
         self._options: list[dict[str, object]] = []  # of all groups, as the backward read them
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
@@ -60,14 +63,23 @@ class PlannedOptimizer(OneByOne):
 
         Raises:
             InputsError: a learning rate or another option was changed since the backward, which has used it;
-                an option was set that the planned form does not have.
+                an option was set that the planned form does not have. UsageError: the given one has states.
         """
+        if any(self._given.state.values()):
+            raise UsageError(
+                f"The {type(self._given).__name__} that was given has states (by its step() or "
+                "load_state_dict()), but this plan's optimizer has its own. Load them into the planned "
+                "model's `optimizer`, and call that one's step(); clear `state` of the given one."
+            )
         loss = None if closure is None else torch.enable_grad()(closure)()
         check_groups(self.form, self._given, self.param_groups)
         for name in self._consumed:
             self.by_name[name].grad = None
         super().step()
         changed = self._changed() if self._consumed else None
+        for group in self.param_groups:
+            keep_counted(self.form, group, self._counted.get(id(group), {}))
+        self._counted.clear()
         self._options = []
         self._consumed.clear()
         if changed is not None:
@@ -133,13 +145,15 @@ class PlannedOptimizer(OneByOne):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._given.param_groups = self.param_groups
         self._workers.clear()
+        self._counted.clear()
         for number, (parameter, group) in zip(numbers, parameters, strict=True):
             if number in state_dict["state"]:
                 self.state[parameter] = self._worker(parameter, group).load(state_dict["state"][number])
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
         worker = self._worker(parameter, group)
-        worker.step(gradient, group)
+        # each counts from what the group says, which is written when all are done
+        self._counted.setdefault(id(group), {}).update(worker.step(gradient, group))
         self.state[parameter] = worker.state
 
     def _worker(self, parameter: torch.Tensor, group: Group) -> Worker:
@@ -189,8 +203,10 @@ class Worker:
         )
         return all(one is self.inner.state.get(leaf) for one, leaf in zip(found, self.leaves, strict=True))
 
-    def step(self, gradient: torch.Tensor, group: Group) -> None:
+    def step(self, gradient: torch.Tensor, group: Group) -> dict[str, float]:
+        """Update the parameter; returns what the inner optimizer has counted in its group."""
         update_options(self.inner, self.form, group)
+        before = numbers_of(self.inner)
         if self.master is not None and self.parameter._version != self.version:
             # loaded, or otherwise changed, since
             self.master.copy_(self.parameter)
@@ -212,6 +228,7 @@ class Worker:
             self._to_host()
         if self.on_host:
             rest(self.held)
+        return {key: now for key, now in numbers_of(self.inner).items() if before.get(key) != now}
 
     def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """States from a state_dict. Returns them as they are held.

@@ -25,6 +25,7 @@ from effcompile.ir.figures import Check, Totals
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.machine.room import NoRoomError, Room, device_of
+from effcompile.ops.replaced_optimizer import put_in_place_of
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.optimizer_ways import StatesOption
 from effcompile.proof.digests import Digests
@@ -343,6 +344,8 @@ def _made(work: Work, runner: StepRunner, states: StatesOption) -> Optimizer:
 def _finished(work: Work, runner: StepRunner, plan: Plan, states: StatesOption | None) -> TrainingExecutable:
     """The planned model, with its optimizer fresh and bound to it."""
     optimizer = None if states is None else _made(work, runner, states)
+    if optimizer is not None and work.optimizer is not None:
+        put_in_place_of(work.optimizer, by=optimizer)
     if isinstance(optimizer, PlannedOptimizer):
         runner.sink, runner.updated = optimizer.consume, optimizer.by_name
     else:
