@@ -21,6 +21,7 @@ from effcompile.capture import mends as known
 from effcompile.capture import training_graph
 from effcompile.capture.aliases import refuse_aliases
 from effcompile.capture.config_reads import recording
+from effcompile.capture.cumulative import cumulative_statistics
 from effcompile.capture.diagnose import capture_error, depends_on_values, place_of
 from effcompile.capture.draws import no_python_randomness
 from effcompile.capture.exported import Exported, copied
@@ -229,7 +230,7 @@ def _joint(subject: _Subject) -> training_graph.JointGraph:
 def _joined(
     subject: _Subject, front: Callable[[_StepModule, list[Tensor]], fx.GraphModule]
 ) -> training_graph.JointGraph:
-    with torch_compat.quiet_export():
+    with torch_compat.quiet_export(), cumulative_statistics(subject.model):
         graph = front(_StepModule(subject), subject.tensors)
         return training_graph.join(training_graph.lift(graph, subject.model, subject.tensors), subject.model)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import effcompile
-from effcompile.core.errors import CaptureError, InternalError, UsageError
+from effcompile.core.errors import CaptureError, GuardError, InternalError, UsageError
 from effcompile.core.reasons import Because
 from effcompile.proof.training.exact import rounded_otherwise
 from effcompile.proof.training.verify import Result, compare
@@ -57,6 +57,15 @@ class Resized(nn.Module):
         return torch.sin(self.norm(self.fuse(larger))).square().mean()
 
 
+class Squared(nn.Module):
+    def __init__(self, inner: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
 def test_images_are_resized_by_one_operator_as_autograd_has_it(mode: str) -> None:
     torch.manual_seed(0)
@@ -67,6 +76,31 @@ def test_images_are_resized_by_one_operator_as_autograd_has_it(mode: str) -> Non
         stepped(x).backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["training", "one in eval mode"])
+def test_a_batch_norm_without_momentum_has_the_mean_of_all_batches(frozen: bool) -> None:
+    """Its factor is one over the number of batches: another one at every step."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU(), nn.Conv2d(8, 8, 3)]
+    model = Squared(nn.Sequential(*layers, nn.BatchNorm2d(8, momentum=None, affine=False), nn.Sigmoid()))
+    model.inner[1].train(not frozen)
+    own = copy.deepcopy(model)
+    planned = effcompile.optimize(model, inputs=torch.randn(4, 3, 9, 9), mode="training")
+    assert "forward" not in vars(model.inner[1]) and int(model.inner[4].num_batches_tracked) == 0
+    for images in torch.randn(4, 4, 3, 9, 9):
+        for stepped in (planned, own):
+            stepped.zero_grad()
+            stepped(images).backward()
+        for (name, ours), theirs in zip(model.named_buffers(), own.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=name)
+        for ours, theirs in zip(model.parameters(), own.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    counted = [int(model.inner[at].num_batches_tracked) for at in (1, 4)]
+    assert counted == ([0, 4] if frozen else [4, 4])
+    model.inner[4].momentum = 0.1
+    with pytest.raises(GuardError, match=r"momentum was None and is 0\.1"):
+        planned(images)
 
 
 def test_sparse_gradients_are_refused_in_words() -> None:
