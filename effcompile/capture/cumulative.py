@@ -10,13 +10,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.modules.batchnorm import _BatchNorm
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 @contextlib.contextmanager
 def cumulative_statistics(model: nn.Module) -> Iterator[None]:
     """The model whose BatchNorms of no momentum, in training mode, can be traced."""
-    changed = [norm for norm in model.modules() if isinstance(norm, _BatchNorm) and _accumulates(norm)]
+    changed = [norm for norm in model.modules() if isinstance(norm, _KINDS) and _accumulates(norm)]
     for norm in changed:
         vars(norm)["forward"] = _forward_of(norm)
     try:
@@ -26,13 +28,13 @@ def cumulative_statistics(model: nn.Module) -> Iterator[None]:
             del vars(norm)["forward"]
 
 
-def _accumulates(norm: _BatchNorm) -> bool:
-    theirs = type(norm).forward is _BatchNorm.forward and "forward" not in vars(norm)
+def _accumulates(norm: _Norm) -> bool:
+    theirs = type(norm).forward is nn.BatchNorm1d.forward and "forward" not in vars(norm)
     tracked = norm.training and norm.track_running_stats and norm.num_batches_tracked is not None
     return theirs and tracked and norm.momentum is None
 
 
-def _forward_of(norm: _BatchNorm) -> object:
+def _forward_of(norm: _Norm) -> object:
     def forward(x: Tensor) -> Tensor:
         norm._check_input_dim(x)
         assert isinstance(norm.num_batches_tracked, Tensor)
