@@ -33,6 +33,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.room import Room, device_of
 from effcompile.passes import Pass, load_passes, optional_in
+from effcompile.proof.alike import inputs_alike
 from effcompile.proof.verify import references, stress_references, stressed, worst
 from effcompile.runtime.executable import Executable
 from effcompile.runtime.inputs import GraphInputs
@@ -159,7 +160,7 @@ def _best_of(
     search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress, backends)
     race = Race.of(search, *plans_for(search, backends, absent, asked.progress))
     plans, here = list(race.plans), backends if machine.here else ()
-    shop = _workshop(task, program, search.passes, asked.goal, here)
+    shop = _workshop(task, program, search.passes, asked.goal, here, plans[0][1].baseline.seconds)
     try:
         outcomes, told = _settle_all(shop, search, plans, race.candidates)
     except EffcompileError:
@@ -205,15 +206,24 @@ def _best_of(
 
 
 def _workshop(
-    task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal, backends: Sequence[Backend]
+    task: Task,
+    program: Program,
+    passes: tuple[Pass, ...],
+    goal: Goal,
+    backends: Sequence[Backend],
+    seconds: float | None,
 ) -> Workshop:
-    """What every round needs: inputs, what the model returns for them, and what it is called by."""
+    """What every round needs: inputs, what the model returns for them, and what it is called by. `seconds`:
+    of a call of the model, as predicted.
+    """
     model, progress = task.model, task.request.progress
     inputs = list(program.calibration) or ([] if goal.exact else generated(program))
     seen = ranged(program, goal, inputs)
     flat = [program.flat_inputs(args, kwargs) for args, kwargs in seen] or [program.flat_inputs()]
     with progress.step("reference outputs"):
-        cases, stress = references(program, model, goal, inputs), stress_references(program, model, goal)
+        kin = [] if goal.exact else inputs_alike(program, seconds)
+        cases = references(program, model, goal, inputs, kin)
+        stress = stress_references(program, model, goal)
     rehearsal = Rehearsal(
         program, measured_options(passes), replaced_weights(passes, program), flat, summing(backends)
     )
@@ -328,7 +338,7 @@ def _reapply(task: Task, plan: Plan) -> Executable:
             "without --plan."
         )
     passes = load_passes((*(task.request.passes or ()), *optional_in(plan)))
-    shop = _workshop(task, program, passes, plan.goal, backends)
+    shop = _workshop(task, program, passes, plan.goal, backends, plan.baseline.seconds)
     outcome = settle(shop, backends[0], plan.unmeasured, None)
     best = _stressed(shop, _finish(shop, [outcome], [as_saved(plan)]))
     notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.compiler.apply import apply_passes
+from effcompile.compiler.counted import counted
 from effcompile.compiler.leaner import hold_less
 from effcompile.core.causes import OverWhenRun
 from effcompile.core.errors import EffcompileError, InfeasibleError, LoweringError, VerificationError
@@ -26,22 +26,19 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.figures import Candidate, Check
 from effcompile.ir.footprint import excess
-from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
 from effcompile.machine.room import Room, device_of
 from effcompile.passes import Pass
-from effcompile.passes.merge import MERGED, SEPARATE
-from effcompile.passes.precompute import ONCE
+from effcompile.proof.alike import foreseen, holds_for_others
 from effcompile.proof.rehearsed import emulated
-from effcompile.proof.verify import Reference, explained, verify, worst
+from effcompile.proof.verify import Reference, explained, verify
 from effcompile.runtime.executable import Executable
 from effcompile.search.corrected import MARGIN, corrected
 from effcompile.search.progress import QUIET, Progress
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.shortlist import not_built
-from effcompile.sites import parts as sites
 
 #: Solves at the most, the first one included.
 MAX_ROUNDS = 5
@@ -180,12 +177,14 @@ def settle(
     start = Constraints(
         error_scale=proven.error_scale, rounding_scale=proven.rounding_scale, budget=shop.goal.memory
     )
-    foreseen: float | None = None
+    expected: float | None = None
     if replan is not None and shop.rehearsal is not None and not shop.goal.exact:
         with shop.progress.step(f"rehearse for {backend.name}"):
-            plan, start, foreseen = rehearsed(shop, shop.rehearsal, plan, start, replan)
+            plan, start, expected = rehearsed(shop, shop.rehearsal, plan, start, replan)
         if plan.certificate.objective > worth_building:
             raise MilderError(plan, start.notes[-1])
+
+    within: list[Plan] = []  # at all inputs that were run, others of their kind may be beyond
 
     def solve(constraints: Constraints) -> Plan:
         if constraints.round == 1 or replan is None:
@@ -197,22 +196,33 @@ def settle(
 
     def run(made: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
         outcome = _lower_and_check(shop, backend, made)
-        measured, predicted = worst(outcome.checks), made.predicted.error or 0.0
+        measured, predicted = foreseen(outcome.checks), made.predicted.error or 0.0
         passed, over = all(check.passed for check in outcome.checks), _over(shop, outcome)
-        last = replan is None or constraints.round == MAX_ROUNDS
-        if passed and not over:
+        last = replan is None or constraints.round == MAX_ROUNDS or predicted == 0.0
+        if passed and not over and (last or holds_for_others(outcome.checks)):
             # what that allows was rehearsed, too
-            foretold = foreseen is not None and measured**2 >= _WORTH_CORRECTING * foreseen**2
+            foretold = expected is not None and measured**2 >= _WORTH_CORRECTING * expected**2
             if replan is not None and constraints.round == 1 and not foretold:
                 outcome = _relaxed(shop, backend, outcome, replan, constraints)
             return outcome, None
-        if not passed:
-            if last or predicted == 0.0 or not measured < float("inf"):
-                raise not_within(outcome.plan.backend, explained(outcome.checks, shop.cases))
+        if passed and not over:
+            within[:] = [made]
+        elif not passed and (last or not measured < float("inf")):
+            raise not_within(outcome.plan.backend, explained(outcome.checks, shop.cases))
+        if not passed or not over:
             constraints = corrected(constraints, made, measured, shop.goal)
-        return outcome, held_to_less(constraints, over, shop.goal, last=last) if over else constraints
+        least = replan is None or constraints.round == MAX_ROUNDS
+        return outcome, held_to_less(constraints, over, shop.goal, last=least) if over else constraints
 
-    return refine(solve, run, rounds=MAX_ROUNDS, start=start)
+    try:
+        return refine(solve, run, rounds=MAX_ROUNDS, start=start)
+    except MilderError:
+        raise
+    except (InfeasibleError, VerificationError, LoweringError):
+        if not within:
+            raise
+        # no plan leaves room for others of the kind
+        return _lower_and_check(shop, backend, within[0])
 
 
 def held_to_less(constraints: Constraints, over: int, goal: Goal, *, last: bool) -> Constraints:
@@ -301,7 +311,7 @@ def _relaxed(
     """The outcome, or a better one that an over-estimated error had ruled out; tried once, kept only if it
     verifies.
     """
-    measured, predicted = worst(outcome.checks), outcome.plan.predicted.error or 0.0
+    measured, predicted = foreseen(outcome.checks), outcome.plan.predicted.error or 0.0
     scale = (measured / predicted) ** 2 * MARGIN if predicted > 0 else 1.0
     if scale >= _WORTH_CORRECTING:
         return outcome
@@ -314,7 +324,8 @@ def _relaxed(
         second = _lower_and_check(shop, backend, plan)
     except LoweringError:
         return outcome
-    holds = all(check.passed for check in second.checks) and not _over(shop, second)
+    passed = all(check.passed for check in second.checks)
+    holds = passed and holds_for_others(second.checks) and not _over(shop, second)
     return second if holds else outcome
 
 
@@ -339,7 +350,7 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
             changed = lowered.tune(tagged.flat_inputs())
             changed = hold_less(shop.goal, tagged, lowered) or changed
         checks = verify(run, tagged, shop.cases, shop.goal) if changed else checks  # of what the user holds
-    plan = _counted(plan, shop.program, lowered)
+    plan = counted(plan, shop.program, lowered)
     plan = replace(plan, checks=tuple(checks), settings=dict(lowered.settings))
     return Outcome(plan=plan, program=tagged, lowered=lowered, checks=tuple(checks))
 
@@ -351,42 +362,6 @@ def let_go(program: Program) -> None:
     if program.weight_bytes() > _LARGE:
         gc.collect()
         give_back()
-
-
-def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:
-    """The plan with what each site became in the artifact; a site that is not as planned is told, never
-    passed over.
-    """
-    found = dict(lowered.applied)
-    for group in sites.merges(program):
-        inside = found.get(group.merged_site)
-        found[group.site] = (
-            Form(word=SEPARATE) if inside is None else Form(word=MERGED, weights=inside.weights)
-        )
-        found |= {member.site: inside for member in group.members if inside is not None}
-    found |= {d.site: ONCE for d in plan.decisions if d.form == ONCE and d.site not in found}
-    decisions = tuple(
-        replace(d, applied=_told(d.form, found[d.site]) if d.site in found else "") for d in plan.decisions
-    )
-    differing = Counter(
-        (d.kind, d.option, d.applied) for d in decisions if d.applied and d.applied != d.option
-    )
-    notes = [
-        Because(
-            "{} × {name}: planned {name}, the {name} artifact has {name}",
-            (count, kind, option, plan.backend, applied),
-        )
-        for (kind, option, applied), count in sorted(differing.items())
-    ]
-    return replace(plan, decisions=decisions, notes=(*plan.notes, *notes))
-
-
-def _told(planned: Form | None, found: Form) -> str:
-    """The name of what was found, with all that is known of it where the name alone would say that it is as
-    planned.
-    """
-    alike = planned is not None and planned.name == found.name and not planned.agrees(found)
-    return f"{found.name} ({found.weights or found.figures or found.mask})" if alike else found.name
 
 
 def not_within(backend: str, checks: Sequence[Check]) -> VerificationError:

@@ -121,6 +121,16 @@ class Nats(Reason):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeErrors(Reason):
+    """Below which error a share of all inputs of a kind lies, by the spread of the errors of so many."""
+
+    kind: Literal["errors alike"] = "errors alike"
+    count: int
+    share: float
+    below: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRates(Reason):
     """Tokens a second in each regime, and the model's own, measured interleaved."""
 

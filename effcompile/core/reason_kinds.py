@@ -41,5 +41,6 @@ KINDS: dict[str, type[Reason]] = {
     "of": findings.Of,
     "cosine": findings.Cosine,
     "nats": findings.Nats,
+    "errors alike": findings.AlikeErrors,
     "token rates": findings.TokenRates,
 }

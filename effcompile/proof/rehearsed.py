@@ -10,6 +10,7 @@ from effcompile.estimate import kept
 from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.proof.alike import likely, near
 from effcompile.proof.verify import Reference, distance
 
 
@@ -20,20 +21,27 @@ def emulated(
     cases: Sequence[Reference],
     goal: Goal,
 ) -> float | None:
-    """The plan's largest error over the cases that it will be verified with; None where it is not emulated,
-    or not finite. A plan of the same weights that was rehearsed before is not run again.
+    """The plan's largest error over the cases that it will be verified with, or of others like them by their
+    spread (proof/alike.py); None where it is not emulated, or not finite. A plan of the same weights that was
+    rehearsed before is not run again.
     """
 
     def run() -> float | None:
         emulate = rehearsal.of(plan)
         if emulate is None:
             return None
-        outputs = emulate([case.inputs for case in cases])
-        pairs = zip(outputs, cases, strict=True)
-        error = max((distance(found, program, case, goal) for found, case in pairs), default=0.0)
+
+        def errors(of: Sequence[Reference]) -> list[float]:
+            outputs = emulate([case.inputs for case in of])
+            return [distance(found, program, case, goal) for found, case in zip(outputs, of, strict=True)]
+
+        error = max(errors([case for case in cases if not case.alike]), default=0.0)
+        kin = [case for case in cases if case.alike]
+        if kin and near(error, goal, program):
+            error = max(error, likely(errors(kin)))
         return error if math.isfinite(error) else None
 
-    compared = [sorted(case.rows.items()) for case in cases]
+    compared = [(sorted(case.rows.items()), case.alike) for case in cases]
     chosen = (goal, compared, rehearsal.rounds(plan), [(d.site, d.option, d.form) for d in plan.decisions])
     inputs = (tensor for case in cases for tensor in case.inputs)
     return kept.rehearsed(rehearsal.known_by, inputs, chosen, run)

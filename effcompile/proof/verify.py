@@ -26,6 +26,7 @@ from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.figures import Check
 from effcompile.ir.program import Program
+from effcompile.proof.alike import near, together
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.proof.spool import put_aside
 
@@ -48,7 +49,7 @@ class Reference:
     `rounding`: how far each output is from what the model computes in float64; nothing where it cannot. It
     runs the model when called. `most`: the largest error that it may explain. `usual`: the usual size of an
     element of the outputs. `rows`: output → the axes of its texts, where each of them has to be within the
-    limit: a user may send it alone.
+    limit: a user may send it alone. `alike`: one of several of the example's kind, which are judged together.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Reference:
     most: float
     usual: Callable[[], float] = lambda: 0.0
     rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    alike: bool = False
 
     def limit(self, goal: Goal, error: float) -> float:
         """The largest error to accept here."""
@@ -94,11 +96,15 @@ class Reference:
 
 
 def references(
-    program: Program, model: nn.Module, goal: Goal, calibration: Sequence[Inputs] = ()
+    program: Program,
+    model: nn.Module,
+    goal: Goal,
+    calibration: Sequence[Inputs] = (),
+    kin: Sequence[Inputs] = (),
 ) -> list[Reference]:
     """The original's outputs on the example, a second shape, a padded mask, and one calibration input; where
     an error is allowed on short texts, too, and padded as texts are (capture/padding.py); with a robust goal
-    on stress inputs.
+    on stress inputs. `kin`: further ones of the example's kind (proof/alike.py), last.
 
     Computed once: a plan that is corrected and lowered again is compared with the same outputs.
     """
@@ -106,10 +112,13 @@ def references(
     short = [] if goal.exact else short_variants(program, _SHORT_TEXTS)
     cases += short
     cases += [("calibration input", args, dict(kwargs)) for args, kwargs in list(calibration)[:1]]
-    found = _references(program, model, goal, cases + (stress_inputs(program) if goal.robust else []))
+    further = [(f"like the example {at}", args, dict(kwargs)) for at, (args, kwargs) in enumerate(kin, 1)]
+    stress = stress_inputs(program) if goal.robust else []
+    found = _references(program, model, goal, [*cases, *stress, *further])
+    named = {name for name, _, _ in further}
     doubtful, axes = {name for name, _, _ in short}, _batch_axes(program)
     return [
-        replace(case, rows=axes) if case.name in doubtful else case
+        replace(case, rows=axes if case.name in doubtful else {}, alike=case.name in named)
         for case in found
         if case.name not in doubtful or _tells(case)
     ]
@@ -224,11 +233,15 @@ def _rounding(
 
 def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> list[Check]:
     """One check per case: the largest relative L2 error of its outputs, and among short texts of any text in
-    them, against the goal's tolerance.
+    them, against the goal's tolerance; one of all inputs like the example, where the others come near it.
 
     run: called as a user calls the model, with each case's own arguments; returns what the model returns.
     """
-    return [_check(run, program, case, goal) for case in cases]
+    found = [_check(run, program, case, goal) for case in cases if not case.alike]
+    kin = [case for case in cases if case.alike]
+    if kin and near(worst(found), goal, program):
+        found.append(together([_check(run, program, case, goal) for case in kin], goal))
+    return found
 
 
 def explained(checks: Sequence[Check], cases: Sequence[Reference]) -> list[Check]:

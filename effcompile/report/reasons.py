@@ -369,6 +369,14 @@ def _nats(reason: f.Nats) -> Phrase:
 
 
 @phrase.register
+def _alike_errors(reason: f.AlikeErrors) -> Phrase:
+    return (
+        f"largest of {reason.count}; by their spread {reason.share:.0%} of such inputs are below ",
+        _error(reason.below),
+    )
+
+
+@phrase.register
 def _token_rates(reason: f.TokenRates) -> Phrase:
     prefill, decode = _rate(reason.prefill, reason.prefill_before), _rate(reason.decode, reason.decode_before)
     return ("prefill ", *prefill, ", decode ", *decode, ", measured interleaved")

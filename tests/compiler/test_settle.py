@@ -19,6 +19,7 @@ from effcompile.compiler import compile as compiling
 from effcompile.compiler import settle as settle_module
 from effcompile.compiler.apply import apply_passes
 from effcompile.compiler.settle import Workshop, settle, settle_all
+from effcompile.core.causes import OverWhenRun
 from effcompile.core.errors import InfeasibleError, VerificationError
 from effcompile.core.findings import NotBuilt
 from effcompile.core.goal import Goal
@@ -27,6 +28,7 @@ from effcompile.ir.figures import Candidate
 from effcompile.ir.formats import LINEAR_FORMATS
 from effcompile.machine.target import KERNELS, Law, Target
 from effcompile.passes import load_passes
+from effcompile.proof.alike import holds_for_others, inputs_alike
 from effcompile.proof.verify import references, verify
 from effcompile.report.reasons import words
 from effcompile.search.machine import Machine
@@ -270,6 +272,68 @@ def test_a_corrected_plan_that_may_win_beside_what_was_measured_is_built_after_a
     outcomes, told = settle_all(late, told, partial(carried_out, math.inf), outcomes)
     assert [each.plan.backend for each in outcomes] == [right.name, wrong.name] and told[1].note is None
     assert len(wrong.lowerings) == 2  # the plan that was refuted, and the one that follows from it
+
+
+def among_others(max_error, predicted_each):
+    """As `bench`, with further inputs of the example's kind."""
+    search, shop = bench(max_error, predicted_each)
+    kin = inputs_alike(shop.program, 1e-4)
+    cases = references(shop.program, shop.model, shop.goal, (), kin)
+    return search, replace(shop, cases=cases)
+
+
+class Varied(Noisy):
+    """More of an error on some inputs than on others, by a share of the usual one."""
+
+    def lower(self, program, plan, calibration):
+        made = super().lower(program, plan, calibration)
+        usual, share = made.error, self.spread
+        first = program.flat_inputs()[0]
+
+        class Uneven(Result):
+            def __call__(self, *inputs):
+                drawn = float(inputs[0].sum()) % 1.0 - 0.5 if not torch.equal(inputs[0], first) else 0.0
+                self.error = usual * (1 + share * drawn)
+                return super().__call__(*inputs)
+
+        made.__class__ = Uneven
+        return made
+
+    spread: float = 0.2
+
+
+def test_a_plan_leaves_room_for_inputs_that_nobody_ran():
+    """All that were run are within the limit; by their spread one in some would not be."""
+    search, shop = among_others(max_error=0.03, predicted_each=0.01)
+    backend = Varied(0.01)
+    outcome = settled(search, shop, backend)
+    assert 4 < count_int8(outcome.plan) < 8  # √8 · 0.01 · 1.1 > 0.03
+    assert len(backend.lowerings) > 1 and holds_for_others(outcome.checks)
+    assert outcome.checks[-1].name == "16 inputs like the example"
+
+
+def test_a_plan_with_a_distance_from_its_limit_stays_as_it_is():
+    search, shop = among_others(max_error=0.08, predicted_each=0.01)
+    backend = Varied(0.01)
+    outcome = settled(search, shop, backend)
+    assert count_int8(outcome.plan) == 8 and len(backend.lowerings) == 1
+    assert not any("like the example" in check.name for check in outcome.checks)
+
+
+def test_a_plan_that_is_within_its_limit_is_kept_where_none_leaves_room():
+    """No milder one is there: what was run is within, and the report says what others may be."""
+    search, shop = among_others(max_error=0.03, predicted_each=0.01)
+    backend = Varied(0.0096)
+    first = search.plan_for(backend)
+
+    def none_milder(constraints):
+        raise InfeasibleError(OverWhenRun(budget=1, over=1), binding=("error",))
+
+    outcome = settle(shop, backend, first, none_milder)
+    assert outcome.plan.same_choices(first) and all(check.passed for check in outcome.checks)
+    assert not holds_for_others(outcome.checks)
+    again = settle(shop, backend, first, None)  # as a saved plan
+    assert again.plan.same_choices(first)
 
 
 def test_what_no_plan_can_meet_ends_exact_and_not_over_the_limit():
