@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import cache
 from threading import RLock, local
 from types import CodeType
@@ -35,8 +36,45 @@ def compiling(**settings: bool) -> Iterator[None]:
     import torch._inductor.config
 
     _leave_triton_unread()
-    with torch._inductor.config.patch({**settings, **for_this_capability()}), _one_instruction_set():
+    patched = torch._inductor.config.patch({**settings, **for_this_capability()})
+    with patched, _one_instruction_set(), _wrapping_integers():
         yield
+
+
+#: Whether what this thread compiles is ours.
+_wraps: ContextVar[bool] = ContextVar("wraps", default=False)
+
+
+@contextlib.contextmanager
+def _wrapping_integers() -> Iterator[None]:
+    """Within, integers that overflow wrap in what Inductor compiles, as they do in torch's own kernels.
+
+    In C++ they do not, and a compiler leaves out what could be wrong then alone: whether an index is below 0
+    that is an absolute value (of an infinite number cast to an integer), a square or a clamped one times
+    four. What is read instead lies anywhere, or ends the process.
+    """
+    _install_wrapping()
+    token = _wraps.set(True)
+    try:
+        yield
+    finally:
+        _wraps.reset(token)
+
+
+@cache
+def _install_wrapping() -> None:
+    """Once and for good, as threads compile beside each other; what others compile is as it was."""
+    from torch._inductor import cpp_builder
+
+    theirs = getattr(cpp_builder, "_get_optimization_cflags", None)
+    if theirs is None or os.name == "nt":  # there the compiler wraps
+        return
+
+    def ours(*args: object, **kwargs: object) -> tuple[list[str], list[str]]:
+        compiled, linked = theirs(*args, **kwargs)
+        return [*compiled, *["fwrapv"] * _wraps.get()], linked
+
+    cpp_builder._get_optimization_cflags = ours
 
 
 @cache
@@ -134,16 +172,17 @@ def headers_compiled() -> None:
     asked = os.environ.get("ATEN_CPU_CAPABILITY") or config.cpp.simdlen is not None
     if asked or isa is None or not config.cpp_cache_precompile_headers:
         return
-    # in Inductor's order, by which it knows that it was asked before
-    given = dict(
-        min_optimize=False, **kernels.cpp_compile_command_flags, device_type="cpu", extra_flags=(),
-        use_relative_path=False, vec_isa=isa,
-    )  # fmt: skip
-    options = cpp_builder.CppTorchDeviceOptions(compile_only=False, **given)
-    command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
-    header = kernels._get_uncompiled_header("cpu")
-    if header is not None:
-        codecache._precompile_header(header, command, **given)
+    with _wrapping_integers():
+        # in Inductor's order, by which it knows that it was asked before
+        given = dict(
+            min_optimize=False, **kernels.cpp_compile_command_flags, device_type="cpu", extra_flags=(),
+            use_relative_path=False, vec_isa=isa,
+        )  # fmt: skip
+        options = cpp_builder.CppTorchDeviceOptions(compile_only=False, **given)
+        command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
+        header = kernels._get_uncompiled_header("cpu")
+        if header is not None:
+            codecache._precompile_header(header, command, **given)
 
 
 def instruction_set() -> str:
