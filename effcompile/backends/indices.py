@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.backends.large_integers import flag_of, too_large
 from effcompile.core.types import Value
 from effcompile.ir.program import Output, Program, TensorSpec, dtype_of
 from effcompile.sites.lookups import Lookup, lookups, may_be_negative, reads_inputs, subscripts
@@ -76,9 +77,9 @@ def raising(program: Program) -> Program:
     return edited
 
 
-def flagged(program: Program) -> Program:
-    """The program with one more output, whether all indices are in range; the program itself where none has
-    to be looked at.
+def flagged(program: Program, limit: int | None = None) -> Program:
+    """The program with one more output, whether all indices are in range, and all integers that it makes of
+    its inputs below `limit`; the program itself where none has to be looked at.
 
     For runtimes that raise for no index at all. What is out of range is 0 for the operator: OpenVINO's
     `GatherElements` ends a call without a word and leaves the answer of the last one, its `ScatterUpdate`
@@ -86,13 +87,16 @@ def flagged(program: Program) -> Program:
     """
     program = _without_take(program)
     looked_up, counted = _to_flag(program)
-    if not looked_up and not counted:
+    large = [] if limit is None else too_large(program, bounded_inputs(program), limit)
+    if not looked_up and not counted and not large:
         return program
     edited = program.editable("indices")
     same = dict(zip(program.graph.nodes, edited.graph.nodes, strict=True))
     output, tensors = edited.graph.output_node(), edited.tensor_results()
     every = [_kept_in_range(edited.graph, lookup, same) for lookup in (*looked_up, *counted)]
     flags = [flag for flag in every if flag is not None]
+    with edited.graph.inserting_before(output):
+        flags += [flag_of(edited.graph, same[node], limit) for node in large if limit is not None]
     if flags:
         with edited.graph.inserting_before(output):
             fine = flags[0]

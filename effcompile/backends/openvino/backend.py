@@ -19,7 +19,7 @@ from effcompile.backends.indices import flagged
 from effcompile.backends.openvino import model as models
 from effcompile.backends.openvino.edits import attended
 from effcompile.backends.openvino.measure import KERNELS, measure
-from effcompile.backends.openvino.shapes import FLAG, Shaped
+from effcompile.backends.openvino.shapes import FLAG, LARGEST, Shaped
 from effcompile.core.errors import FormatError, LoweringError, MissingPackageError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
@@ -112,7 +112,7 @@ class OpenVino:
         """
         if refusal := _why_not(program):
             raise LoweringError(f"OpenVINO cannot run {program.name} as planned: {refusal}.")
-        checked = flagged(program)
+        checked = flagged(program, LARGEST)
         converted = models.convert(attended(checked))
         names = models.names_of_sites(program, converted) | models.names_of_attentions(program, converted)
         quantized = models.quantize(program, converted, names, calibration)

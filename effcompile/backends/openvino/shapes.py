@@ -18,14 +18,14 @@ FLAG = ["effcompile", "indices_in_range"]
 
 #: Of int64 its plugin makes words of 32 bits, and some operators (remainders, divisions, sums, clamps) make
 #: numbers of fp32 of them, which hold integers up to here.
-_LARGEST = 1 << 24
+LARGEST = 1 << 24
 
 
 def check_numbers(arrays: Mapping[str, Array]) -> None:
     """Raises InputsError where an input has NaN, or an integer that is beyond what it computes with."""
     for name, array in arrays.items():
         if array.dtype.kind in "iu" and array.itemsize >= 4 and array.size:
-            beyond = next((n for n in (int(array.max()), int(array.min())) if abs(n) > _LARGEST), None)
+            beyond = next((n for n in (int(array.max()), int(array.min())) if abs(n) > LARGEST), None)
             if beyond is not None:
                 raise InputsError(
                     f"The input {name} has {beyond}. OpenVINO computes with integers up to 2^24, beyond "
@@ -41,7 +41,9 @@ def check_numbers(arrays: Mapping[str, Array]) -> None:
 
 
 def check_flag(flag: Array) -> None:
-    """Raises LoweringError where the last output says that an index was in no row, or is no such output."""
+    """Raises LoweringError where the last output says that an index was in no row, or an integer too large,
+    or is no such output.
+    """
     if flag.shape != () or flag.dtype != bool:
         raise LoweringError(
             f"The model's last output is {flag.dtype} {list(flag.shape)}, and its file says that it tells "
@@ -50,7 +52,9 @@ def check_flag(flag: Array) -> None:
     if not flag:
         raise LoweringError(
             "An index that the model computes from these inputs is negative or too large for what is "
-            "looked up, and the model itself raises for it, too. Give other inputs."
+            "looked up (the model itself raises for it, too), or an integer that it computes from them is "
+            "2^24 or beyond, which some of OpenVINO's operators round. Give other inputs, or for large "
+            "integers choose another backend."
         )
 
 

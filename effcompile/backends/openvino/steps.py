@@ -18,7 +18,7 @@ from effcompile.backends.openvino import model as models
 from effcompile.backends.openvino.backend import OpenVino, unchanged, written
 from effcompile.backends.openvino.edits import attended, joined
 from effcompile.backends.openvino.measure import ROUNDED, config
-from effcompile.backends.openvino.shapes import FLAG, check_flag, check_numbers
+from effcompile.backends.openvino.shapes import FLAG, LARGEST, check_flag, check_numbers
 from effcompile.backends.openvino.states import ORDER, TO, KeptRows, Requests, plain, states_of, with_states
 from effcompile.core.errors import FormatError, LoweringError, MissingPackageError
 from effcompile.core.goal import Goal
@@ -105,7 +105,7 @@ class OpenVinoSteps:
         Raises:
             LoweringError: it cannot be converted.
         """
-        checked = joined(attended(flagged(program)))
+        checked = joined(attended(flagged(program, LARGEST)))
         model = models.convert(checked)
         named = [spec.name for spec in program.inputs]
         for port, name in zip(model.inputs, named, strict=True):
