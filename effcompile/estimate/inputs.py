@@ -41,8 +41,9 @@ def describe_generated(count: int) -> str:
     return f"generated: {count} random inputs shaped like the example"
 
 
-def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inputs]:
-    """`count` random inputs of the example's shapes and dtypes.
+def generate_inputs(program: Program, count: int = 4, seed: int = 0, *, pads: bool = True) -> list[Inputs]:
+    """`count` random inputs of the example's shapes and dtypes. `pads`: whether ids whose row is zeros (a
+    padding's) are drawn, too; else the example's stand in their place.
 
     Integers that index an embedding are drawn uniformly from its rows; floats are normal with the example's
     mean and deviation; everything else (masks, token types, flags, integers whose meaning is not known) is
@@ -52,11 +53,12 @@ def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inp
     leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
     specs = _specs(program)
     rows = _rows(program, specs)
+    nothing = [None] * len(leaves) if pads else _zero_rows(program, rows)
     return [
         pytree.tree_unflatten(
             [
-                _drawn(leaf, limit, spec.counts if spec else (), generator)
-                for leaf, limit, spec in zip(leaves, rows, specs, strict=True)
+                _without(zeros, leaf, _drawn(leaf, limit, spec.counts if spec else (), generator))
+                for leaf, limit, spec, zeros in zip(leaves, rows, specs, nothing, strict=True)
             ],
             structure,
         )
@@ -136,6 +138,13 @@ def _drawn(
     return drawn
 
 
+def _without(zeros: torch.Tensor | None, leaf: Value, drawn: Value) -> Value:
+    """What was drawn, with the example's own where that is one of these ids."""
+    if zeros is None or not isinstance(drawn, torch.Tensor):
+        return drawn
+    return torch.where(torch.isin(drawn, zeros.to(drawn)), leaf, drawn)
+
+
 def _specs(program: Program) -> list[TensorSpec | None]:
     """What is known of each leaf of the inputs; None of one that is no tensor."""
     specs = iter(program.inputs)
@@ -152,9 +161,26 @@ def _rows(program: Program, specs: Sequence[TensorSpec | None]) -> list[int | No
     return rows + [None] * (len(specs) - len(rows))
 
 
+def _zero_rows(program: Program, rows: Sequence[int | None]) -> list[torch.Tensor | None]:
+    """The rows of zeros in what each leaf of the inputs indexes; None where there are none."""
+    holders = program.graph.find_nodes(op="placeholder")
+    tables = [_tables(program, node) if limit else [] for node, limit in zip(holders, rows, strict=False)]
+    found: list[torch.Tensor | None] = []
+    for each in tables:
+        first = [(table, (table[:, 0] == 0).nonzero().flatten()) for table in each if table.dim() == 2]
+        zeros = [at[~table[at].any(1)] for table, at in first if len(at)]
+        found.append(torch.cat(zeros).cpu() if zeros else None)
+    return found + [None] * (len(rows) - len(found))
+
+
 def _rows_indexed(program: Program, node: fx.Node) -> int | None:
     """Rows of the smallest embedding that a placeholder indexes; None where it indexes none."""
-    found: list[int] = []
+    return min((table.shape[0] for table in _tables(program, node)), default=None)
+
+
+def _tables(program: Program, node: fx.Node) -> list[torch.Tensor]:
+    """The embeddings that a placeholder indexes."""
+    found: list[torch.Tensor] = []
     todo, seen = [node], {node}
     while todo:
         value = todo.pop()
@@ -162,8 +188,8 @@ def _rows_indexed(program: Program, node: fx.Node) -> int | None:
             if user.target is aten.embedding.default and user.args[1] is value:
                 table = user.args[0]
                 weight = program.tensor(table) if isinstance(table, fx.Node) else None
-                found += [weight.shape[0]] if weight is not None else []
+                found += [weight] if weight is not None else []
             elif user.target in _VALUE_KEEPING and user not in seen:
                 seen.add(user)
                 todo.append(user)
-    return min(found, default=None)
+    return found
