@@ -22,6 +22,7 @@ from torch import fx
 from effcompile.backends.indices import raising
 from effcompile.backends.onnxruntime.not_numbers import as_in_torch
 from effcompile.backends.onnxruntime.single import in_single, with_own_epsilon
+from effcompile.backends.onnxruntime.spelled import spell_out
 from effcompile.backends.torch.edit_attentions import share_heads
 from effcompile.core.errors import LoweringError
 from effcompile.core.quiet import quiet_libraries
@@ -67,7 +68,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> OnnxExport:
             f"torch.export cannot export the graph of {program.name} again: {_cause(error)}"
         ) from error
     _copy_before_views(exported.graph)
-    _divide_as_integers(exported.graph)
+    spell_out(exported.graph)
     synonyms(exported.graph)
     twin = replace(program, module=exported.module(check_guards=False))
     # sites are told apart by their shapes at the example
@@ -142,24 +143,6 @@ def _copy_before_views(graph: fx.Graph) -> None:
                 )
             copy.meta = {**source.meta, "val": source.meta["val"].contiguous()}
             node.replace_input_with(source, copy)
-
-
-def _divide_as_integers(graph: fx.Graph) -> None:
-    """Integers divided towards zero: torch.onnx divides them as floats, which have 24 bits."""
-    modes = {aten.div.Tensor_mode: aten.fmod.Tensor, aten.div.Scalar_mode: aten.fmod.Scalar}
-    for node in [node for target in modes for node in graph.find_nodes(op="call_function", target=target)]:
-        value = node.meta["val"]
-        if value.is_floating_point() or node.kwargs.get("rounding_mode") != "trunc":
-            continue
-        x, y = node.args
-        with graph.inserting_before(node):
-            rest = graph.call_function(
-                modes[node.target] if isinstance(y, fx.Node) else aten.fmod.Scalar, (x, y)
-            )
-            whole = graph.call_function(aten.sub.Tensor, (x, rest))
-        for made in (rest, whole):
-            made.meta = {**node.meta, "val": value}
-        node.target, node.args, node.kwargs = aten.floor_divide.default, (whole, y), {}
 
 
 def _output_names(program: Program) -> list[str]:
