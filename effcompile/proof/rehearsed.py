@@ -35,9 +35,10 @@ def emulated(
             outputs = emulate([case.inputs for case in of])
             return [distance(found, program, case, goal) for found, case in zip(outputs, of, strict=True)]
 
-        error = max(errors([case for case in cases if not case.alike]), default=0.0)
-        kin = [case for case in cases if case.alike]
-        if kin and near(error, goal, program):
+        first, kin = ([case for case in cases if case.alike == alike] for alike in (False, True))
+        found = errors(first)
+        error = max(found, default=0.0)
+        if kin and near({case.name: e for case, e in zip(first, found, strict=True)}, goal, program):
             error = max(error, likely(errors(kin)))
         return error if math.isfinite(error) else None
 

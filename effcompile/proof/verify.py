@@ -239,7 +239,7 @@ def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -
     """
     found = [_check(run, program, case, goal) for case in cases if not case.alike]
     kin = [case for case in cases if case.alike]
-    if kin and near(worst(found), goal, program):
+    if kin and near({check.name: check.error for check in found}, goal, program):
         found.append(together([_check(run, program, case, goal) for case in kin], goal))
     return found
 
