@@ -57,9 +57,9 @@ class ModelSizes:
 
     def __init__(self, model: nn.Module, reading: Reading) -> None:
         self.model, self.training = model, reading.training
-        self.config = settings(getattr(model, "config", None)) or settings(
-            getattr(model, "pretrained_cfg", None)
-        )
+        self.config = settings(getattr(model, "config", None))
+        self._of_checkpoint = not self.config and hasattr(model, "pretrained_cfg")  # a model of timm
+        self.config = self.config or settings(getattr(model, "pretrained_cfg", None))
         self.known: dict[str, int] = {}
         self.parameters = inspect.signature(model.forward).parameters
         self.documents: Mapping[str, Documented] = documented(model)
@@ -144,8 +144,10 @@ class ModelSizes:
         if self.length:
             return self.length, self.length
         vision = self.part("vision")
-        owned = {name: getattr(self.model, name, None) for name in _SIZES}
-        for size in (*(vision.get(name) for name in _SIZES), *owned.values()):
+        # a checkpoint's settings say what that was trained on; the layer that cuts patches what this one takes
+        cut = [getattr(part, "img_size", None) for part in self.model.modules()] if self._of_checkpoint else []
+        owned = [vars(self.model).get(name) for name in _SIZES]
+        for size in (*cut, *(vision.get(name) for name in _SIZES), *owned):
             if isinstance(size, int):
                 return size, size
             if isinstance(size, (tuple, list)) and size and all(isinstance(s, int) for s in size):

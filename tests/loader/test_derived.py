@@ -189,6 +189,16 @@ def test_boxes_are_on_the_page_and_masks_are_as_many_of_each_example() -> None:
     assert masked.sum(1).tolist() == [16, 16]
 
 
+def test_an_image_is_as_large_as_this_model_takes_not_its_checkpoint() -> None:
+    patches = nn.Conv2d(3, 8, 16, 16)
+    patches.img_size = (64, 32)  # type: ignore[assignment]
+    model = nn.Sequential(patches, nn.Flatten(1), nn.Linear(8 * 4 * 2, 5))
+    model.pretrained_cfg = {"input_size": (3, 224, 224)}  # as timm keeps it
+    image = derive(model, Reading(), "model.py").args[0]
+    assert image.shape == (1, 3, 64, 32)
+    model(image)
+
+
 def test_boxes_to_find_are_left_to_the_user() -> None:
     model = made("YolosForObjectDetection", "YolosConfig", **{**SEEN, "image_size": [32, 32]})()
     made_of = derive(model, Reading(training=True), "model.py")

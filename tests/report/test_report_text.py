@@ -26,7 +26,7 @@ from effcompile.core.mask import Edge, MaskForm, Sees
 from effcompile.core.reason_kinds import KINDS
 from effcompile.core.reasons import Because
 from effcompile.core.units import parse_bytes
-from effcompile.ir.figures import Candidate, Totals
+from effcompile.ir.figures import Candidate, Check, Totals
 from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.report import (
     diff,
@@ -56,6 +56,7 @@ PAGES: dict[str, Callable[[Console], None]] = {
 
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+ROUNDED = Check(name="prefill in chunks", error=1.7e-3, limit=8.9e-3)
 
 
 def render(page: Callable[[Console], None], width: int, encoding: str = "utf-8", **options: object) -> str:
@@ -129,6 +130,8 @@ def test_escape_codes_and_markup_in_names_are_shown_not_obeyed() -> None:
         (samples.bert(checks=(), measured=Totals(seconds=1.0)), "? not verified"),
         (samples.bert(checks=(), measured=Totals(seconds=1.0, error=0.5)), "✘ not met"),
         (replace(samples.planned_only(), goal=Goal(memory=samples.MIB)), "✘ not met"),
+        # an exact goal of a 16-bit model: as much as the model itself rounds
+        (samples.bert(goal=Goal(), checks=(ROUNDED,), measured=Totals(error=ROUNDED.error)), "✔ met"),
     ],
 )
 def test_verdict(plan: Plan, verdict: str) -> None:
