@@ -21,7 +21,7 @@ from effcompile.arguments import (
     ready,
     told,
 )
-from effcompile.as_module import as_module
+from effcompile.as_module import as_module, check_trained_by_calls
 from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
 from effcompile.compiler import (
@@ -245,6 +245,8 @@ def optimize(
         effort=effort,
         progress=told(progress),
     )
+    if request.training:
+        check_trained_by_calls(model)
     if mesh is not None and (model is None or inputs is None):
         raise UsageError("A step on a mesh is planned by all ranks together: give the model and `inputs`.")
     if shapes is not None:

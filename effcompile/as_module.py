@@ -51,6 +51,20 @@ def as_module(model: object) -> nn.Module:
     return module
 
 
+def check_trained_by_calls(model: object) -> None:
+    """Raises: UsageError: it has a `training_step`, which Lightning's Trainer calls instead of the model:
+    what is planned would never run.
+    """
+    if not isinstance(model, nn.Module) or not callable(getattr(type(model), "training_step", None)):
+        return
+    name = next(iter(model._modules), "network")
+    raise UsageError(
+        f"{type(model).__name__} has a training_step, which a Trainer calls, and which calls the network "
+        f"past what is planned. Plan the network that is in it: `module.{name} = "
+        f"effcompile.optimize(module.{name}, mode='training', ...)`."
+    )
+
+
 def _method(function: types.FunctionType) -> Forward:
     """The function as a method: `self` in front, otherwise its own signature."""
 

@@ -13,7 +13,7 @@ from scaled_net import Net, X
 from torch import nn
 
 import effcompile
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import GuardError, UsageError
 
 MADE: dict[str, Callable[[nn.Module], Any]] = {
     "executable": lambda model: effcompile.optimize(
@@ -45,3 +45,44 @@ def test_what_is_set_is_the_models(kind: str) -> None:
             made(X)
     made.scale = 2.0
     torch.testing.assert_close(made(X).detach(), before)
+
+
+class Unread(nn.Module):
+    """Has a property that cannot be read before it was set, as a LightningModule its `trainer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self._trainer = nn.Linear(4, 2), None
+
+    @property
+    def trainer(self) -> str:
+        if self._trainer is None:
+            raise RuntimeError("it is not attached to a Trainer")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, value: str) -> None:
+        self._trainer = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_what_cannot_be_read_yet_is_set_on_the_model() -> None:
+    model = Unread().eval()
+    made = effcompile.optimize(model, backend="torch-eager", target="cpu-generic")
+    made.trainer = "there"
+    assert model.trainer == made.trainer == "there"
+
+
+@pytest.mark.parametrize("inputs", [{}, {"inputs": torch.ones(2, 4)}], ids=["later", "at once"])
+def test_a_module_that_a_trainer_trains_by_a_method_is_refused(inputs: dict[str, torch.Tensor]) -> None:
+    class Lit(Unread):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.linear(batch).sum()
+
+    with pytest.raises(
+        UsageError, match=r"module\.linear = effcompile\.optimize\(module\.linear, mode='training'"
+    ):
+        effcompile.optimize(Lit(), mode="training", **inputs)
+    assert isinstance(effcompile.optimize(Lit().eval(), backend="torch-eager"), nn.Module)

@@ -144,8 +144,10 @@ class ModelSizes:
         if self.length:
             return self.length, self.length
         vision = self.part("vision")
-        # a checkpoint's settings say what that was trained on; the layer that cuts patches what this one takes
-        cut = [getattr(part, "img_size", None) for part in self.model.modules()] if self._of_checkpoint else []
+        # a checkpoint's settings say what that was trained on, the layer that cuts patches what this takes
+        cut = (
+            [getattr(part, "img_size", None) for part in self.model.modules()] if self._of_checkpoint else []
+        )
         owned = [vars(self.model).get(name) for name in _SIZES]
         for size in (*cut, *(vision.get(name) for name in _SIZES), *owned):
             if isinstance(size, int):

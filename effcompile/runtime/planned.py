@@ -32,10 +32,18 @@ class SetOnModel(nn.Module):
         held = self.__dict__
         model = held.get("model") or held.get("_modules", {}).get("original")
         own = name in held or name.startswith("_") or hasattr(type(self), name) or value is model
-        if model is None or own or not hasattr(model, name):
+        if model is None or own or not _has(model, name):
             super().__setattr__(name, value)
         else:
             setattr(model, name, value)
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Also what is there and cannot be read yet (the `trainer` of a LightningModule, before it has one)."""
+    try:
+        return hasattr(model, name)
+    except Exception:
+        return True
 
 
 class PlannedModel(nn.Module):
