@@ -25,7 +25,7 @@ from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
 from effcompile.modes import PLANNING, Planned, carry_out
-from effcompile.runtime.planned import SetOnModel
+from effcompile.runtime.planned import SetOnModel, past_the_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -304,19 +304,16 @@ class Deferred(_PassesForItsModel, SetOnModel):
         if "model" not in self.__dict__:
             raise AttributeError(name)
         found = getattr(self.model, name)
-        return self._saying(found) if name == "generate" and callable(found) else found
+        why = past_the_plan(name, found)
+        return self._saying(found, why) if why else found
 
-    def _saying(self, generate: Forward) -> Forward:
-        """The original's generate(), which says so: it calls the original with a cache, and not
-        this module.
-        """
+    def _saying(self, method: Forward, why: str) -> Forward:
+        """A method of the original, which says so: it calls the original, and not this module."""
 
-        @functools.wraps(generate)
+        @functools.wraps(method)
         def said(*args: object, **kwargs: object) -> Outputs:
-            self._say_original(
-                "generate() calls it token by token with a cache, for which nothing is planned", stacklevel=3
-            )
-            return generate(*args, **kwargs)
+            self._say_original(why, stacklevel=3)
+            return method(*args, **kwargs)
 
         return said
 

@@ -86,3 +86,18 @@ def test_a_module_that_a_trainer_trains_by_a_method_is_refused(inputs: dict[str,
     ):
         effcompile.optimize(Lit(), mode="training", **inputs)
     assert isinstance(effcompile.optimize(Lit().eval(), backend="torch-eager"), nn.Module)
+
+
+class Encoder(nn.Sequential):
+    """As sentence-transformers have it."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)
+
+
+@pytest.mark.parametrize("inputs", [{}, {"inputs": torch.ones(2, 4)}], ids=["later", "at once"])
+def test_a_method_that_calls_the_modules_in_it_says_so(inputs: dict[str, torch.Tensor]) -> None:
+    model = Encoder(nn.Linear(4, 2)).eval()
+    made = effcompile.optimize(model, backend="torch-eager", target="cpu-generic", **inputs)
+    with pytest.warns(UserWarning, match=r"runs the original Encoder: encode\(\) calls the modules in it"):
+        assert torch.equal(made.encode(torch.ones(1, 4)), model[0](torch.ones(1, 4)))

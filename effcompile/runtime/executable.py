@@ -25,7 +25,7 @@ from effcompile.ir.program import Program
 from effcompile.runtime.carry import carried
 from effcompile.runtime.gradients import GradientGuard
 from effcompile.runtime.inputs import GraphInputs
-from effcompile.runtime.planned import PlannedModel, SetOnModel
+from effcompile.runtime.planned import PlannedModel, SetOnModel, past_the_plan
 
 #: Why torch.compile runs an Executable as it is.
 COMPILED = (
@@ -113,11 +113,8 @@ class Executable(SetOnModel, PlannedModel):
         return self.original
 
     def _beside(self, name: str, found: object) -> object:
-        return (
-            saying_original(found, type(self.original).__name__)
-            if name == "generate" and callable(found)
-            else found
-        )
+        why = past_the_plan(name, found)
+        return saying_original(found, type(self.original).__name__, why) if why else found
 
     def __copy__(self) -> Executable:
         return self._around(self.original)
@@ -199,18 +196,12 @@ class Executable(SetOnModel, PlannedModel):
         )
 
 
-def saying_original(generate: Forward, name: str) -> Forward:
-    """The original's generate(), which says so: it calls the original with a cache, and not the optimized
-    model.
-    """
+def saying_original(method: Forward, name: str, why: str) -> Forward:
+    """A method of the original, which says so: it calls the original, and not the optimized model."""
 
-    @functools.wraps(generate)
+    @functools.wraps(method)
     def said(*args: object, **kwargs: object) -> Outputs:
-        warnings.warn(
-            f"effcompile runs the original {name}: generate() calls it token by token with a cache, for "
-            "which nothing is planned",
-            stacklevel=2,
-        )
-        return generate(*args, **kwargs)
+        warnings.warn(f"effcompile runs the original {name}: {why}", stacklevel=2)
+        return method(*args, **kwargs)
 
     return said

@@ -16,8 +16,26 @@ _OFFERS = {
     "eager": "on_change='eager' runs the model's own forward there",
 }
 
+#: Methods of well-known models that run the model's modules themselves, past what is planned of a call:
+#: HuggingFace's, sentence-transformers', timm's.
+_OWN_WAYS = frozenset(
+    {"encode", "encode_query", "encode_document", "predict", "forward_features"}
+    | {f"get_{what}_features" for what in ("text", "image", "audio", "video")}
+)
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def past_the_plan(name: str, found: object) -> str:
+    """Why a method of the original runs nothing that is planned; '' of what is none of these."""
+    if not callable(found):
+        return ""
+    if name == "generate":
+        return "generate() calls it token by token with a cache, for which nothing is planned"
+    if name not in _OWN_WAYS:
+        return ""
+    return f"{name}() calls the modules in it, for which nothing is planned: plan the module that it calls"
 
 
 class SetOnModel(nn.Module):
