@@ -304,8 +304,8 @@ class Deferred(_PassesForItsModel, SetOnModel):
         if "model" not in self.__dict__:
             raise AttributeError(name)
         found = getattr(self.model, name)
-        why = past_the_plan(name, found)
-        return self._saying(found, why) if why else found
+        why = past_the_plan(name)
+        return self._saying(found, why) if why and callable(found) else found
 
     def _saying(self, method: Forward, why: str) -> Forward:
         """A method of the original, which says so: it calls the original, and not this module."""

@@ -113,8 +113,9 @@ class Executable(SetOnModel, PlannedModel):
         return self.original
 
     def _beside(self, name: str, found: object) -> object:
-        why = past_the_plan(name, found)
-        return saying_original(found, type(self.original).__name__, why) if why else found
+        if not callable(found) or not (why := past_the_plan(name)):
+            return found
+        return saying_original(found, type(self.original).__name__, why)
 
     def __copy__(self) -> Executable:
         return self._around(self.original)

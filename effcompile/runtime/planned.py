@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def past_the_plan(name: str, found: object) -> str:
-    """Why a method of the original runs nothing that is planned; '' of what is none of these."""
-    if not callable(found):
-        return ""
+def past_the_plan(name: str) -> str:
+    """Why a method of this name runs nothing that is planned; '' of any other."""
     if name == "generate":
         return "generate() calls it token by token with a cache, for which nothing is planned"
     if name not in _OWN_WAYS:
