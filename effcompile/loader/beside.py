@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from effcompile.core.types import Value
 from effcompile.loader.figures import ModelSizes
 
 #: Of one text; a pair's relation is that of two.
@@ -14,12 +15,15 @@ _ENTITIES, _MENTION = 2, 4
 _REGIONS = 36
 #: Pixels of a patch and its neighbours, of each of two images, as Perceiver takes them.
 _NEIGHBOURS = 27
+#: Of a video that is decoded.
+_PARTS = 128
 
 
-def beside(figures: ModelSizes, name: str) -> dict[str, torch.Tensor]:
+def beside(figures: ModelSizes, name: str) -> dict[str, Value]:
     """The argument of this name; {} where the model does not tell."""
-    if name.startswith("entity_") and "Entity" in type(figures.model).__name__:
-        return _of_entities(figures, name)
+    kind = type(figures.model).__name__
+    if name.startswith("entity_") and "Entity" in kind:
+        return {**_of_entities(figures, name)}
     match name:
         case "visual_feats" if width := figures.number(("visual_feat_dim",)):
             return {name: figures.floats(figures.batch, _REGIONS, width)}
@@ -31,10 +35,30 @@ def beside(figures: ModelSizes, name: str) -> dict[str, torch.Tensor]:
             return {name: (at > 0) & (at <= count)}
         case "image_attention_mask" if figures.number(("cross_layer_interval",)):
             return {name: torch.ones(figures.batch, figures.tokens(), 1, dtype=torch.long)}
-        case "inputs" if type(figures.model).__name__.endswith("ForOpticalFlow"):
+        case "inputs" | "subsampled_output_points" if kind.endswith("ForMultimodalAutoencoding"):
+            return {name: _of_a_video(figures, name)}
+        case "inputs" if kind.endswith("ForOpticalFlow"):
             sides = figures.config.get("train_size", ())
             return {name: figures.floats(figures.batch, 2, _NEIGHBOURS, *sides)} if len(sides) == 2 else {}
     return {}
+
+
+def _of_a_video(figures: ModelSizes, name: str) -> dict[str, torch.Tensor | None]:
+    """A video with its sound and no class, as Perceiver takes them; or which pixels and patches of sound it
+    is asked for: the first of its authors' parts, as it decodes one part after the other.
+    """
+    frames, side, each = (
+        figures.number((what,)) for what in ("num_frames", "image_size", "audio_samples_per_frame")
+    )
+    if name == "inputs":
+        return {
+            "image": figures.floats(figures.batch, frames, 3, side, side),
+            "audio": figures.floats(figures.batch, frames * each, 1),
+            "label": torch.zeros(figures.batch, figures.classes()),
+        }
+    patches = frames * each // (figures.number(("samples_per_patch",)) or 1)
+    counts = {"image": frames * side**2, "audio": patches}
+    return {what: torch.arange(max(count // _PARTS, 1)) for what, count in counts.items()} | {"label": None}
 
 
 def images_of_each(figures: ModelSizes) -> int:

@@ -4,7 +4,7 @@ meet first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,7 +57,7 @@ def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
         )
     if not maker.by_position:
         maker.check_complete(made, where)
-    tensors = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+    tensors = dict(_tensors(made))
     shapes = ", ".join(f"{name} {_described(value)}" for name, value in tensors.items())
     text = (
         "inputs were not given, and made from the model's {name}: {name}; random values, so give yours "
@@ -117,7 +117,7 @@ class _Maker(ModelSizes):
                     f"not tell what its forward needs as `{name}`{described}. {GIVE}."
                 )
 
-    def _named(self, name: str, made: Kwargs) -> dict[str, torch.Tensor]:
+    def _named(self, name: str, made: Kwargs) -> dict[str, Value]:
         """The argument of this name, if it is known and asked for beside those that are made."""
         text, audio = bool(self.vocabulary()), not made.keys() & {"pixel_values", *_AUDIO}
         match name:
@@ -253,6 +253,15 @@ class _Maker(ModelSizes):
                 self.source = "first layer, a norm"
                 return self.floats(self.batch, self.length or 32, *layer.normalized_shape)
         return None
+
+
+def _tensors(made: Mapping[str, Value]) -> Iterator[tuple[str, torch.Tensor]]:
+    """With the names of those that an argument holds, such as `inputs.image`."""
+    for name, value in made.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{part}", tensor) for part, tensor in _tensors(value))
+        elif isinstance(value, torch.Tensor):
+            yield name, value
 
 
 def _described(tensor: torch.Tensor) -> str:

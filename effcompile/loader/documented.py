@@ -25,6 +25,11 @@ class Documented:
         """Whether its numbers are integers."""
         return "Long" in self.kind or "Int" in self.kind
 
+    @property
+    def fractional(self) -> bool:
+        """Whether they are not; of a plain `torch.Tensor` neither is said."""
+        return any(each in self.kind for each in ("Float", "Double", "Half"))
+
     def __str__(self) -> str:
         return f"{self.kind} of ({', '.join(self.dimensions)})" if self.dimensions else self.kind
 

@@ -32,7 +32,7 @@ PARTS = {
     "text": ("text_encoder", "encoder", "text_config"),
     "decoder": ("text_config", "decoder"),
     "vision": ("encoder", "backbone_config", "image_config", "vision_config"),
-    "audio": ("encoder", "audio_encoder", "audio_config"),
+    "audio": ("encoder", "audio_encoder", "encoder_config", "audio_config"),
 }
 #: What dimensions are called in the docstrings of forwards.
 _BATCH = ("batch_size", "bs", "batch")
@@ -60,6 +60,8 @@ class ModelSizes:
         self.config = settings(getattr(model, "config", None))
         self._of_checkpoint = not self.config and hasattr(model, "pretrained_cfg")  # a model of timm
         self.config = self.config or settings(getattr(model, "pretrained_cfg", None))
+        if wrapped := settings(self.config.get("vlm_config")):  # retrieval by a model of text and images
+            self.config = wrapped | self.config
         self.known: dict[str, int] = {}
         self.parameters = inspect.signature(model.forward).parameters
         self.documents: Mapping[str, Documented] = documented(model)
@@ -107,7 +109,7 @@ class ModelSizes:
     def vocabulary(self, kind: str = "text") -> int:
         """Rows of the table of tokens."""
         names = ("decoder_vocab_size", "vocab_size") if kind == "decoder" else ("vocab_size",)
-        return self.number((*names, "input_vocab_size"), kind)
+        return self.number((*names, "input_vocab_size", "num_hash_buckets"), kind)
 
     def tokens(self) -> int:
         """Of a text."""

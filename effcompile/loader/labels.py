@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from effcompile.loader.figures import TEXTS, ModelSizes
+from effcompile.loader.pictures import masked_patches
 
 _NAMES = ("labels", "targets", "target")
 _CHARACTERS = 4
@@ -27,6 +28,7 @@ def labels(figures: ModelSizes, made: Mapping[str, torch.Tensor]) -> dict[str, t
     """
     name = next((each for each in _NAMES if each in figures.parameters), None)
     found = _spans(figures) if name is None else _named(figures, name, made)
+    found |= _hidden(figures, made)
     for each in ("next_sentence_label", "sentence_order_label"):  # does the second follow the first?
         if each in figures.parameters:
             found[each] = figures.ids(2, (figures.batch,))
@@ -39,6 +41,24 @@ def left_out(figures: ModelSizes, made: Mapping[str, object]) -> str:
     if name is None or name in made or not figures.training:
         return ""
     return f"{name} ({figures.documents[name]})" if name in figures.documents else name
+
+
+def _hidden(figures: ModelSizes, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is to be found behind hidden words and patches, of a model that learns from both and from whether
+    they belong together (FLAVA).
+    """
+    if not {"mlm_labels", "mim_labels", "itm_labels"} <= figures.parameters.keys():
+        return {}
+    masked, rows = masked_patches(figures), figures.number(("vocab_size",), "vision")
+    if masked is None or not rows or "input_ids" not in made:
+        return {}
+    tokens = figures.ids(rows, tuple(masked.shape))
+    return {
+        "bool_masked_pos": masked,
+        "mlm_labels": made["input_ids"].clone(),
+        "mim_labels": tokens.masked_fill(~masked, -100),
+        "itm_labels": torch.ones(figures.batch, dtype=torch.long),
+    }
 
 
 def _spans(figures: ModelSizes) -> dict[str, torch.Tensor]:
@@ -64,8 +84,8 @@ def _named(figures: ModelSizes, name: str, made: Mapping[str, torch.Tensor]) -> 
     if kind.endswith("ForCTC"):  # a text beside each recording; 0 is the blank
         drawn = figures.ids(figures.vocabulary() - 1, (figures.batch, _CHARACTERS))
         return {name: drawn + 1}
-    if "MaskedImageModeling" in kind and "bool_masked_pos" in made:  # a visual token for each that is hidden
-        rows = figures.vocabulary()
+    if "MaskedImageModeling" in kind:  # a visual token for each patch that is hidden
+        rows = figures.vocabulary() if "bool_masked_pos" in made else 0
         return {name: figures.ids(rows, (int(made["bool_masked_pos"].sum()),))} if rows else {}
     if "TokenClassification" in kind and ids is not None:
         return {name: ids % classes if classes else ids.clone()}
@@ -81,6 +101,10 @@ def _named(figures: ModelSizes, name: str, made: Mapping[str, torch.Tensor]) -> 
             return {name: ids.clone()}
         return {name: figures.ids(classes, (figures.batch,))} if classes else {}
     names = described.dimensions
+    untyped = not (described.whole or described.fractional)
+    if ids is not None and _writes(figures) and (untyped or ids.dim() > len(names)):
+        # they are the text, where a docstring says less than that: no type, or one codebook of several
+        return {name: ids.clone()}
     column = len(names) == 2 and names[1] == "1"  # of one class an example, which losses take in a row
     shape = figures.dimensions(names[:1] if column else names, (height, width) if height else None)
     found = None if shape is None else _of_shape(figures, shape, described.whole, ids)

@@ -26,6 +26,8 @@ def masked_patches(figures: ModelSizes) -> torch.Tensor | None:
     settings do not tell how many there are.
     """
     vision, sizes = figures.part("vision"), figures.sizes()
+    if vision.get("use_mask_token") is False:  # of BEiT: there is nothing to hide one with
+        return None
     patch = vision.get("patch_size")
     sides = tuple(patch) if isinstance(patch, (list, tuple)) else (patch, patch)
     if sizes is None or not all(isinstance(side, int) and side > 0 for side in sides):

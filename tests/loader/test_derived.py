@@ -138,6 +138,22 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], bool]] = {
              num_layers=1, num_heads=2),
         "labels", (128,), True,
     ),
+    "labels of which no type is said": (
+        made("GPTBigCodeForCausalLM", "GPTBigCodeConfig", vocab_size=64, n_embd=32, n_layer=1, n_head=2,
+             n_positions=24),
+        "labels", (24,), True,
+    ),
+    "frames before what they hold": (
+        made("ParakeetForCTC", "ParakeetCTCConfig", vocab_size=20, pad_token_id=0,
+             encoder_config={**HEADS, "num_mel_bins": 16, "subsampling_conv_channels": 8,
+                             "subsampling_factor": 4}),
+        "input_features", (200, 16), True,
+    ),
+    "characters": (
+        made("CanineForMultipleChoice", "CanineConfig", **HEADS, num_hash_functions=2, num_hash_buckets=256,
+             max_position_embeddings=128, local_transformer_stride=16),
+        "input_ids", (2, 128), True,
+    ),
     "image to text": (
         pair("VisionEncoderDecoder", transformers.ViTConfig(**SEEN)), "pixel_values", (3, 32, 32), True,
     ),

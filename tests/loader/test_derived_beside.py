@@ -57,6 +57,13 @@ BLIP = {
 FLOW = {"num_latents": 8, "d_latents": 32, "d_model": 322, "num_blocks": 1, "num_self_attends_per_block": 1,
         "num_self_attention_heads": 2, "num_cross_attention_heads": 1, "train_size": [16, 24]}  # fmt: skip
 
+VIDEO = {
+    "num_latents": 4, "d_latents": 32, "d_model": 32, "num_blocks": 1, "num_self_attends_per_block": 1,
+    "num_self_attention_heads": 2, "num_cross_attention_heads": 1, "image_size": 32, "num_frames": 2,
+    "audio_samples_per_frame": 32, "samples_per_patch": 16, "num_labels": 5, "output_shape": [1, 2, 32, 32],
+    "output_num_channels": 16, "_label_trainable_num_channels": 16,
+}  # fmt: skip
+
 
 def made(kind: str, config: str, **given: object) -> Callable[[], nn.Module]:
     """A model by the names of its class and of its configuration's."""
@@ -96,6 +103,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], bool]] = {
         made("BeitForMaskedImageModeling", "BeitConfig", **SEEN, vocab_size=64, use_mask_token=True),
         "bool_masked_pos", (16,), True,
     ),
+    "hidden words and patches": (
+        made("FlavaForPreTraining", "FlavaConfig", **FLAVA), "bool_masked_pos", (16,), True,
+    ),
     "a part that answers": (
         made("BlipForQuestionAnswering", "BlipConfig", **BLIP), "input_ids", (24,), True,
     ),
@@ -124,8 +134,9 @@ def test_the_model_runs_on_what_is_made_beside(case: str) -> None:
 @pytest.mark.parametrize(
     ("build", "name"),
     [
-        (made("FlavaForPreTraining", "FlavaConfig", **FLAVA), "pixel_values"),
         (made("PerceiverForOpticalFlow", "PerceiverConfig", **FLOW), "inputs"),
+        (made("PerceiverForMultimodalAutoencoding", "PerceiverConfig", **VIDEO), "inputs"),
+        (made("BeitForMaskedImageModeling", "BeitConfig", **SEEN, vocab_size=64), "pixel_values"),
     ],
 )
 def test_what_cannot_train_on_derived_inputs_runs_forward(build: Callable[[], nn.Module], name: str) -> None:
@@ -135,6 +146,20 @@ def test_what_cannot_train_on_derived_inputs_runs_forward(build: Callable[[], nn
     assert name in given
     with torch.no_grad():
         model(**given)
+
+
+def test_an_image_with_nothing_to_hide_it_by_is_not_hidden() -> None:
+    model = made("BeitForMaskedImageModeling", "BeitConfig", **SEEN, vocab_size=64)().train()
+    found = derive(model, Reading(training=True), "model.py")
+    assert found.kwargs.keys() == {"pixel_values"}
+    assert "labels were not made" in " ".join(map(str, found.notes))
+
+
+def test_what_an_argument_holds_is_told_by_name() -> None:
+    model = made("PerceiverForMultimodalAutoencoding", "PerceiverConfig", **VIDEO)()
+    told = derive(model, Reading(), "model.py").told
+    assert "inputs.image [1 × 2 × 3 × 32 × 32] float32" in told
+    assert "subsampled_output_points.audio [1] int64" in told
 
 
 def test_a_text_that_is_classified_ends_once() -> None:
