@@ -14,6 +14,7 @@ from effcompile.core.errors import InputsError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs, Value
 from effcompile.loader.beside import beside, with_end
+from effcompile.loader.diffusion import diffusion
 from effcompile.loader.figures import GIVE, TEXTS, ModelSizes, settings
 from effcompile.loader.images_in_text import image_token, with_image
 from effcompile.loader.labels import labels, left_out
@@ -49,7 +50,7 @@ def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
             forward needs.
     """
     maker = _Maker(model, reading)
-    made = maker.diffusion() or maker.by_name() or maker.by_first_layer()
+    made = diffusion(maker) or maker.by_name() or maker.by_first_layer()
     if made is None:
         raise InputsError(
             f"{where} defines no `inputs`, and neither a configuration nor the first layer of "
@@ -175,28 +176,6 @@ class _Maker(ModelSizes):
 
     def _images_only(self) -> bool:
         return not set(TEXTS) & set(self.parameters)
-
-    # ------------------------------------------------------------ diffusers
-
-    def diffusion(self) -> dict[str, torch.Tensor] | None:
-        """Of a UNet or diffusion transformer of diffusers: a noisy sample, its time step, and the text's
-        states.
-        """
-        sample = next((name for name in ("sample", "hidden_states") if name in self.parameters), None)
-        if not type(self.model).__module__.startswith("diffusers.") or sample is None:
-            return None
-        size = self.sizes() or (64, 64)
-        made = {sample: self.floats(self.batch, self.channels(), *size)}
-        if "timestep" in self.parameters:
-            made["timestep"] = torch.full((self.batch,), 500)
-        width = self.config.get("cross_attention_dim") or self.config.get("joint_attention_dim")
-        if "encoder_hidden_states" in self.parameters and isinstance(width, int):
-            made["encoder_hidden_states"] = self.floats(self.batch, 77, width)
-        if "class_labels" in self.parameters and isinstance(self.config.get("num_embeds_ada_norm"), int):
-            made["class_labels"] = torch.randint(
-                self.config["num_embeds_ada_norm"], (self.batch,), generator=self.generator
-            )
-        return made
 
     # ------------------------------------------------------------ by the layer that the inputs meet first
 
