@@ -349,6 +349,11 @@ class Plan:
                 "folder."
             )
         file = Path(path) / "plan.json" if os.path.isdir(path) else Path(path)
+        if not os.path.lexists(file):
+            raise UsageError(
+                f"Cannot read the plan {str(file)!r}: there is no such file. `effcompile optimize MODEL -o "
+                "DIR` writes one, and so does plan.save(path)."
+            )
         try:
             data = msgspec.json.decode(content := read_bounded(file, MOST_BYTES, "the plan"))
             repeated = repeated_key(content)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,14 @@ def pretrained(
     kind = _class_of(transformers, folder, reading)
     with _blaming(folder), _quiet(transformers.utils.logging):
         trusted = {"trust_remote_code": True} if reading.trust_remote_code else {}
-        common = {"dtype": "auto", "output_loading_info": True, "local_files_only": True, **trusted}
+        # what does not fit is told of by name below; transformers raises, and prints the names elsewhere
+        common = {
+            "dtype": "auto",
+            "output_loading_info": True,
+            "local_files_only": True,
+            "ignore_mismatched_sizes": True,
+            **trusted,
+        }
         if weights is None:
             model, info = kind.from_pretrained(
                 folder, use_safetensors=None if reading.allow_pickle else True, **common
@@ -89,6 +96,7 @@ def pretrained(
             model, info = kind.from_pretrained(
                 None, config=config, state_dict=weights, **{**common, "dtype": dtype}
             )
+    _check_shapes(folder, info.get("mismatched_keys", ()))
     notes = [
         Because("not in the weights, and set at random: {name}", (_some(info.get("missing_keys", ())),))
     ] * bool(info.get("missing_keys"))
@@ -101,6 +109,19 @@ def pretrained(
             )
         )
     return model.eval(), tuple(notes)
+
+
+def _check_shapes(folder: Path, mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> None:
+    """Raises UsageError for weights of other shapes than the configuration's: name, stored, asked for."""
+    found = sorted(mismatched)
+    if found:
+        name, stored, wanted = found[0]
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        has, needs = (" × ".join(map(str, shape)) for shape in (stored, wanted))
+        raise UsageError(
+            f"The weights in {str(folder)!r} are not of its config.json: {name} is stored as {has}, the "
+            f"configuration makes it {needs}{more}. Give the config.json that was saved with these weights."
+        )
 
 
 def _class_of(transformers: Any, folder: Path, reading: Reading) -> Any:

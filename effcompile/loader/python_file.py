@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -25,7 +24,7 @@ from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.types import Inputs
 from effcompile.loader.derive import Derived, derive
 from effcompile.loader.loaded import Loaded, a, as_inputs
-from effcompile.loader.source import ModelSource, Reading
+from effcompile.loader.source import ModelSource, Reading, code_of
 
 
 def load_file(source: ModelSource, reading: Reading) -> Loaded:
@@ -96,15 +95,7 @@ def _run(path: Path) -> ModuleType:
     """The file executed as a module."""
     module = ModuleType(f"_effcompile_model_{path.stem}")
     module.__file__ = str(path)
-    try:
-        code = compile(importlib.util.decode_source(path.read_bytes()), str(path), "exec")
-    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(
-            f"{path} is not Python{line}: {error.msg if isinstance(error, SyntaxError) else error}"
-        ) from error
-    except OSError as error:
-        raise UsageError(f"Cannot read {str(path)!r}: {error.strerror or error}.") from error
+    code = code_of(path)
     sys.modules[module.__name__] = module  # dataclasses and pickles in the file look their module up
     with _blaming(path, "running it"):
         exec(code, vars(module))

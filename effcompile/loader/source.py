@@ -9,7 +9,9 @@ import enum
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import decode_source
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from effcompile.core.errors import UsageError, clipped
@@ -27,6 +29,8 @@ _PICKLE = (
     "model's config.json (safetensors.torch.save_file(model.state_dict(), 'model.safetensors')), or load "
     "them in a model.py of yours."
 )
+#: Ends of the names of Python files; a script may have none.
+_PYTHON = ("", ".py", ".pyw")
 
 
 class Kind(enum.Enum):
@@ -192,4 +196,26 @@ def _python(spec: str) -> ModelSource:
             else " Nor is a model of this id in HuggingFace's cache (hf download ID puts one there)."
         )
         raise UsageError(f"No such file: {path!r}.{hint or unknown}")
+    if file.suffix not in _PYTHON:  # what is read would be run
+        raise UsageError(
+            f"{path!r} is no file that a model is read from. Give a model.py, a folder of HuggingFace (or "
+            "its model.safetensors), an id of its cache, or a .pt2 of torch.export.save."
+        )
     return ModelSource(kind=Kind.PYTHON, path=file.resolve(), name=name)
+
+
+def code_of(path: Path) -> CodeType:
+    """What a Python file says; nothing of it is run.
+
+    Raises:
+        UsageError: it is not Python, or cannot be read.
+    """
+    try:
+        return compile(decode_source(path.read_bytes()), str(path), "exec")
+    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UsageError(
+            f"{path} is not Python{line}: {error.msg if isinstance(error, SyntaxError) else error}"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"Cannot read {str(path)!r}: {error.strerror or error}.") from error

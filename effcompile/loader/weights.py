@@ -9,7 +9,7 @@ from pathlib import Path
 
 from effcompile.core.errors import UsageError
 from effcompile.core.stages import first_line
-from effcompile.loader.source import Kind, ModelSource, Reading
+from effcompile.loader.source import Kind, ModelSource, Reading, code_of
 
 #: Task, as transformers' pipelines name it → the class that has its head.
 TASKS = {
@@ -35,12 +35,15 @@ def check_source(source: ModelSource, reading: Reading) -> None:
     """See what can be seen of a model without loading it.
 
     Raises:
-        UsageError: its weights are missing, damaged, pickles, or nobody's. No such task.
+        UsageError: its weights are missing, damaged, pickles, or nobody's. Its file is not Python. No such
+            task.
     """
     if reading.task is not None:
         check_task(reading.task)
     if source.kind in (Kind.FOLDER, Kind.DIFFUSERS):
         check_weights(source.path, reading)
+    elif source.kind is Kind.PYTHON:
+        code_of(source.path)
     elif source.kind is Kind.SAFETENSORS:
         if not (source.path.parent / "config.json").is_file():
             raise UsageError(

@@ -314,7 +314,29 @@ def half_a_config(folder: Path) -> str:
 
 
 REMOTE = {"model_type": "frob", "auto_map": {"AutoModel": "modeling_frob.FrobModel"}}
+
+
+def of_another_width(folder: Path) -> str:
+    return configured(folder, hidden_size=64)
+
+
+def a_text(folder: Path) -> str:
+    (folder / "model.txt").write_text("raise SystemExit('it was run')\n")
+    return str(folder / "model.txt")
+
+
+def no_python(folder: Path) -> str:
+    (folder / "model.py").write_text("model = (\n")
+    return str(folder / "model.py")
+
+
 BAD = {
+    "other weights": (
+        of_another_width,
+        r"bert\.\S+ is stored as 32, the configuration makes it 64, and \d+ more",
+    ),
+    "a text": (a_text, "no file that a model is read from"),
+    "no Python": (no_python, "is not Python, line 1"),
     "truncated": (cut, "not a whole safetensors file"),
     "pickled": (pickled, "--allow-pickle"),
     "no weights": (without_weights, "no weights"),
@@ -336,7 +358,7 @@ BAD = {
 def test_what_cannot_be_read_is_said(kind: str, copied: Path) -> None:
     make, said = BAD[kind]
     spec = make(copied)
-    if kind not in ("remote code", "unknown type", "unknown architecture"):
+    if kind not in ("remote code", "unknown type", "unknown architecture", "other weights"):
         # of these transformers has to be asked
         with pytest.raises(UsageError, match=said):
             check_source(find(spec), Reading())
