@@ -111,10 +111,11 @@ def _head(plan: Plan) -> str:
 def _totals(plan: Plan) -> str:
     measured = plan.measured is not None or plan.measured_baseline is not None
     span, names = (2, ["predicted", "measured"]) if measured else (1, ["predicted"])
-    last = '<th rowspan="2">predicted ÷ measured</th>' if measured else ""
+    ratios = ["after ÷ before", *(["predicted ÷ measured"] if measured else [])]
     groups_head = "".join(f'<th colspan="{span}">{name}</th>' for name in ("before", "after"))
-    head = f'<tr><th rowspan="2"></th>{groups_head}<th rowspan="2">after ÷ before</th>{last}</tr>'
-    head += "<tr>" + "".join(f"<th>{name}</th>" for _ in range(2) for name in names) + "</tr>"
+    head = f"<tr><th></th>{groups_head}{'<th></th>' * len(ratios)}</tr>"
+    # as many cells as a row of figures has: on a narrow page they stand under each other without a table
+    head += f"<tr><th></th>{''.join(f'<th>{name}</th>' for name in (*names, *names, *ratios))}</tr>"
     rows = []
     for m in f.measures(plan):
         values = [m.text(v) for pair in (m.before, m.after) for v in (pair if measured else pair[:1])]

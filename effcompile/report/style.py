@@ -65,7 +65,13 @@ th,td{padding-right:9px}.legend{position:sticky;left:0}
 svg.wide{display:none}svg.narrow{display:block;min-width:0}
 .rows{min-width:0}.row{grid-template-columns:repeat(3,minmax(0,1fr));gap:2px 12px}
 .row>:nth-child(-n+2){grid-column:1/-1}summary.row>:nth-child(2){padding-left:16px}
-.numbers{font-size:13px}.numbers th,.numbers td{padding-right:6px}
+.numbers,.numbers :is(thead,tbody){display:block}.numbers tr{display:flex;flex-wrap:wrap}
+.numbers tr{border-top:1px solid var(--line)}.numbers :is(th,td){border:0;padding:2px 0 2px 2px}
+.numbers thead th{letter-spacing:-.04em}
+.numbers tr>:not(:first-child){flex:1 1 0;min-width:0;white-space:normal;font-size:11px}
+.numbers tr>[colspan="2"]{flex-grow:2}
+.numbers tr>:first-child{flex:1 0 100%;padding-left:0;font-size:13px}
+.numbers tr>:first-child:empty{display:none}
 table:not(.numbers) tr{display:flex;flex-wrap:wrap;gap:0 4px;border-top:1px solid var(--line)}
 table:not(.numbers) :is(th,td){border-top:0;padding:3px 9px 3px 0}
 table:not(.numbers) tr>:first-child{flex:1 0 28%}table:not(.numbers) .n{min-width:66px}

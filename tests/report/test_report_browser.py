@@ -36,7 +36,7 @@ onload = () => {
     sizes.push(parseFloat(view.getComputedStyle(e).fontSize) * scale);
   }
   const parts = [...page.querySelectorAll(".scroll, figure")].filter(e => e.querySelector(
-    ".rows, table:not(.numbers), svg.wide"));
+    ".rows, table, svg.wide"));
   const cut = parts.filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent.slice(0, 40));
   const heads = [...page.querySelectorAll(".rows .sorts")], last = heads[heads.length - 1];
   const rows = () => [...page.querySelectorAll(".rows > details")];
