@@ -68,7 +68,8 @@ def what_if(plan: Plan, question: str) -> WhatIf:
     used = plan.predicted.peak_bytes if limit == "memory" else plan.predicted.error
     was = (plan.goal.memory if limit == "memory" else plan.goal.max_error) or used
     if not was or plan.predicted.seconds is None:
-        raise UsageError(f"This plan has no {limit} to ask about: its goal is {plan.goal.describe()}.")
+        other = " A plan with --max-error 0.01 has one." if limit == "error" else ""
+        raise UsageError(f"This plan has no {limit} to ask about: its goal is {plan.goal.describe()}.{other}")
     now = _changed(limit, text, float(was))
     resource, room = (held_bytes, now - was) if limit == "memory" else (error_squared, now**2 - was**2)
     binds = used is None or used >= _NEAR * was
