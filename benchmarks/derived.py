@@ -2,9 +2,9 @@
 fake tensors, so that nothing is downloaded and nothing is large.
 
 A row is `ok` where the forward runs on what was derived, `data` where it then asks for values that fake
-tensors have not, `refused` where effcompile says that inputs have to be given, `model` where the model itself raises
-(some because a configuration of two layers is none of its own), `unbuilt` where it cannot be made so, `RAW`
-where deriving raises anything else: a fault of ours.
+tensors have not, `refused` where effcompile says that inputs have to be given, `model` where the model itself
+raises (some because a configuration of two layers is none of its own), `unbuilt` where it cannot be made so,
+`RAW` where deriving raises anything else: a fault of ours.
 
     python benchmarks/derived.py [CLASS ...]
 
