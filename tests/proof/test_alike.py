@@ -106,7 +106,11 @@ def test_they_are_judged_together_and_only_near_the_limit() -> None:
     assert isinstance(told.note, AlikeErrors) and told.error == pytest.approx(0.019, rel=1e-3)
     assert told.error < told.note.below == foreseen(close) and not holds_for_others(close)
     assert "largest of 16; by their spread 95% of such inputs are below 2." in words(told.note)
-    assert [near(error, goal, program) for error in (0.001, 0.019, 0.03)] == [False, True, False]
+    assert [near({"example": error}, goal, program) for error in (0.001, 0.019, 0.03)] == [False, True, False]
+    other = {"example": 0.001, "second shape": 0.019}
+    assert not near(other, goal, program), "its errors have a spread of their own"
+    assert near({"example": 0.001, "calibration input": 0.019}, goal, program)
+    assert not near({"example": 0.019, "second shape": 0.03}, goal, program)
 
 
 def test_a_model_that_chooses_by_numbers_is_run_on_them_far_from_the_limit_too() -> None:
@@ -124,8 +128,8 @@ def test_a_model_that_chooses_by_numbers_is_run_on_them_far_from_the_limit_too()
     inputs = (torch.randn(4, 8), torch.arange(8))
     for by_number in (True, False):
         program = capture(Chooses(by_number).eval(), inputs, {})
-        assert near(0.001, Goal(max_error=0.1), program) is by_number
-        assert not near(0.0, Goal(max_error=0.1), program)
+        assert near({"example": 0.001}, Goal(max_error=0.1), program) is by_number
+        assert not near({"example": 0.0}, Goal(max_error=0.1), program)
 
 
 def test_one_that_fails_says_why() -> None:

@@ -163,7 +163,9 @@ def test_a_saved_one_runs_the_same_calls(
     tags |= {site.site: attention for site in attentions(program)}
     lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [program.flat_inputs()])  # type: ignore[arg-type]
     made: list[Any] = []
-    monkeypatch.setattr(torch_lowered, "called", lambda module, keeps=0: made.append(called(module)) or made[-1])
+    monkeypatch.setattr(
+        torch_lowered, "called", lambda module, keeps=0: made.append(called(module)) or made[-1]
+    )
     run, _ = torch_lowered.load_flat(*lowered.save(tmp_path))
     assert calls(made[-1]) == calls(lowered._called)
     given = program.flat_inputs()
