@@ -19,6 +19,8 @@ _EVEN = 1.2
 APART, _PAUSE = 8e-3, 2e-3
 #: Times that a look does the work: the first brings it into the caches.
 _TIMES = 5
+#: Looks that are enough to know.
+_LOOKS = 4
 
 
 class Pace:
@@ -46,8 +48,10 @@ class Pace:
         return even
 
     def surely_even(self) -> bool:
-        """Whether it was just seen to run as it can: not where nothing is left to wait with."""
-        return self.even() and perf_counter() - self._seen < APART
+        """Whether it is seen to run as it can, at one of a few looks (threads that slept are slow at the
+        first): not where nothing is left to wait with.
+        """
+        return any(self.even() and perf_counter() - self._seen < APART for _ in range(_LOOKS))
 
     def wait(self, lost: float = 0.0) -> float:
         """Until it runs as it can, or patience is at its end; returns the seconds lost, with these before."""
