@@ -11,7 +11,7 @@ from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.proof.alike import likely, near
-from effcompile.proof.verify import Reference, distance
+from effcompile.proof.verify import Reference, alike_in, distance
 
 
 def emulated(
@@ -35,11 +35,11 @@ def emulated(
             outputs = emulate([case.inputs for case in of])
             return [distance(found, program, case, goal) for found, case in zip(outputs, of, strict=True)]
 
-        first, kin = ([case for case in cases if case.alike == alike] for alike in (False, True))
-        found = errors(first)
-        error = max(found, default=0.0)
-        if kin and near({case.name: e for case, e in zip(first, found, strict=True)}, goal, program):
-            error = max(error, likely(errors(kin)))
+        first = [case for case in cases if not case.alike]
+        found = {case.name: error for case, error in zip(first, errors(first), strict=True)}
+        error = max(found.values(), default=0.0)
+        if near(found, goal, program):
+            error = max(error, likely(errors(alike_in(cases))))
         return error if math.isfinite(error) else None
 
     compared = [(sorted(case.rows.items()), case.alike) for case in cases]

@@ -49,7 +49,8 @@ class Reference:
     `rounding`: how far each output is from what the model computes in float64; nothing where it cannot. It
     runs the model when called. `most`: the largest error that it may explain. `usual`: the usual size of an
     element of the outputs. `rows`: output → the axes of its texts, where each of them has to be within the
-    limit: a user may send it alone. `alike`: one of several of the example's kind, which are judged together.
+    limit: a user may send it alone. `asked`: of one of several of the example's kind, which are judged
+    together, the same with outputs: the model is run for them when it is called; None where it refuses it.
     """
 
     name: str
@@ -62,7 +63,12 @@ class Reference:
     most: float
     usual: Callable[[], float] = lambda: 0.0
     rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    alike: bool = False
+    asked: Callable[[], Reference | None] | None = None
+
+    @property
+    def alike(self) -> bool:
+        """Whether it is one of several of the example's kind."""
+        return self.asked is not None
 
     def limit(self, goal: Goal, error: float) -> float:
         """The largest error to accept here."""
@@ -112,16 +118,36 @@ def references(
     short = [] if goal.exact else short_variants(program, _SHORT_TEXTS)
     cases += short
     cases += [("calibration input", args, dict(kwargs)) for args, kwargs in list(calibration)[:1]]
-    further = [(f"like the example {at}", args, dict(kwargs)) for at, (args, kwargs) in enumerate(kin, 1)]
     stress = stress_inputs(program) if goal.robust else []
-    found = _references(program, model, goal, [*cases, *stress, *further])
-    named = {name for name, _, _ in further}
+    found = _references(program, model, goal, [*cases, *stress])
     doubtful, axes = {name for name, _, _ in short}, _batch_axes(program)
-    return [
-        replace(case, rows=axes if case.name in doubtful else {}, alike=case.name in named)
+    told = [
+        replace(case, rows=axes) if case.name in doubtful else case
         for case in found
         if case.name not in doubtful or _tells(case)
     ]
+    return [*told, *(_to_be_asked(program, model, goal, given) for given in kin)]
+
+
+def alike_in(cases: Sequence[Reference]) -> list[Reference]:
+    """Those of the example's kind, with what the model returns for them."""
+    asked = (case.asked() for case in cases if case.asked is not None)
+    return [case for case in asked if case is not None]
+
+
+def _to_be_asked(program: Program, model: nn.Module, goal: Goal, given: Inputs) -> Reference:
+    """An input of the example's kind, for which the model is not run yet: most plans are far from their
+    limit.
+    """
+    (args, kwargs), name = given, "like the example"
+
+    def asked() -> Reference | None:
+        return next(iter(_references(program, model, goal, [(name, args, kwargs)])), None)
+
+    flat = tuple(program.flat_inputs(args, kwargs))
+    return Reference(
+        name=name, args=args, kwargs=kwargs, inputs=flat, outputs=(), plain=(), most=0.0, asked=cache(asked)
+    )
 
 
 def _batch_axes(program: Program) -> dict[int, tuple[int, ...]]:
@@ -238,8 +264,7 @@ def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -
     run: called as a user calls the model, with each case's own arguments; returns what the model returns.
     """
     found = [_check(run, program, case, goal) for case in cases if not case.alike]
-    kin = [case for case in cases if case.alike]
-    if kin and near({check.name: check.error for check in found}, goal, program):
+    if near({check.name: check.error for check in found}, goal, program) and (kin := alike_in(cases)):
         found.append(together([_check(run, program, case, goal) for case in kin], goal))
     return found
 
