@@ -57,10 +57,15 @@ def built_later() -> Iterator[list[Callable[[], None]]]:
             wait(self, scope)
 
     def bound(self: AsyncCompile, argtypes: list[str], source_code: str) -> object:
-        alone = partial(bind, self, argtypes, source_code)
         if get_ident() != ours or get_compile_threads() <= 1:
-            return alone()
-        return LambdaFuture(together.later(argtypes, source_code, lambda: alone().result(), self.submit))
+            return bind(self, argtypes, source_code)
+
+        def alone() -> Callable[..., None]:
+            with compiling():  # as they were generated, though later
+                found: Callable[..., None] = bind(self, argtypes, source_code).result()
+            return found
+
+        return LambdaFuture(together.later(argtypes, source_code, alone, self.submit))
 
     AsyncCompile.wait, AsyncCompile.cpp_pybinding = later, bound  # type: ignore[method-assign]
     try:

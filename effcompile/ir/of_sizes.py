@@ -51,8 +51,10 @@ class OfSizes(NamedTuple):
 
 
 def may_be_kept(goal: Goal) -> bool:
-    """Whether bytes beside the weights may be kept for time: not where bytes are what counts."""
-    return goal.memory is None and goal.minimize == "time"
+    """Whether bytes beside the weights may be kept for time: not where bytes are what counts, nor of a
+    generation, which computes them once a prompt.
+    """
+    return goal.mode == "inference" and goal.memory is None and goal.minimize == "time"
 
 
 def of_sizes(graph: fx.Graph) -> OfSizes:

@@ -17,6 +17,11 @@ from effcompile.core import torch_compat_kernels as module
 POINTERS = ["const float*", "float*"]
 
 
+def fresh() -> float:
+    """A factor that no cache on disk has, whoever sets seeds."""
+    return 1 + random.SystemRandom().random()
+
+
 def kernel(factor: float, body: str = "out[i] = in[i] * {};") -> str:
     """Multiplies 64 elements, as Inductor would write it."""
     return (
@@ -62,7 +67,7 @@ def check(function: Callable[..., None], factor: float) -> None:
 
 
 def test_many_are_one_library_in_which_others_find_them(built: list[str]) -> None:
-    factors = [random.uniform(1, 2) for _ in range(3)]  # which no cache has
+    factors = [fresh() for _ in range(3)]
     found, alone = asked(module._Together(), [kernel(f) for f in (*factors, factors[0])])
     for build, factor in zip(found, (*factors, factors[0]), strict=True):
         check(build(), factor)
@@ -77,7 +82,7 @@ def test_a_full_file_is_begun_before_the_rest_is_asked_for(
     built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_OF_A_FILE", 2)
-    factors = [random.uniform(1, 2) for _ in range(5)]
+    factors = [fresh() for _ in range(5)]
     together = module._Together()
     found, alone = asked(together, [kernel(f) for f in factors])
     together.begin()
@@ -87,15 +92,13 @@ def test_a_full_file_is_begun_before_the_rest_is_asked_for(
 
 
 def test_one_that_is_no_c_leaves_each_to_itself() -> None:
-    found, alone = asked(
-        module._Together(), [kernel(random.uniform(1, 2)), kernel(random.uniform(1, 2), "no {}")]
-    )
+    found, alone = asked(module._Together(), [kernel(fresh()), kernel(fresh(), "no {}")])
     assert [build() for build in found] and alone == [0, 1]
 
 
 @pytest.mark.parametrize("content", [b"no library", b""])
 def test_a_library_that_does_not_load_is_left_and_forgotten(content: bytes) -> None:
-    factor = random.uniform(1, 2)
+    factor = fresh()
     before = set(Path(cache_dir(), "together").glob("*"))
     (build,), alone = asked(module._Together(), [kernel(factor)])
     check(build(), factor)
@@ -112,6 +115,6 @@ def test_a_library_that_does_not_load_is_left_and_forgotten(content: bytes) -> N
 
 def test_texts_of_another_version_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_text", lambda *_: 1 / 0)
-    (build,), alone = asked(module._Together(), [kernel(random.uniform(1, 2))])
+    (build,), alone = asked(module._Together(), [kernel(fresh())])
     build()
     assert alone == [0]
