@@ -52,10 +52,11 @@ def as_module(model: object) -> nn.Module:
 
 
 def check_trained_by_calls(model: object) -> None:
-    """Raises: UsageError: it has a `training_step`, which Lightning's Trainer calls instead of the model:
-    what is planned would never run.
+    """Raises: UsageError: it has a `training_step` and its own optimizers, as a LightningModule, whose
+    Trainer calls that instead of the model: what is planned would never run.
     """
-    if not isinstance(model, nn.Module) or not callable(getattr(type(model), "training_step", None)):
+    ways = (getattr(type(model), name, None) for name in ("training_step", "configure_optimizers"))
+    if not isinstance(model, nn.Module) or not all(map(callable, ways)):
         return
     name = next(iter(model._modules), "network")
     raise UsageError(

@@ -81,11 +81,16 @@ def test_a_module_that_a_trainer_trains_by_a_method_is_refused(inputs: dict[str,
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             return self.linear(batch).sum()
 
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
     with pytest.raises(
         UsageError, match=r"module\.linear = effcompile\.optimize\(module\.linear, mode='training'"
     ):
         effcompile.optimize(Lit(), mode="training", **inputs)
     assert isinstance(effcompile.optimize(Lit().eval(), backend="torch-eager"), nn.Module)
+    del Lit.configure_optimizers  # whose loop is the user's own, and calls it
+    assert isinstance(effcompile.optimize(Lit(), mode="training"), nn.Module)
 
 
 class Encoder(nn.Sequential):
