@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.torch_compat_aot import writes
 from effcompile.core.torch_compat_operators import is_determined, is_view
 from effcompile.ir.owned import received
+from effcompile.ir.program import ancestors, shape_of
 
 #: Part of the weights' bytes that such values may take beside them.
 SHARE = 0.125
@@ -39,7 +39,7 @@ class OfSizes(NamedTuple):
 
     def nbytes(self) -> int:
         """Bytes of the results at the example's sizes."""
-        return sum(math.prod(map(int, r.meta["val"].shape)) * r.meta["val"].itemsize for r in self.results)
+        return sum(math.prod(shape_of(each)) * each.meta["val"].itemsize for each in self.results)
 
     def operators(self) -> set[fx.Node]:
         """Those of `nodes` that compute tensors which nothing else reads."""
@@ -73,8 +73,8 @@ def of_sizes(graph: fx.Graph) -> OfSizes:
         and node not in shown
         and any(user not in tensors for user in node.users)
     ]
-    nodes = _behind(results)
-    ordered = [node for node in graph.nodes if node in nodes]
+    nodes = ancestors(results)
+    ordered = [node for node in graph.nodes if node in nodes and node.op != "placeholder"]
     computed = [n for n in ordered if n in tensors and not is_view(n.target)]
     if len(computed) < _FEWEST:
         return OfSizes()
@@ -117,14 +117,3 @@ def _is_determined(node: fx.Node) -> bool:
 
 def _has_tensors(node: fx.Node) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(node.meta.get("val")))
-
-
-def _behind(results: Collection[fx.Node]) -> set[fx.Node]:
-    """Results and all that they follow from, but for inputs."""
-    found, left = set[fx.Node](), list(results)
-    while left:
-        node = left.pop()
-        if node not in found and node.op != "placeholder":
-            found.add(node)
-            left += [] if _is_size(node) else node.all_input_nodes
-    return found

@@ -259,7 +259,7 @@ def _rounding(
 
 def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> list[Check]:
     """One check per case: the largest relative L2 error of its outputs, and among short texts of any text in
-    them, against the goal's tolerance; one of all inputs like the example, where the others come near it.
+    them, against the goal's tolerance; one of all inputs like the example, where it comes near it.
 
     run: called as a user calls the model, with each case's own arguments; returns what the model returns.
     """

@@ -207,8 +207,7 @@ def _run(module: fx.GraphModule, path: Path, header: _Header) -> Forward:
     if header.engine == "inductor":
         return _compiled_when_called(module, path, header.shapes)
     packed = by_few_rows(pack(module))
-    held = sum(tensor.nbytes for tensor in (*packed.parameters(), *packed.buffers()))
-    return called(packed, int(SHARE * held) if header.keeps else 0)
+    return called(packed, int(SHARE * stored_bytes(packed)) if header.keeps else 0)
 
 
 def _exported(path: Path) -> tuple[torch.export.ExportedProgram, _Header]:
