@@ -237,9 +237,13 @@ class Program(Traced):
 
 
 def stored_bytes(*modules: torch.nn.Module) -> int:
-    """Bytes of the parameters and buffers of all of them, each storage once."""
+    """Bytes of the parameters and buffers of all of them, each storage once; a weight in oneDNN's own layout
+    shows no storage and counts with its elements.
+    """
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    packed = {id(tensor): tensor.nbytes for tensor in tensors if torch_compat.is_packed(tensor)}
+    storages = [tensor.untyped_storage() for tensor in tensors if id(tensor) not in packed]
+    return sum(packed.values()) + sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
 def evaluated(formula: str, sizes: Mapping[str, int]) -> int | float:
