@@ -17,7 +17,7 @@ def lacking(name: str) -> str | None:
     """Why torch's CPU kernels have no such linear here; None where they have."""
     if name == FP32.name:
         return None
-    reason = numerics.why_not(held(name), 8, 128, 128) or numerics.not_here(held(name))
+    reason = numerics.why_not(held(name), 128, 128, 128) or numerics.not_here(held(name))
     return None if reason is None else str(reason)
 
 

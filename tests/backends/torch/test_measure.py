@@ -149,7 +149,7 @@ def test_few_rows_are_timed_as_one_call_that_makes_all_products(name: str, rows:
         torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8_token", "int13_token"])
+@pytest.mark.parametrize("name", [where_there(name) for name in ("fp32", "int8_token", "int13_token")])
 def test_more_rows_are_timed_as_one_tape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps run, none from Python, and the last is the product of its own weight."""
     monkeypatch.setattr(measure_linears, "packing", lambda *dims, ours: "ours")
@@ -168,11 +168,11 @@ def test_more_rows_are_timed_as_one_tape(name: str, monkeypatch: pytest.MonkeyPa
     assert counts == ([3] if run is not None else [])
 
 
-def test_what_no_call_does_together_is_called_one_by_one() -> None:
-    for name, rows in (("int8_channel", 9), ("bf16", 1)):
-        held = form(name).weights
-        made = measure_linears.linears(held, (rows, 64, 64), "eager", 2)
-        assert measure_linears.in_one_call(held, (rows, 64, 64), made) is None
+@pytest.mark.parametrize(("name", "rows"), [where_there("int8_channel", 9), where_there("bf16", 1)])
+def test_what_no_call_does_together_is_called_one_by_one(name: str, rows: int) -> None:
+    held = form(name).weights
+    made = measure_linears.linears(held, (rows, 64, 64), "eager", 2)
+    assert measure_linears.in_one_call(held, (rows, 64, 64), made) is None
 
 
 def test_a_short_attention_of_ours_is_timed_as_batches_and_torchs_alone(

@@ -257,7 +257,10 @@ def test_caches_of_another_kind_run_operator_by_operator() -> None:
     strided = [one.transpose(2, 3).contiguous().transpose(2, 3) for one in inputs[3:7]]
     for caches in ([one.double() for one in inputs[3:7]], strided):
         for one, right in zip(fused(*inputs[:3], *caches, inputs[7]), wanted, strict=True):
-            torch.testing.assert_close(one.float(), right, rtol=1e-5, atol=1e-6)
+            rounded = (
+                torch.finfo(torch.float32).eps * right.abs().max().item()
+            )  # sums are of numbers so large
+            torch.testing.assert_close(one.float(), right, rtol=1e-5, atol=rounded)
 
 
 def test_an_attention_that_no_program_takes_leaves_the_rest() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from form_names import forms
 from torch import Tensor, fx, nn
+from torch_formats import where_there
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, ViTConfig, ViTModel, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -146,9 +147,9 @@ def calls(run: Any) -> list[tuple[str, ...]]:
     ("make", "held", "attention"),
     [
         *((make, "int8_token", "sdpa_bf16") for make in (bert, gpt2, vit, whisper)),
-        (bert, "bf16", "sdpa_bf16"),
+        where_there("bf16", "bf16", "sdpa_bf16", value=bert),
         (vit, "fp32", "sdpa_fp32"),
-        (whisper, "int13_token", "sdpa_int8_token"),
+        where_there("int13_token", "int13_token", "sdpa_int8_token", value=whisper),
     ],
 )
 def test_a_saved_one_runs_the_same_calls(

@@ -93,7 +93,7 @@ def test_bytes_are_those_of_all_graphs(least: tuple[nn.Module, GenerationExecuta
 @pytest.mark.skipif(not has_onednn(), reason="nothing is packed")
 def test_what_onednn_packed_is_counted() -> None:
     """Such a weight has no storage to ask for."""
-    weight = torch.randn(24, 40).bfloat16()
+    weight = torch.randn(24, 40)
     graph = nn.Module()
     graph.register_buffer("plain", weight)
     graph.register_buffer("seen", weight.t())
