@@ -117,7 +117,8 @@ INT8_CHANNEL = WeightFormat(
 #: s8 activations with a scale for each row (token), taken at run time, times s8 weights with a scale per
 #: output channel.
 INT8_TOKEN = WeightFormat(family="int8_token", bits=8, scale="channel", scale_bytes=4, activation="int8 rows")
-#: The same with codes of 13 bits, held in 16: for VNNI, which multiplies such at half the rate of bytes.
+#: The same with codes of 13 bits, held in 16: VNNI multiplies such at half the rate of bytes, AVX2 alone
+#: at the same.
 INT13_TOKEN = WeightFormat(
     family="int13_token", bits=16, scale="channel", scale_bytes=4, activation="int13 rows"
 )

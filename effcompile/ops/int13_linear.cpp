@@ -1,8 +1,8 @@
-// Linears in 13 bits on a CPU with VNNI: y = f(dequantised(codes(x) W^T) + bias), activations quantised row by row inside.
+// Linears in 13 bits on a CPU: y = f(dequantised(codes(x) W^T) + bias), activations quantised row by row inside.
 //
-// Compiled as int8_linear.cpp is. Codes of x and of W are signed words of at most 4095: VPDPWSSD sums two products of them in 32 bits, and 64
-// such steps cannot overflow (64 * 2 * 4095^2 < 2^31). Then sums are taken in fp32. The interleaving [N / 16][K / 2][16][2] is what it reads as
-// one register.
+// Compiled as int8_linear.cpp is. Codes of x and of W are signed words of at most 4095: VPDPWSSD, or without VNNI VPMADDWD and
+// VPADDD, sums two products of them in 32 bits, and 64 such steps cannot overflow (64 * 2 * 4095^2 < 2^31). Then sums are taken in fp32. The
+// interleaving [N / 16][K / 2][16][2] is what it reads as one register.
 
 #define KIND 0
 #define WORDS

@@ -30,11 +30,16 @@ inline V as_floats(VI v) { return __builtin_convertvector(v, V); }
 inline V where(VI mask, V a, V b) { return mask ? a : b; }
 
 // Each lane: sum += four products of unsigned with signed bytes. Exact: no step saturates. Of codes in words (WORDS): two products of them.
-#if defined(WORDS) && WIDTH == 16
+#ifdef WORDS
+#if defined(__AVX512VNNI__)
 inline VI dot(VI sum, VI weights, VI codes) { return (VI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)weights, (__m512i)codes); }
-#define SIGNED
-#elif defined(WORDS)
+#elif defined(__AVXVNNI__)
 inline VI dot(VI sum, VI weights, VI codes) { return (VI)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)codes); }
+#elif WIDTH == 16
+inline VI dot(VI sum, VI weights, VI codes) { return sum + (VI)_mm512_madd_epi16((__m512i)weights, (__m512i)codes); }
+#else
+inline VI dot(VI sum, VI weights, VI codes) { return sum + (VI)_mm256_madd_epi16((__m256i)weights, (__m256i)codes); }
+#endif
 #define SIGNED
 #elif defined(__aarch64__)
 // Codes of W as signed bytes: ARM multiplies signed bytes by signed ones.
