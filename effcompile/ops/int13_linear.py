@@ -2,8 +2,8 @@
 defines it. Its error is a thirtieth of one in bytes; it takes half as long as one of fp32 with VNNI, and
 with AVX2 alone, where bytes are multiplied as words, no longer than one in bytes.
 
-On a CPU with AVX2 at least and a C++ compiler the kernels of `int13_linear.cpp` run; elsewhere torch computes the
-same, and no plan has it. Defined without torch.library.custom_op, as `int8_linear` is.
+On a CPU with AVX2 at least and a C++ compiler the kernels of `int13_linear.cpp` run; elsewhere torch computes
+the same, and no plan has it. Defined without torch.library.custom_op, as `int8_linear` is.
 """
 
 from __future__ import annotations
