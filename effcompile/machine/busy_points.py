@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from effcompile.core.reasons import Because, Reason
-from effcompile.machine.calibration import BackendPoints, Calibration, peak_rates, versions_of
+from effcompile.machine.calibration import Calibration, peak_rates
 from effcompile.machine.hardware import matmul_peak, read_bandwidth
 from effcompile.machine.load import busy
 
@@ -37,7 +37,7 @@ def without_busy(calibration: Calibration) -> Reason | None:
         calibration.peak_flops = peak_rates(calibration.backends, matmul_peak())
         calibration.busy = ""
     for name in [name for name, points in calibration.backends.items() if points.busy]:
-        calibration.backends[name] = BackendPoints(versions=versions_of(name))
+        del calibration.backends[name]  # an emptied one tells that its version changed
     calibration.dirty = True
     return Because(what + ", and are taken again.", figures)
 
