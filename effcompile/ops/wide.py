@@ -16,17 +16,20 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import addmm_flop, mm_flop, register_flop_formula
 
 from effcompile.core import gpu, torch_compat
 from effcompile.ops.products import Product, Scratch
 
 __all__ = [
+    "linear",
     "mm_into",
     "pays",
     "product_into",
     "product_ratio",
     "scratch_of",
+    "takes",
     "wide_addmm",
     "wide_mm",
     "workspace_bytes",
@@ -39,6 +42,9 @@ _ROUNDS = 5
 #: Times as long as in fp32 from which on a product is cast: casting is a part of it.
 _SLOW = 3.0
 _NARROW = (torch.bfloat16, torch.float16)
+#: Rows up to which a linear on a weight that is held is torch's own: casting the weight takes as long as six
+#: rows of its loops do (an EPYC with AVX2, one thread, 768 by 3072).
+_FEW = 8
 #: Elements of a piece, in float32: 16 MiB.
 _PIECE = 1 << 22
 
@@ -125,6 +131,22 @@ def product_into(
         torch.addmm(bias, a, b, out=out)
     else:
         torch.mm(a, b, out=out)
+
+
+def takes(*constants: Tensor | None) -> bool:
+    """Whether `linear` has something to gain with such a weight and bias, of one dtype."""
+    dtypes = {(each.dtype, each.device.type) for each in constants if each is not None}
+    return len(dtypes) == 1 and pays(*next(iter(dtypes)))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + bias for x (..., K) and W (N, K) in 16 bits, in float32 where rows are many."""
+    n, k = weight.shape
+    many = type(x) is Tensor and x.dtype is weight.dtype and x.shape[-1] == k and x.numel() > _FEW * k
+    if not many or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    flat = x.reshape(-1, k)
+    return mm_into(flat.new_empty((len(flat), n)), flat, weight.t(), bias=bias).view(*x.shape[:-1], n)
 
 
 def _workspace(m: int, k: int, n: int, *, bias: bool = False, accumulate: bool = False) -> int:

@@ -84,3 +84,38 @@ def test_who_multiplies_is_measured(more: str, slow: bool, monkeypatch: pytest.M
     assert (
         bool(seen) is slow and not wide.pays(torch.float32, "cpu") and not wide.pays(torch.bfloat16, "cuda")
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.tuples(st.integers(1, 3), st.integers(9, 20)),
+    k=st.integers(1, 70),
+    n=st.integers(1, 70),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    biased=st.booleans(),
+    spread=st.booleans(),
+)
+def test_a_linear_is_rounded_once(
+    rows: tuple[int, int], k: int, n: int, dtype: torch.dtype, biased: bool, spread: bool
+) -> None:
+    """Of columns side by side, and of every second one."""
+    generator = torch.Generator().manual_seed(k * n)
+    x = torch.randn((*rows, 2 * k if spread else k), generator=generator).to(dtype)
+    x = x[..., ::2] if spread else x
+    weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((n, k), (n,)))
+    found = wide.linear(x, weight, bias if biased else None)
+    wanted = x.double() @ weight.double().t() + (bias.double() if biased else 0)
+    terms = x.double().abs() @ weight.double().abs().t() + 4
+    unit = torch.finfo(dtype).eps
+    assert found.dtype is dtype and found.shape == wanted.shape
+    assert bool(((found.double() - wanted).abs() <= 0.51 * unit * wanted.abs() + 1e-6 * terms).all())
+
+
+def test_a_linear_keeps_to_autocast_and_what_is_not_finite_to_its_row() -> None:
+    x, weight = torch.ones(20, 6, dtype=torch.float16), torch.ones(5, 6, dtype=torch.float16)
+    x[3, 1] = torch.nan
+    found = wide.linear(x, weight)
+    assert found[3].isnan().all() and int(found.isnan().sum()) == 5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wide.linear(x, weight).dtype is torch.bfloat16
+    assert wide.linear(x[:0], weight).shape == (0, 5)

@@ -22,7 +22,7 @@ from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.at_shapes import AtShapes
 from effcompile.backends.torch.called import Called, called
 from effcompile.backends.torch.pack import (
-    by_few_rows,
+    by_rows,
     flatten,
     flatten_exported,
     pack,
@@ -42,6 +42,7 @@ from effcompile.ir.formats import Form
 from effcompile.ir.of_sizes import SHARE
 from effcompile.ir.program import Program, stored_bytes
 from effcompile.machine import huge_pages
+from effcompile.ops import wide
 from effcompile.ops.bf16_attention import bf16_attention
 from effcompile.ops.bf16_attention import told as attentions_told
 from effcompile.ops.bf16_linear import bf16_linear
@@ -81,7 +82,8 @@ class _Header(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class TorchLowered:
     """See `backends.base.Lowered`. `program`: the edited one, which `save` exports. `autocast`: around it.
-    `keeps`: whether what follows from the sizes of a call alone is kept beside the weights.
+    `keeps`: whether bytes beside the weights are taken for time: what follows from the sizes of a call alone
+    is kept, and 16-bit weights are widened.
     """
 
     program: Program
@@ -200,13 +202,13 @@ def open_flat(path: Path) -> fx.GraphModule:
 
     Raises what `load` does.
     """
-    return by_few_rows(pack(flatten_exported(_exported(path)[0])))
+    return by_rows(pack(flatten_exported(_exported(path)[0])))
 
 
 def _run(module: fx.GraphModule, path: Path, header: _Header) -> Forward:
     if header.engine == "inductor":
         return _compiled_when_called(module, path, header.shapes)
-    packed = by_few_rows(pack(module))
+    packed = by_rows(pack(module), widens=header.keeps)
     return called(packed, int(SHARE * stored_bytes(packed)) if header.keeps else 0)
 
 
@@ -253,12 +255,15 @@ def lower_eager(program: Program, *, keeps: bool = False) -> TorchLowered:
     huge_pages.move(module.buffers())
     _try(module, program)
     applied = found.applied(program, module)
+    run = by_rows(module, widens=keeps)
+    widened = run.graph.find_nodes(op="call_function", target=wide.linear)
+    settings = {"16-bit linears": "fp32, rounded once"} if widened else {}
     return TorchLowered(
         program=program,
         engine="eager",
-        run=by_few_rows(module),
+        run=run,
         applied=applied,
-        settings={"threads": torch.get_num_threads(), **_kernels(program)},
+        settings={"threads": torch.get_num_threads(), **settings, **_kernels(program)},
         weight_bytes=artifact_bytes(program),
         keeps=keeps,
     )

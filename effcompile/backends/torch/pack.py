@@ -20,7 +20,7 @@ from effcompile.core.types import Value
 from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
-from effcompile.ops import few_rows
+from effcompile.ops import few_rows, wide
 from effcompile.ops.fp32_linear import fp32_pack
 
 #: Bytes of plain weights from which on they are worth files.
@@ -101,13 +101,21 @@ def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -
     return fx.GraphModule(module, module.graph, class_name=type(module).__name__)
 
 
-def by_few_rows(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, whose linears on plain weights of its own read these once where rows are few."""
+def by_rows(module: fx.GraphModule, *, widens: bool = False) -> fx.GraphModule:
+    """The module, whose linears on plain weights of its own read these once where rows are few.
+
+    `widens`: those in 16 bits are made in fp32 where rows are many and the processor has no such products,
+    which takes a copy of a weight meanwhile (ops/wide.py).
+    """
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
         parts = [part for part in node.args[1:] if isinstance(part, fx.Node)]
         held = [attribute(module, str(part.target)) for part in parts if part.op == "get_attr"]
-        if not node.kwargs and len(held) == len(parts) and few_rows.takes(*held):
+        if node.kwargs or len(held) != len(parts):
+            continue
+        if few_rows.takes(*held):
             node.target = few_rows.linear
+        elif widens and wide.takes(*held):
+            node.target = wide.linear
     module.recompile()
     return module
 
