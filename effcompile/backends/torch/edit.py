@@ -114,7 +114,8 @@ class _Editor:
         refusal = _refusal(site, stored, held)
         if refusal is not None:
             raise LoweringError(
-                f"Cannot run {site.site} as {held.name}: {refusal}. Plan again with another backend."
+                f"Cannot run {site.site} as {held.name}: {refusal}. Plan again on this "
+                "machine, or with another backend."
             )
         weight = (stored.t() if site.transposed else stored).detach()  # (N, K)
         dtype = dtype_of(site.node)
