@@ -322,10 +322,10 @@ inline V inverse(V x) {
 #endif
 }
 
-// 1 / (1 + e^-z), by an exponential that cannot overflow.
+// 1 / (1 + e^-z), by an exponential that cannot overflow; 0 where that has ended at its least, which is something times a large z.
 inline V sigmoid(V z) {
     const V e = power_of_two(where(z < 0.0f, z, V{} - z) * 1.4426950408889634f);
-    return where(z < 0.0f, e, V{} + 1.0f) * inverse(e + 1.0f);
+    return where(z < 0.0f, where(z < -69.0f, V{}, e), V{} + 1.0f) * inverse(e + 1.0f);
 }
 
 // x * Phi(x), by the complementary error function of Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7).

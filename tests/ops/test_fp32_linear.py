@@ -65,6 +65,17 @@ def test_a_row_with_what_is_no_number_is_so_alone(odd: float) -> None:
     assert not found[3].isfinite().any() and found[torch.arange(20) != 3].isfinite().all()
 
 
+@pytest.mark.parametrize("after", ["silu", "gelu_tanh", "gelu", "relu"])
+def test_what_follows_a_number_far_below_zero_is_zero(after: str) -> None:
+    """An exponential that ends at 2^-100 made -0.8 of -1e30; of -inf no number, as torch."""
+    x = torch.tensor([-math.inf, -3e38, -1e30, -1e20, -200.0, -70.0, -60.0, 3e38, math.inf])[:, None]
+    weight = torch.ones(20, 1)
+    found = linear(x, pack(weight), 20, None, after)
+    torch.testing.assert_close(
+        found, followed(F.linear(x, weight), after), rtol=1e-5, atol=1e-25, equal_nan=True
+    )
+
+
 def test_rows_that_lie_apart_and_more_axes() -> None:
     weight, wide = torch.randn(40, 64), torch.randn(3, 7, 100)
     for x in (wide[..., :64], wide[..., :64].transpose(0, 1), torch.randn(64, 5).T, torch.zeros(0, 64)):
