@@ -47,6 +47,7 @@ from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
 from effcompile.modes import carry_out, make_frontier, make_plan
+from effcompile.ops.replaced_optimizer import check_not_stepped
 from effcompile.search.many_devices import Devices
 
 if TYPE_CHECKING:  # its module needs transformers
@@ -247,6 +248,7 @@ def optimize(
     )
     if request.training:
         check_trained_by_calls(model)
+        check_not_stepped(optimizer)
     if mesh is not None and (model is None or inputs is None):
         raise UsageError("A step on a mesh is planned by all ranks together: give the model and `inputs`.")
     if shapes is not None:

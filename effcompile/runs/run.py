@@ -17,6 +17,7 @@ from effcompile.compiler import TrainingExecutable
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.types import Example, Value
 from effcompile.ir.plan import Plan
+from effcompile.ops.replaced_optimizer import give_back
 from effcompile.planner.learning_rate import LearningRate
 from effcompile.report.runs import RunMachine, StageRow, print_run, run_data
 from effcompile.report.runs_html import run_html
@@ -215,6 +216,7 @@ class Run:
             if self.active is not None or before.taken_up:
                 held = optimizer if self.active is None else self.active.optimizer
                 states = states_of(held, group_names(held, names_of(self.model)))
+            give_back(optimizer)  # of the stage before: its states are handed on
         self._rates = self._rates_now() or [group["lr"] for group in optimizer.param_groups]
         entered = enter(
             self.model, optimizer, states, self.stages[number], number, self.layers, self.examples[number]

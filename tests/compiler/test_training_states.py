@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_training")
 # pointwise: its kernels round as they please
 EXACT = ["no-pointwise", "checkpoint.groups=false", "no-microbatch", "no-attention"]
 BACKWARD = [*EXACT, "states.in_backward=true"]
+CODED = [*EXACT, "states.eight_bit=true", "states.offload=false"]
 
 
 def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -454,9 +455,7 @@ def test_a_schedule_made_before_planning_reaches_the_planned_optimizer() -> None
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize(
-    "passes", [[*EXACT], [*EXACT, "states.eight_bit=true", "states.offload=false"]], ids=["host", "8-bit"]
-)
+@pytest.mark.parametrize("passes", [EXACT, CODED], ids=["host", "8-bit"])
 def test_a_state_dict_takes_training_up_again(passes: list[str]) -> None:
     model, batch = wide()
     whole = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)
@@ -490,9 +489,69 @@ def test_the_given_optimizers_step_is_refused_where_another_is_planned(passes: l
     assert not given.state and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     planned.optimizer.step()
     planned.optimizer.zero_grad()
-    given.load_state_dict({"state": {0: {"step": torch.ones(())}}, "param_groups": given.param_groups})
+    given.state[model.get_parameter(next(iter(before)))] = {"step": torch.ones(())}
     with pytest.raises(UsageError, match=r"given has states .*Load them into the planned model's"):
         planned.optimizer.step()
+
+
+@pytest.mark.parametrize("passes", [BACKWARD, CODED], ids=["backward", "8-bit"])
+def test_the_given_optimizers_checkpoint_is_the_planned_ones(passes: list[str]) -> None:
+    """A loop of the user's saves `optimizer.state_dict()` of the one that it made."""
+    model, batch = wide() if passes is not BACKWARD else MODELS["skips"]()
+    whole = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)
+    memory = int(0.92 * (whole.predicted.peak_bytes or 0))
+    given = adamw(model.parameters())
+    first = optimize(model, batch, passes, memory, optimizer=given)
+    train(first, first.optimizer, batch, 2)
+    file = io.BytesIO()
+    torch.save(given.state_dict(), file)
+    file.seek(0)
+    other = twin(model)
+    theirs = adamw(other.parameters(), lr=0.5)
+    second = optimize(other, batch, passes, memory, optimizer=theirs)
+    assert isinstance(second.optimizer, PlannedOptimizer)
+    theirs.load_state_dict(torch.load(file, weights_only=True))
+    assert not theirs.state and theirs.param_groups is second.optimizer.param_groups
+    for group in (*given.param_groups, *theirs.param_groups):
+        group["lr"] *= 0.5  # by a scheduler of the given one's
+    assert train(second, second.optimizer, batch, 3) == train(first, first.optimizer, batch, 3)
+    with pytest.raises(UsageError, match=r"that plan's optimizer has states.*load_state_dict\(state\)"):
+        effcompile.optimize(model, inputs=batch, mode="training", optimizer=given)
+    second.optimizer.state.clear()
+    del first, second
+    gc.collect()
+    assert not given.state_dict()["state"]  # the planned one is gone
+
+
+def linears() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 640))
+
+
+@pytest.mark.parametrize(
+    ("saved", "planned"),
+    [("given", "8-bit"), ("given", "lion8"), ("8-bit", "given"), ("8-bit", "lion8"), ("lion8", "8-bit")],
+)
+def test_states_of_another_form_are_refused_and_change_nothing(saved: str, planned: str) -> None:
+    """Those of an 8-bit plan in pieces, too, and those that an optimizer without a plan has saved."""
+
+    def stepped(form: str) -> PlannedOptimizer:
+        model = linears()
+        piece = 1 << 18 if form == "8-bit" else 0
+        made = PlannedOptimizer(
+            adamw(model.parameters()), StatesForm(name=form, piece=piece), on_host=False, names={}
+        )
+        model(torch.ones(2, 64)).sum().backward()
+        made.step()
+        return made
+
+    mine = stepped(planned)
+    before = {p: dict(state) for p, state in mine.state.items()}
+    with pytest.raises(FormatError, match=f"not of the form '{planned}'"):
+        mine.load_state_dict(stepped(saved).state_dict())
+    assert mine.state.keys() == before.keys()
+    assert all(value is before[p][key] for p, state in mine.state.items() for key, value in state.items())
+    mine.load_state_dict(stepped(planned).state_dict())
 
 
 def test_the_given_optimizer_is_the_users_again_without_the_planned_one() -> None:

@@ -32,6 +32,7 @@ from effcompile.ops.optimizers import (
     pieces,
     update_options,
 )
+from effcompile.ops.saved_states import check_state, parts_of
 from effcompile.ops.states8 import step8
 
 
@@ -67,9 +68,9 @@ class PlannedOptimizer(OneByOne):
         """
         if any(self._given.state.values()):
             raise UsageError(
-                f"The {type(self._given).__name__} that was given has states (by its step() or "
-                "load_state_dict()), but this plan's optimizer has its own. Load them into the planned "
-                "model's `optimizer`, and call that one's step(); clear `state` of the given one."
+                f"The {type(self._given).__name__} that was given has states (written into its `state`), "
+                "but this plan's optimizer has its own. Load them into the planned model's `optimizer`, and "
+                "clear `state` of the given one."
             )
         loss = None if closure is None else torch.enable_grad()(closure)()
         check_groups(self.form, self._given, self.param_groups)
@@ -142,6 +143,8 @@ class PlannedOptimizer(OneByOne):
         parameters = [(p, group) for group in self.param_groups for p in group["params"]]
         if len(numbers) != len(parameters):
             raise FormatError(f"The state has {len(numbers)} parameters, this optimizer {len(parameters)}.")
+        for number, (parameter, _) in zip(numbers, parameters, strict=True):  # before anything is replaced
+            check_state(self.form, type(self._given), parameter, state_dict["state"].get(number))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._given.param_groups = self.param_groups
         self._workers.clear()
@@ -198,9 +201,7 @@ class Worker:
         """Whether these are its own states."""
         if state is None:
             return False
-        found = (
-            [state] if len(self.leaves) == 1 else [state.get(f"piece {i}") for i in range(len(self.leaves))]
-        )
+        found = parts_of(state, len(self.leaves))
         return all(one is self.inner.state.get(leaf) for one, leaf in zip(found, self.leaves, strict=True))
 
     def step(self, gradient: torch.Tensor, group: Group) -> dict[str, float]:
@@ -236,14 +237,8 @@ class Worker:
         Raises:
             FormatError: they are of another form.
         """
-        found = (
-            [state] if len(self.leaves) == 1 else [state.get(f"piece {i}") for i in range(len(self.leaves))]
-        )
-        if None in found or (len(self.leaves) == 1 and "piece 0" in state):
-            raise FormatError(
-                f"The saved states are not of the form {self.form.name!r} that is planned here: plan as "
-                "when they were saved."
-            )
+        check_state(self.form, type(self.inner), self._values(), state)
+        found = parts_of(state, len(self.leaves))
         device = self.leaves[0].device
         for leaf, values in zip(self.leaves, found, strict=True):
             held = {
