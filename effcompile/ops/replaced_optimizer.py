@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
 from effcompile.core.errors import UsageError
+
+Saved = dict[str, Any]
 
 
 class Replaced:
@@ -39,11 +40,11 @@ class Replaced:
                 "too), or plan with --pass no-states to keep yours."
             )
 
-    def state_dict(self, given: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+    def state_dict(self, given: Optimizer, own: Saved) -> Saved:
         """The planned one's."""
         return own if (by := self.by()) is None else by.state_dict()
 
-    def load(self, given: Optimizer, state: dict[str, Any]) -> Mapping[str, Any]:
+    def load(self, given: Optimizer, state: Saved) -> Saved:
         """Into the planned one; what is left to load into the given one has no states.
 
         Raises:

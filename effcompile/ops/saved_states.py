@@ -16,7 +16,7 @@ from effcompile.ops.states8 import BLOCK, LEAST
 State = Mapping[str, Any]
 
 
-def parts_of(state: State, count: int) -> list[Any]:
+def parts_of(state: State, count: int) -> list[State | None]:
     """The states of a parameter's pieces; None for one that is not there."""
     return [state] if count == 1 else [state.get(f"piece {i}") for i in range(count)]
 
