@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from effcompile.loader.documented import documented
 from effcompile.loader.figures import ModelSizes
 
 SAMPLES, _FRAMES = 16000, 200
@@ -52,9 +53,15 @@ def _sizes(figures: ModelSizes, name: str) -> tuple[int, ...] | None:
 def _frames_first(figures: ModelSizes, name: str, mel: int) -> bool:
     """Whether time comes before what a frame consists of (Parakeet), not after it (Whisper, whose docstring
     says that it does, too): no convolution takes the frame's numbers as its channels.
+
+    A docstring that tells of two axes tells of samples (Canary's and CohereAsr's do): that of the encoder, to
+    which the spectrum goes on, is read.
     """
     described = figures.documents.get(name)
     axes = described.dimensions if described is not None else ()
+    if len(axes) == 2:
+        within = (documented(part).get(name) for part in figures.model.modules())
+        axes = next((found.dimensions for found in within if found and len(found.dimensions) == 3), axes)
     as_channels = any(
         isinstance(part, nn.Conv1d) and part.in_channels == mel and part.groups == 1
         for part in figures.model.modules()

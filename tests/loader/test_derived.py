@@ -149,6 +149,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, tuple[int, ...], bool]] = {
                              "subsampling_factor": 4}),
         "input_features", (200, 16), True,
     ),
+    "a spectrum that a docstring takes for samples": (
+        made("CohereAsrForConditionalGeneration", "CohereAsrConfig", **HEADS, vocab_size=20, pad_token_id=0,
+             encoder_config={**HEADS, "num_mel_bins": 16, "subsampling_conv_channels": 8,
+                             "subsampling_factor": 4}),
+        "input_features", (200, 16), True,
+    ),
     "characters": (
         made("CanineForMultipleChoice", "CanineConfig", **HEADS, num_hash_functions=2, num_hash_buckets=256,
              max_position_embeddings=128, local_transformer_stride=16),
