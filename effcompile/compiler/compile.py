@@ -13,6 +13,7 @@ from torch import nn
 from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend
 from effcompile.compiler import measure
+from effcompile.compiler.another_machine import carried_out_here
 from effcompile.compiler.borne_out import confirmed, stale_timings
 from effcompile.compiler.settle import Outcome, Workshop, as_saved, let_go, settle, settle_all
 from effcompile.core import effort, gpu
@@ -108,9 +109,8 @@ def optimize(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked
         *stale_timings(machine, best.plan.candidates),
         *machine.keep_timings(),
     )
-    return Executable(
-        model, best.program, best.lowered, replace(best.plan, notes=tuple(dict.fromkeys(notes)))
-    )
+    plan = carried_out_here(replace(best.plan, notes=tuple(dict.fromkeys(notes))), place)
+    return Executable(model, best.program, best.lowered, plan)
 
 
 @entry("frontier")
@@ -342,4 +342,6 @@ def _reapply(task: Task, plan: Plan) -> Executable:
     outcome = settle(shop, backends[0], plan.unmeasured, None)
     best = _stressed(shop, _finish(shop, [outcome], [as_saved(plan)]))
     notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))
-    return Executable(task.model, best.program, best.lowered, replace(best.plan, notes=notes))
+    place = gpu.place_of(task.model, task.args, task.kwargs)
+    made = carried_out_here(replace(best.plan, notes=notes), place)
+    return Executable(task.model, best.program, best.lowered, made)

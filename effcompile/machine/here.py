@@ -22,6 +22,9 @@ from effcompile.machine.hardware import DeviceRates
 from effcompile.machine.load import busy
 from effcompile.machine.target import KernelCall, Target
 
+#: Name of the target that is this machine.
+HERE = "this machine"
+
 
 def this_machine(
     calibration: Calibration,
@@ -46,7 +49,7 @@ def this_machine(
     )
     overheads = [points.overhead for points in calibration.backends.values() if points.overhead > 0]
     found = Target(
-        name="this machine",
+        name=HERE,
         description=_described(calibration),
         device="cpu",
         cores=machine.cores,

@@ -15,6 +15,7 @@ from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.torch.packed_before import Packed, keeping
 from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.capture.images import forgetting
+from effcompile.compiler.another_machine import carried_out_here
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import as_saved, held_to_less, not_within, settle_all
 from effcompile.core import gpu
@@ -188,6 +189,7 @@ def _finished(
         candidates=tuple(replace(c, measured_seconds=totals.get(c.backend)) for c in candidates),
         notes=notes,
     )
+    plan = carried_out_here(plan, gpu.place_of(bench.model))
     return _speculating(bench, GenerationExecutable(bench.model, bench.step, best.lowered, plan, best.parts))
 
 

@@ -9,9 +9,11 @@ from typing import Unpack
 
 from torch import nn
 
+from effcompile.compiler.another_machine import carried_out_here
 from effcompile.compiler.training.attempt import PRICED_AGAIN, ROUNDS, Attempt, Ran
 from effcompile.compiler.training.known import keep_plan, known_plan, place_of
 from effcompile.compiler.training.sizes import best_measured
+from effcompile.core import gpu
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, Kwargs
@@ -325,7 +327,8 @@ def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
             "mesh=torch.distributed.device_mesh.init_device_mesh(...))."
         )
     runner = runner_of(task.model, found.prepared.case, found.emitted)
-    made = verified(found.work, found.prepared, runner, found.plan)
+    place = gpu.place_of(task.model, task.args, task.kwargs)
+    made = verified(found.work, found.prepared, runner, carried_out_here(found.plan, place))
     return taking_items(made.executable, found.work, found.step, made.loss)
 
 
