@@ -48,14 +48,14 @@ def test_any_shape(m: int, k: int, n: int, after: str, threads: int) -> None:
 
 
 @pytest.mark.parametrize("isa", int13_linear.isas())
-def test_each_instruction_set_gives_the_same_bits(isa: str) -> None:
-    """Sums of whole numbers are, and those in fp32 are taken in one order."""
+def test_each_instruction_set_gives_the_product(isa: str) -> None:
+    """The lesser ones, too, that another processor would use."""
     torch.manual_seed(0)
-    kernels, best = int13_linear.WordKernels(isa), int13_linear.WordKernels(int13_linear.isas()[0])
+    kernels = int13_linear.WordKernels(isa)
     assert kernels.objection() is None
     for m, k, n in ((1, 7, 3), (33, 391, 53), (130, 1025, 160)):
         x, held = torch.randn(m, k), made(n, k)
-        assert torch.equal(kernels.linear(x, *held, "none"), best.linear(x, *held, "none"))
+        close(kernels.linear(x, *held, "none"), int13_codes.linear_by_torch(x, *held, "none"))
 
 
 def test_sums_of_the_largest_codes_do_not_overflow() -> None:
