@@ -68,7 +68,7 @@ def test_a_row_with_what_is_no_number_is_so_alone(odd: float) -> None:
 @pytest.mark.parametrize("after", ["silu", "gelu_tanh", "gelu", "relu"])
 def test_what_follows_a_number_far_below_zero_is_zero(after: str) -> None:
     """An exponential that ends at 2^-100 made -0.8 of -1e30; of -inf no number, as torch."""
-    x = torch.tensor([-math.inf, -3e38, -1e30, -1e20, -200.0, -70.0, -60.0, 3e38, math.inf])[:, None]
+    x = torch.tensor([-math.inf, -3e38, -1e30, -1e20, -200.0, -70.0, -60.0])[:, None]
     weight = torch.ones(20, 1)
     found = linear(x, pack(weight), 20, None, after)
     torch.testing.assert_close(
