@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from inference_models import Case, Setting
-from test_inference_fuzz import Trial, quick
+from test_inference_fuzz import Trial, distance, quick
 from torch import Tensor
+from torch_formats import lacking
 
 import effcompile
 
@@ -55,6 +56,22 @@ def test_a_tie_that_no_calibration_saw_is_the_models(
             trial.compare(model, run, "other batch", (), SHARP.inputs(3, 2, strided=False))
         steep = tally["inference: torch-eager: answers beside those of moved values"]
         assert (0 if robust else 1) <= steep < 12, "few of the sixty are ties"
+
+
+@pytest.mark.xfail(
+    lacking("int8_dynamic") is not None,
+    reason="of the forms that this processor has queries and keys take 8 bits, and a tie is 0.06 off",
+)
+def test_robust_plans_keep_their_limit_at_ties(tally: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimize = SHARP.model(), effcompile.optimize
+    monkeypatch.setattr("effcompile.optimize", lambda *args, **kwargs: optimize(*args, **kwargs, robust=True))
+    with quick():
+        kept = Trial(SHARP, SETTING, model, tally).plan(SHARP.inputs(1, 2, strided=False))
+    for seed in range(60):
+        torch.manual_seed(seed)
+        inputs = SHARP.inputs(3, 2, strided=False)
+        with torch.no_grad():
+            assert distance(kept(**inputs)["h"], model(**inputs)["h"]) <= 2e-3
 
 
 @pytest.mark.parametrize("factor", [1.1, -1.0])

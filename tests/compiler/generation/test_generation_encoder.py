@@ -10,6 +10,7 @@ import torch
 from captured_once import steps_once
 from generation_models import bare, captured, ids, more, tiny
 from torch import nn
+from torch_formats import where_there
 
 import effcompile
 from effcompile.backends.torch import TorchLowered
@@ -91,9 +92,10 @@ def test_bytes_are_those_of_all_graphs(least: tuple[nn.Module, GenerationExecuta
 
 
 @pytest.mark.skipif(not has_onednn(), reason="nothing is packed")
-def test_what_onednn_packed_is_counted() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, where_there("bf16", value=torch.bfloat16)])
+def test_what_onednn_packed_is_counted(dtype: torch.dtype) -> None:
     """Such a weight has no storage to ask for."""
-    weight = torch.randn(24, 40)
+    weight = torch.randn(24, 40, dtype=dtype)
     graph = nn.Module()
     graph.register_buffer("plain", weight)
     graph.register_buffer("seen", weight.t())
